@@ -80,7 +80,7 @@ def _drain_cluster(address: str, drain_s: float) -> None:
 
 def _print_progress(message: HostMessage) -> None:
     if isinstance(message, Draining) and message.open_requests:
-        print_result(f"{message.open_requests} requests in flight, {message.left_s:.0f} s left")
+        print_result(f"{message.open_requests} requests in flight, {message.remaining_s:.0f} s left")
 
 
 COMMAND = Command(

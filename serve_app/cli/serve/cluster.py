@@ -13,7 +13,7 @@ from ray.serve import Application, RunTarget
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
 
 from serve_app.cli.http_client import ConnectionFailedError, request
-from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drained
+from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drain_gateways
 from serve_app.cli.serve.failures import Stages, StartDeaths, engine_cause, is_process_death, reason_of
 from serve_app.cli.serve.messages import HostJob, HostMessage, Progress, Stop
 from serve_app.errors import ServeAppError
@@ -180,7 +180,7 @@ class Cluster:
         name = self._application.name
         aborted = 0
         try:
-            aborted = drained(self._gateway, stop, on_progress)
+            aborted = drain_gateways(self._gateway, stop, on_progress)
         except Exception as exc:  # noqa: BLE001 - dead gateways have no in-flight requests
             print(f"drain: {exc!r}", flush=True)  # noqa: T201 - into the host's log
         for deployment in serve.status().applications[name].deployments:
@@ -234,7 +234,7 @@ def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage],
     if not ours:
         raise ServeAppError(f"the Ray cluster at {address} runs no application of this project")
     gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
-    return sum(drained(gateway, stop, on_progress) for gateway in gateways)
+    return sum(drain_gateways(gateway, stop, on_progress) for gateway in gateways)
 
 
 def _last_line(error: Exception) -> str:

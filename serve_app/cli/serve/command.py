@@ -20,7 +20,7 @@ from serve_app.cli.init.document import (
 from serve_app.cli.serve.environment import environment, instance_folder
 from serve_app.cli.serve.instance import register, running_instances, unregister
 from serve_app.cli.serve.messages import HostJob
-from serve_app.cli.serve.supervisor import Launch, Supervisor
+from serve_app.cli.serve.supervisor import LaunchParameters, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
@@ -52,13 +52,13 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     host, port = http_address(checked.content)
     folder = _fresh_folder(instance_folder(port))
     raise_descriptor_limit()
-    launch = Launch(
+    launch = LaunchParameters(
         job=_job(config, checked, folder, address, dashboard),
         environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: write_admin_key(folder)},
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
-        keys=checked.settings.gateway.requires_keys,
-        listens=f"http://{host}:{port}",
+        requires_key=checked.settings.gateway.requires_keys,
+        listen_address=f"http://{host}:{port}",
     )
     register(launch.job.url, config, folder)
     try:

@@ -14,7 +14,9 @@ _DRAIN_MARGIN_S = 5.0
 _DRAIN_POLL_S = 0.5
 
 
-def drained(gateway: "DeploymentHandle[Any]", stop: Stop, on_progress: Callable[[HostMessage], None]) -> int:
+def drain_gateways(
+    gateway: "DeploymentHandle[Any]", stop: Stop, on_progress: Callable[[HostMessage], None]
+) -> int:
     """Drain every gateway and report the progress to `on_progress`.
 
     Returns:
@@ -23,10 +25,10 @@ def drained(gateway: "DeploymentHandle[Any]", stop: Stop, on_progress: Callable[
     deadline = time.monotonic() + stop.drain_s
     ended = gateway.broadcast("drain", stop.drain_s, stop.retry_after_s)
     while True:
-        left_s = max(0.0, deadline - time.monotonic())
+        remaining_s = max(0.0, deadline - time.monotonic())
         counts = gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
-        on_progress(Draining(sum(counts), left_s))
-        if not sum(counts) or not left_s:
+        on_progress(Draining(sum(counts), remaining_s))
+        if not sum(counts) or not remaining_s:
             break
-        time.sleep(min(_DRAIN_POLL_S, left_s))
+        time.sleep(min(_DRAIN_POLL_S, remaining_s))
     return sum(ended.results(timeout_s=_DRAIN_MARGIN_S))

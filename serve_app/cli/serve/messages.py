@@ -54,7 +54,7 @@ class Draining(msgspec.Struct, tag=True, frozen=True):
     """Number of in-flight requests during a drain, and the time left."""
 
     open_requests: int
-    left_s: float
+    remaining_s: float
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):

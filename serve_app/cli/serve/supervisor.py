@@ -3,7 +3,7 @@
 Rules:
 
 - The first SIGINT, SIGTERM or SIGHUP drains: new requests are rejected, in-flight ones completed.
-- A second signal, or one before the application is ready, ends everything immediately.
+- A second signal, or one before the application is ready, stops all processes immediately.
 - In all cases, no process of this instance and no open port is left behind.
 """
 
@@ -36,36 +36,40 @@ from serve_app.cli.serve.terminal import ConnectionInfo, Console, LiveView
 from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Time for Ray to exit after the drain. The rest is killed.
+# Time for Ray to exit after the drain. Remaining processes are killed.
 _END_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 20.0
 # Time beyond the drain timeout after which the host counts as hung.
 _DRAIN_MARGIN_S = 20.0
-_INTERRUPTED = 130
-_LOGS_OF_CLUSTER = "Ray's session folder on each node"
+_EXIT_INTERRUPTED = 130
+_CLUSTER_LOGS = "Ray's session folder on each node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchParameters:
     """Parameters of a start.
 
     Attributes:
+        job: start arguments of the host.
         environment: environment of the host and its descendants.
         drain_s: time limit for in-flight requests when it is stopped.
+        models: names of the served models.
+        requires_key: whether requests need an API key.
+        listen_address: URL of the address that it listens on.
     """
 
     job: HostJob
     environment: Mapping[str, str]
     drain_s: float
     models: tuple[str, ...]
-    keys: bool
-    listens: str
+    requires_key: bool
+    listen_address: str
 
 
 class Supervisor:
     """Foreground runner of one application. Use once: `Supervisor(...).run()`."""
 
-    def __init__(self, launch: Launch, console: Console) -> None:
+    def __init__(self, launch: LaunchParameters, console: Console) -> None:
         self._launch = launch
         self._console = console
         self._log = Path(launch.job.folder) / "serve.log"
@@ -75,14 +79,14 @@ class Supervisor:
         self._is_ready = False
         self._failed: str | None = None
         self._aborted = 0
-        self._start_s = 0.0
+        self._startup_s = 0.0
 
     async def run(self) -> int:
         """Serve until a signal arrives.
 
         Returns:
-            The exit status: 0 after a graceful shutdown, 1 if the application failed, 130 if the start was
-            interrupted.
+            The exit status: 0 if a signal ended it once it was ready, 1 if the application failed, 130 if a
+            signal interrupted the start.
         """
         become_subreaper()
         self._console.line(f"output of Ray and Ray Serve: {self._log}")
@@ -96,7 +100,7 @@ class Supervisor:
             await self._until_stopped(reading)
         finally:
             self._console.end()
-            await self._end_everything()
+            await self._end_processes()
         if not reading.done():
             reading.cancel()
         if self._failed is not None:
@@ -105,7 +109,7 @@ class Supervisor:
             return 1
         if self._is_ready:
             self._console.line("Stopped.")
-        return 0 if self._is_ready else _INTERRUPTED
+        return 0 if self._is_ready else _EXIT_INTERRUPTED
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -146,12 +150,12 @@ class Supervisor:
                 console.progress(message)
             case Ready(dashboard):
                 self._is_ready = True
-                self._start_s = console.elapsed_s
+                self._startup_s = console.elapsed_s
                 console.ready(self._connection_info(dashboard))
             case Failed(reason):
                 self._failed = reason
-            case Draining(open_requests, left_s):
-                console.draining(open_requests, left_s)
+            case Draining(open_requests, remaining_s):
+                console.draining(open_requests, remaining_s)
             case Drained(aborted):
                 self._aborted = aborted
 
@@ -159,12 +163,12 @@ class Supervisor:
         launch = self._launch
         return ConnectionInfo(
             url=launch.job.url,
-            listens=launch.listens,
+            listen_address=launch.listen_address,
             models=launch.models,
-            keys=launch.keys,
+            requires_key=launch.requires_key,
             output=str(self._log),
             key_file=str(Path(launch.job.folder) / ADMIN_KEY_FILE),
-            logs=_LOGS_OF_CLUSTER if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
+            logs=_CLUSTER_LOGS if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
             drain_s=launch.drain_s,
             dashboard=dashboard,
         )
@@ -176,23 +180,32 @@ class Supervisor:
         live.cancel()
         signalled.cancel()
         if not self._is_ready and self._signals:
-            self._console.line("stopped before it was ready")
+            self._console.line("Stopped before it was ready.")
         elif not self._signals:
-            self._failed = self._failed or "The process that runs Ray ended unexpectedly."
+            self._failed = self._failed or await self._unexpected_end()
         else:
             await self._drain(reading)
+
+    async def _unexpected_end(self) -> str:
+        assert self._host is not None
+        status: int | None = None
+        # The host's pipe is closed just before the process ends.
+        with contextlib.suppress(TimeoutError):
+            status = await asyncio.wait_for(self._host.wait(), 1.0)
+        with_status = "" if status is None else f" with status {status}"
+        return f"The process that runs Ray ended unexpectedly{with_status}."
 
     async def _drain(self, reading: asyncio.Task[None]) -> None:
         assert self._host is not None
         assert self._host.stdin is not None
         began_at = time.monotonic()
         self._console.line(
-            f"Stopping: new requests are rejected; in-flight requests have {self._launch.drain_s:g} s to "
-            "complete."
+            "Stopping: new requests are rejected. "
+            f"In-flight requests have {self._launch.drain_s:g} s to complete."
         )
-        order = Stop(self._launch.drain_s, max(1.0, self._start_s))
+        stop = Stop(self._launch.drain_s, max(1.0, self._startup_s))
         with contextlib.suppress(ConnectionError):
-            self._host.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._host.stdin.write(msgspec.json.encode(stop) + b"\n")
             await self._host.stdin.drain()
         self._signalled.clear()
         again = asyncio.create_task(self._signalled.wait())
@@ -202,7 +215,9 @@ class Supervisor:
         self._console.end()
         seconds = time.monotonic() - began_at
         if self._signals > 1:
-            self._console.line(f"Stopped immediately after {seconds:.1f} s: in-flight requests were aborted.")
+            self._console.line(
+                f"A second signal stopped it after {seconds:.1f} s: any in-flight requests were aborted."
+            )
         elif self._aborted:
             self._console.line(f"{self._aborted} in-flight requests were aborted with an error.")
 
@@ -214,13 +229,13 @@ class Supervisor:
                 text = await asyncio.to_thread(view.text)
                 self._console.live(text)
 
-    async def _end_everything(self) -> None:
-        """End the host and all processes below it."""
+    async def _end_processes(self) -> None:
+        """End the host and its descendants."""
         host = self._host
         if host is None:
             return
         if self._signals < 2 and self._is_ready:
-            # The host's processes exit by themselves, which avoids a kill.
+            # Wait for the host's processes to exit, so that none must be killed.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(host.wait(), _END_TIMEOUT_S)
         if host.stdin is not None:
@@ -228,6 +243,6 @@ class Supervisor:
         if descendants():
             left = await asyncio.to_thread(kill_descendants, _KILL_TIMEOUT_S)
             if left:
-                self._console.line(f"these processes could not be stopped: {left}", "red")
+                self._console.line(f"These processes could not be stopped; kill them manually: {left}", "red")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(host.wait(), 1.0)

@@ -175,16 +175,16 @@ class ConnectionInfo:
     """Connection details of an application that is ready.
 
     Attributes:
-        listens: listen address of the configuration, shown if it differs from `url`.
-        keys: whether clients need a key.
+        listen_address: listen address of the configuration, shown if it differs from `url`.
+        requires_key: whether clients need a key.
         output: file with the output of Ray and Ray Serve.
         key_file: file with the application's admin key.
     """
 
     url: str
-    listens: str
+    listen_address: str
     models: Sequence[str]
-    keys: bool
+    requires_key: bool
     logs: str
     output: str
     key_file: str
@@ -255,11 +255,11 @@ class Console:
         """Print how to use the application."""
         self.end_step()
         first = info.models[0]
-        key = " -H 'authorization: Bearer YOUR_KEY'" if info.keys else ""
+        key = " -H 'authorization: Bearer YOUR_KEY'" if info.requires_key else ""
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self.line(f"Ready after {self.elapsed_s:.1f} s.", "bold green")
-        listens = "" if info.listens == info.url else f"   (listening on {info.listens})"
-        self.line(f"  address    {info.url}/v1{listens}")
+        listening = "" if info.listen_address == info.url else f"   (listening on {info.listen_address})"
+        self.line(f"  address    {info.url}/v1{listening}")
         self.line(f"  models     {', '.join(info.models)}")
         curl = f"curl {info.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
         self.line(f"  try        {curl}")
@@ -278,10 +278,10 @@ class Console:
         """Show the live status, on a terminal only."""
         self._show(text)
 
-    def draining(self, open_requests: int, left_s: float) -> None:
+    def draining(self, open_requests: int, remaining_s: float) -> None:
         """Show the progress of a drain."""
         requests = "1 request" if open_requests == 1 else f"{open_requests} requests"
-        text = f"stopping: {requests} in flight, {left_s:.0f} s left; Ctrl-C to stop immediately"
+        text = f"stopping: {requests} in flight, {remaining_s:.0f} s left; Ctrl-C to stop immediately"
         self._show(text)
         now = time.monotonic()
         if not self._rich.is_terminal and now - self._last_printed_at >= _REPEAT_S / 3:

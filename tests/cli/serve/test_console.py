@@ -11,9 +11,9 @@ from serve_app.cli.serve.terminal import ConnectionInfo, Console
 
 INFO = ConnectionInfo(
     url="http://127.0.0.1:8000",
-    listens="http://0.0.0.0:8000",
+    listen_address="http://0.0.0.0:8000",
     models=("demo", "alias"),
-    keys=True,
+    requires_key=True,
     logs="/tmp/logs",
     output="/tmp/serve.log",
     key_file="/tmp/instance/admin-key",

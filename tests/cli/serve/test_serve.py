@@ -197,5 +197,5 @@ def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         opened.wait_for("is valid")  # again, for the current processes
         opened.type_interrupt()
         assert opened.ended(END_S) == 130
-        assert "stopped before it was ready" in opened.output
+        assert "Stopped before it was ready" in opened.output
         assert opened.processes_left() == []
