@@ -54,7 +54,7 @@ async def test_a_scheduler_stops_in_order_when_its_decision_log_cannot_be_writte
     world = Simulation(scheduler_settings(), FAST)
     live = await world.begin(decision_log=full_log())
     live.stop("its settings have changed")
-    assert live.ended
+    assert live.end_reason
     await world.close()
 
 
@@ -80,7 +80,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     await usage.load()
     usage.start()
     world = Simulation(scheduler_settings(), FAST)
-    await world.begin(ledger=usage.ledger)
+    await world.begin(usage_ledger=usage.ledger)
     gateway = await world.gateway()
     await world.replica()
     disk.is_full = True

@@ -329,7 +329,7 @@ class Gateway:
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
-        models = [found.described() for found in self._served.usable(caller)]
+        models = [found.describe() for found in self._served.usable(caller)]
         document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
@@ -337,7 +337,7 @@ class Gateway:
         caller = self._reader.authenticate(incoming)
         name = incoming.path.removeprefix(_MODELS + "/")
         found = self._served.find(name, caller)
-        await send_json(incoming.send, 200, encode(found.described()), [])
+        await send_json(incoming.send, 200, encode(found.describe()), [])
 
     async def _health(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])

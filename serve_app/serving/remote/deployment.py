@@ -47,7 +47,7 @@ class EndpointsDeployment:
 
     async def described(self) -> list[dict[str, object]]:
         """Return a description of each endpoint."""
-        return self._watcher.described()
+        return self._watcher.describe()
 
     async def change(self, action: str, url: str) -> dict[str, object]:
         """See `EndpointWatcher.change`."""

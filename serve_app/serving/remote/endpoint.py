@@ -289,7 +289,7 @@ class Endpoint:
         if self._client is not None:
             await self._client.close()
 
-    def described(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return a description of the endpoint, for operators."""
         identity = self._identity
         return {

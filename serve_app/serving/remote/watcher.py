@@ -205,9 +205,9 @@ class EndpointWatcher:
             if task.done() and (fault := task.exception()) is not None:
                 raise EngineError(f"{task.get_name()} has ended") from fault
 
-    def described(self) -> list[dict[str, object]]:
+    def describe(self) -> list[dict[str, object]]:
         """Return a description of each endpoint, including removed ones."""
-        chosen = [self._endpoints[url].described() for url in sorted(self._endpoints)]
+        chosen = [self._endpoints[url].describe() for url in sorted(self._endpoints)]
         for one in chosen:
             one["added"] = one["url"] in self._choices.added
         taken: list[dict[str, object]] = [

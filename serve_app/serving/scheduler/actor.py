@@ -173,8 +173,8 @@ class SchedulerActor:
     async def check_health(self) -> None:
         """Raise `ChannelError` if this scheduler must be replaced."""
         live = await self._current()
-        if live.ended and not self._changing.locked():
-            raise ChannelError(f"the scheduler has ended: {live.ended}")
+        if live.end_reason and not self._changing.locked():
+            raise ChannelError(f"the scheduler has ended: {live.end_reason}")
 
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """Return the observations since the last call, for the tuner."""
@@ -276,7 +276,7 @@ class SchedulerActor:
             decision_log=settings.decision_log,
             learned=self._learned,
             more_metrics=self._more_metrics,
-            ledger=self._usage.ledger,
+            usage_ledger=self._usage.ledger,
             activity=self._activity,
         )
         live = LiveScheduler(settings.scheduler, parts)
@@ -313,7 +313,7 @@ class SchedulerActor:
     def _learned_state(self) -> Mapping[str, Any] | None:
         live = self._live
         # A scheduler that has ended adds nothing: its successor has the same state, or its core is broken.
-        if live is None or live.ended:
+        if live is None or live.end_reason:
             return None
         costs = self._earlier_costs.plus(live.core)
         return {**learned_state(live.core), _SCALING: self.scaling.state(), _COSTS: costs.state()}

@@ -33,14 +33,14 @@ class DecisionLogFile:
     It also ends on errors of the file system, such as a full disk, which must not stop the scheduler.
 
     Attributes:
-        ended: why recording has ended; empty while it is active.
+        end_reason: why recording has ended; empty while it is active.
     """
 
     def __init__(self, path: Path, max_events: int, header: RunHeader) -> None:
         self._path = path
         self._left = max_events
         self._file: TextIO | None = None
-        self.ended = ""
+        self.end_reason = ""
         with self._ending_on_error():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
@@ -52,9 +52,9 @@ class DecisionLogFile:
             return
         self._write(encode_decision(Decision(entry.now, entry.event, tuple(entry.commands))))
         self._left -= 1
-        if self._left == 0 and not self.ended:
-            self.ended = "max_events reached"
-            self._write(encode_end(self.ended))
+        if self._left == 0 and not self.end_reason:
+            self.end_reason = "max_events reached"
+            self._write(encode_end(self.end_reason))
             self.close()
 
     def flush(self) -> None:
@@ -81,7 +81,7 @@ class DecisionLogFile:
             yield
         except OSError as error:
             file, self._file = self._file, None
-            self.ended = str(error)
+            self.end_reason = str(error)
             logger.warning("event=decision_log_ended path=%s reason=%r", self._path, error)
             with contextlib.suppress(OSError):
                 # Closing retries the buffered write, and closes the file in any case.

@@ -114,7 +114,7 @@ class LiveScaling(Collector):
         """Return the GPUs per replica, by pool."""
         return {name: pool.gpus for name, pool in self._settings.pools.items()}
 
-    def described(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the last decision, for operators and external autoscalers."""
         return {
             "model": self._model,

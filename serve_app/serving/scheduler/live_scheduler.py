@@ -1,10 +1,10 @@
-"""The live scheduler: feeds events to the core, executes its commands, and arms its next wake-up.
+"""The live scheduler: feeds events to the core, executes its commands, and schedules its next wake-up.
 
 There is one writer: all events pass through `feed`, on one event loop, and nothing awaits while the core's
 state is in use. The clock is that of the loop's timers. If the core raises, its state is no longer trusted:
 the live scheduler logs the error, closes every connection and requests its replacement. No request is lost,
 because the gateways hold them and submit them to the next scheduler. Only the request that caused the error
-is failed, if it was still waiting, because it could cause the same error there.
+ends with `failed`, if it was still waiting, because it might stop the next scheduler in the same way.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class LiveSchedulerOptions:
         on_end: called once with the reason when the scheduler has ended for good and must be replaced.
         decision_log: None disables the recording of decisions.
         learned: learned state of an earlier scheduler; see `learned_state`.
-        ledger: counts usage by API key; None disables it.
+        usage_ledger: counts usage by API key; None disables it.
         more_metrics: returns further metrics in the Prometheus text format; called in a thread.
         activity: recent activity to continue; None starts a new one.
     """
@@ -83,7 +83,7 @@ class LiveSchedulerOptions:
     decision_log: DecisionLogSettings | None = None
     learned: Mapping[str, Any] | None = None
     more_metrics: Callable[[], str] = str
-    ledger: UsageLedger | None = None
+    usage_ledger: UsageLedger | None = None
     activity: RecentActivity | None = None
 
 
@@ -100,9 +100,9 @@ class LiveScheduler:
 
     Attributes:
         core: the scheduler; others may read it, but only this object feeds it.
-        ended: why it has ended; empty while it schedules.
+        end_reason: why it has ended; empty while it runs.
         tuner: interface towards its tuner.
-        mode: share of the traffic that is scheduled.
+        mode: the scheduled share of the traffic, and the latencies of both parts.
         history: its open and recently ended requests.
         activity: activity of the last minutes.
         recorder: creates recordings of the traffic around a request, for replays.
@@ -118,7 +118,7 @@ class LiveScheduler:
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
             restore_state(self.core, options.learned, self._now)
-        self.ended = ""
+        self.end_reason = ""
         self.queries: QueryHandler | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
         self._metrics = SchedulerMetrics(settings.model)
@@ -135,11 +135,11 @@ class LiveScheduler:
             identity, options.channel, self._gateways, self._replicas, self._superseded
         )
         self._address: tuple[str, int] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = math.inf
-        self._watch: asyncio.Task[None] | None = None
+        self._wakeup_timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+        self._incarnation_task: asyncio.Task[None] | None = None
         self.tuner = TuningEndpoint(
-            host=self,
+            scheduler=self,
             model=settings.model,
             incarnation=options.incarnation,
             metrics=self._metrics,
@@ -160,11 +160,11 @@ class LiveScheduler:
             self._journal.subscribe(self._log)
         self._journal.subscribe(self.tuner, self.mode, self.activity, surroundings, self.history)
         self._journal.subscribe(self._metrics, self._outlook, ChangeLog(settings.model))
-        if options.ledger is not None:
-            self._journal.subscribe(options.ledger)
+        if options.usage_ledger is not None:
+            self._journal.subscribe(options.usage_ledger)
 
     def __repr__(self) -> str:
-        state = f"ended: {self.ended}" if self.ended else "schedules"
+        state = f"ended: {self.end_reason}" if self.end_reason else "running"
         parts = (self._gateways, self._replicas, self.core)
         return f"<LiveScheduler {self._options.incarnation} {state}, {', '.join(map(repr, parts))}>"
 
@@ -177,7 +177,7 @@ class LiveScheduler:
         port = await self._server.start(host)
         self._address = host, port
         if self._options.newest_incarnation is not None:
-            self._watch = self._loop.create_task(
+            self._incarnation_task = self._loop.create_task(
                 self._watch_incarnations(self._options.newest_incarnation), context=contextvars.Context()
             )
         logger.info(
@@ -190,10 +190,10 @@ class LiveScheduler:
 
     def stop(self, reason: str = "stopped") -> None:
         """Stop scheduling, and close every connection after its pending messages."""
-        if self.ended:
+        if self.end_reason:
             return
-        self.ended = reason
-        for timer in (self._alarm, self._watch):
+        self.end_reason = reason
+        for timer in (self._wakeup_timer, self._incarnation_task):
             if timer is not None:
                 timer.cancel()
         self.tuner.stop()
@@ -213,8 +213,8 @@ class LiveScheduler:
         Raises:
             ChannelError: it has not started, or has ended.
         """
-        if self._address is None or self.ended:
-            raise ChannelError(f"this scheduler does not schedule: {self.ended or 'not started'}")
+        if self._address is None or self.end_reason:
+            raise ChannelError(f"this scheduler is not running: {self.end_reason or 'not started'}")
         host, port = self._address
         secret = self._secrets[role]
         return SchedulerEndpoint(host=host, port=port, secret=secret, incarnation=self._options.incarnation)
@@ -225,14 +225,14 @@ class LiveScheduler:
         return {
             "model": self._settings.model,
             "incarnation": self._options.incarnation,
-            "ended": self.ended,
+            "ended": self.end_reason,
             "gateways": self._gateways.connected,
-            "queues": self.tuner.queues.described(self.now()),
+            "queues": self.tuner.queues.describe(self.now()),
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
-            "mode": self.mode.described(),
+            "mode": self.mode.describe(),
             "pools": list(self._settings.routing.pools),
-            "decision_log_ended": self._log.ended if self._log is not None else "",
+            "decision_log_ended": self._log.end_reason if self._log is not None else "",
             "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, stale),
         }
 
@@ -247,16 +247,16 @@ class LiveScheduler:
     # Called by the sessions and the registry.
 
     def feed(self, event: Event) -> None:
-        """Handle an event in the core, execute its commands, and arm the next wake-up."""
-        if self.ended:
+        """Handle an event in the core, execute its commands, and schedule the next wake-up."""
+        if self.end_reason:
             return
         now = self._now if isinstance(event, Arrived) else self.now()  # an arrival was stamped just before
         try:
-            entry = self._handled(event, now)
+            entry = self._handle(event, now)
             for command in entry.commands:
-                self._carry_out(command, entry)
+                self._execute(command, entry)
             self._journal.append(entry)
-            self._arm()
+            self._schedule_wakeup()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
@@ -300,8 +300,8 @@ class LiveScheduler:
 
     # Internals.
 
-    def _handled(self, event: Event, now: float) -> Entry:
-        """Handle an event in the core, and look its requests up while they are known."""
+    def _handle(self, event: Event, now: float) -> Entry:
+        """Handle an event in the core, and look up its requests while they are known."""
         core, book = self.core, self._gateways.book
         scheduled = gateway_request = None
         if isinstance(event, Finished | FirstToken):
@@ -345,7 +345,7 @@ class LiveScheduler:
     def _render(self, figures: list[Figures]) -> str:
         return self._metrics.exposition(figures) + self._options.more_metrics()
 
-    def _carry_out(self, command: Command, entry: Entry) -> None:
+    def _execute(self, command: Command, entry: Entry) -> None:
         match command:
             case Dispatch():
                 # A grant refers to the replica table, and must follow it on the connection.
@@ -361,22 +361,22 @@ class LiveScheduler:
                 # Handled by subscribers of the journal.
                 pass
 
-    def _arm(self) -> None:
-        """Arm an alarm no later than the core's next wake-up; an early one is armed again."""
-        wanted = self.core.next_wakeup()
-        if wanted is not None and wanted < self._alarm_at:
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._alarm_at = wanted
-            self._alarm = self._loop.call_at(wanted, self._wake)
+    def _schedule_wakeup(self) -> None:
+        """Schedule a timer at or before the core's next wake-up; `_wake` reschedules one that fires early."""
+        wakeup_at = self.core.next_wakeup()
+        if wakeup_at is not None and wakeup_at < self._timer_at:
+            if self._wakeup_timer is not None:
+                self._wakeup_timer.cancel()
+            self._timer_at = wakeup_at
+            self._wakeup_timer = self._loop.call_at(wakeup_at, self._wake)
 
     def _wake(self) -> None:
-        due, self._alarm, self._alarm_at = self._alarm_at, None, math.inf
-        wanted = self.core.next_wakeup()
-        if wanted is None:
+        due, self._wakeup_timer, self._timer_at = self._timer_at, None, math.inf
+        wakeup_at = self.core.next_wakeup()
+        if wakeup_at is None:
             return
-        if wanted > due:
-            self._arm()
+        if wakeup_at > due:
+            self._schedule_wakeup()
             return
         # The loop may call slightly early, by the resolution of its clock.
         self._now = max(self._now, due)
@@ -393,7 +393,7 @@ class LiveScheduler:
         self._end(f"incarnation {self._options.incarnation} is superseded by {by}")
 
     def _end(self, reason: str) -> None:
-        if not self.ended:
+        if not self.end_reason:
             self.stop(reason)
             if self._options.on_end is not None:
                 self._options.on_end(reason)
@@ -412,14 +412,14 @@ class LiveScheduler:
                 return
 
     def _open_log(self) -> DecisionLogFile | None:
-        wanted = self._options.decision_log
-        if wanted is None:
+        log_settings = self._options.decision_log
+        if log_settings is None:
             return None
-        path = Path(wanted.path.replace("{incarnation}", str(self._options.incarnation)))
+        path = Path(log_settings.path.replace("{incarnation}", str(self._options.incarnation)))
         header = RunHeader(
             settings=self._settings,
             now=self._now,
             learned=self._options.learned,
             run={"incarnation": self._options.incarnation},
         )
-        return DecisionLogFile(path, wanted.max_events, header)
+        return DecisionLogFile(path, log_settings.max_events, header)

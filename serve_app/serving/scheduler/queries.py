@@ -100,7 +100,7 @@ class AdminQueries:
 
     async def scaling(self) -> dict[str, Any]:
         """Return the desired replicas of each pool, and why."""
-        return self.live_scaling.described() if self.live_scaling is not None else {}
+        return self.live_scaling.status() if self.live_scaling is not None else {}
 
     async def usage(self) -> dict[str, Any]:
         """Return the usage of each API key by day."""
@@ -129,7 +129,7 @@ class AdminQueries:
     async def mode(self) -> dict[str, Any]:
         """Return the scheduled share of the traffic, queue times of both parts, and the forecast."""
         forecast = self.live.tuner.status().get("forecast")
-        return {"model": self._model, **self.live.mode.described(), "forecast": forecast}
+        return {"model": self._model, **self.live.mode.describe(), "forecast": forecast}
 
     async def change_mode(self, active_share: float) -> None:
         """Schedule another share of the requests; persisted with the learned state."""

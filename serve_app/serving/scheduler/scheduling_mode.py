@@ -16,11 +16,11 @@ from serve_app.serving.scheduler.journal import Entry
 _KEPT = 4_000
 
 
-class ModeHost(Protocol):
-    """Interface of the live scheduler towards this module."""
+class ModeScheduler(Protocol):
+    """Interface of the live scheduler that this module uses."""
 
     core: Scheduler
-    ended: str
+    end_reason: str
 
     def feed(self, event: Event) -> None:
         """Handle an event in the core."""
@@ -33,8 +33,8 @@ class SchedulingMode:
     Without cost while everything is scheduled.
     """
 
-    def __init__(self, host: ModeHost) -> None:
-        self._host = host
+    def __init__(self, scheduler: ModeScheduler) -> None:
+        self._scheduler = scheduler
         self._firsts: dict[bool, deque[tuple[int, float]]] = {
             bypassed: deque(maxlen=_KEPT) for bypassed in (False, True)
         }
@@ -45,7 +45,7 @@ class SchedulingMode:
     @property
     def active_share(self) -> float:
         """Share of the requests that is scheduled, from 0 to 1."""
-        return self._host.core.pass_through.active_share
+        return self._scheduler.core.pass_through.active_share
 
     @property
     def obstacle(self) -> str:
@@ -62,9 +62,9 @@ class SchedulingMode:
         """
         if not 0 <= active_share <= 1:
             raise SettingsError(f"active_share must be from 0 to 1, got {active_share!r}")
-        self._host.feed(ActiveShareChanged(active_share))
-        if self._host.ended:
-            raise ChannelError(f"this scheduler does not schedule: {self._host.ended}")
+        self._scheduler.feed(ActiveShareChanged(active_share))
+        if self._scheduler.end_reason:
+            raise ChannelError(f"this scheduler is not running: {self._scheduler.end_reason}")
 
     def on_entry(self, entry: Entry) -> None:
         """Record a first token while part of the traffic is not scheduled."""
@@ -76,7 +76,7 @@ class SchedulingMode:
             waited_s = entry.now - scheduled.request.arrived_at
             self._firsts[scheduled.bypassed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the share, and the times to first token of both parts."""
         share = self.active_share
         return {

@@ -104,7 +104,7 @@ class LearnedQueues:
         """Return the time since the current partition was learned; None without one."""
         return None if self.update is None else now - self._learned_at
 
-    def described(self, now: float) -> dict[str, Any]:
+    def describe(self, now: float) -> dict[str, Any]:
         """Return the number, age and origin of the learned queues."""
         update = self.update
         return {
@@ -119,11 +119,11 @@ class LearnedQueues:
 logger = logging.getLogger("ray.serve")
 
 
-class Host(Protocol):
-    """Interface of the live scheduler towards the endpoint."""
+class TunedScheduler(Protocol):
+    """Interface of the live scheduler that the endpoint uses."""
 
     core: Scheduler
-    ended: str
+    end_reason: str
     mode: SchedulingMode
 
     def feed(self, event: Event) -> None:
@@ -148,7 +148,7 @@ class TuningEndpoint:
         frozen: why no trials are allowed; empty if they are.
     """
 
-    host: Host
+    scheduler: TunedScheduler
     model: str
     incarnation: int
     metrics: SchedulerMetrics
@@ -163,7 +163,7 @@ class TuningEndpoint:
     _trial_timer: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._incumbent = with_weights(self.host.core.settings)
+        self._incumbent = with_weights(self.scheduler.core.settings)
 
     def on_entry(self, entry: Entry) -> None:
         """Record lengths and, if requested, outcomes."""
@@ -178,7 +178,7 @@ class TuningEndpoint:
         """Return the observations since the last call; outcomes are collected from their first request on."""
         if outcomes and self._outcomes is None:
             self._outcomes = OutcomeWindow()
-        now, window = self.host.now(), self._outcomes
+        now, window = self.scheduler.now(), self._outcomes
         return Observed(
             incarnation=self.incarnation,
             lengths=self.queues.take(),
@@ -186,9 +186,11 @@ class TuningEndpoint:
             completed_until=now if window is None else window.completed_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
-            settings=replace(self._incumbent, active_share=self.host.mode.active_share) if outcomes else None,
+            settings=replace(self._incumbent, active_share=self.scheduler.mode.active_share)
+            if outcomes
+            else None,
             # Trials show nothing while part of the traffic bypasses scheduling.
-            frozen=self.frozen or self.host.mode.obstacle,
+            frozen=self.frozen or self.scheduler.mode.obstacle,
         )
 
     def apply_partition(self, update: PartitionUpdate) -> None:
@@ -197,9 +199,9 @@ class TuningEndpoint:
         Raises:
             ChannelError: this scheduler has ended.
         """
-        self.host.feed(PartitionChanged(update.partition))
+        self.scheduler.feed(PartitionChanged(update.partition))
         self._check_alive()
-        self.queues.on_change(update, self.host.now())
+        self.queues.on_change(update, self.scheduler.now())
         self.metrics.on_partition_change(update.reason)
         logger.info(
             "event=partition_changed model=%s incarnation=%d reason=%s queues=%d shortest=%d longest=%d "
@@ -227,7 +229,7 @@ class TuningEndpoint:
             raise ChannelError(f"tuning is frozen: {self.frozen}")
         settings = with_values(self._incumbent, order.values)
         try:
-            checked_retuning(self.host.core.settings, settings)
+            checked_retuning(self.scheduler.core.settings, settings)
         except ValueError as error:
             raise SettingsError(str(error)) from error
         self._cancel_trial_timer()
@@ -321,12 +323,12 @@ class TuningEndpoint:
         if self._trial_timer is None:
             return
         self._cancel_trial_timer()
-        if not self.host.ended:
+        if not self.scheduler.end_reason:
             values = {path: float(value_at(self._incumbent, path)) for path in self._tuned}
             self._apply(self._incumbent, values, reason)
 
     def _apply(self, settings: SchedulerSettings, values: Mapping[str, float], reason: str) -> None:
-        self.host.feed(Retuned(settings))
+        self.scheduler.feed(Retuned(settings))
         self._tuned = dict(values)
         self.metrics.on_retuning()
         text = " ".join(f"{path}={value:g}" for path, value in values.items())
@@ -340,5 +342,5 @@ class TuningEndpoint:
             self._trial_timer = None
 
     def _check_alive(self) -> None:
-        if self.host.ended:
-            raise ChannelError(f"this scheduler does not schedule: {self.host.ended}")
+        if self.scheduler.end_reason:
+            raise ChannelError(f"this scheduler is not running: {self.scheduler.end_reason}")

@@ -121,7 +121,7 @@ def vllm_server() -> Iterator[str]:
 async def test_a_server_that_was_started_by_hand_is_an_endpoint_like_any_other() -> None:
     with vllm_server() as base_url:
         async with watched(base_url, api_key="secret", start_timeout_s=300.0, model="m") as fleet:
-            (found,) = fleet.watcher.described()
+            (found,) = fleet.watcher.describe()
             assert (found["max_model_len"], found["models"]) == (MAX_MODEL_LEN, ["m"])
             assert int(str(found["kv_tokens"])) > MAX_MODEL_LEN
             await _use(fleet)

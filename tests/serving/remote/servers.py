@@ -135,7 +135,7 @@ async def watched(
         client = await world.gateway()
 
         async def describe() -> list[dict[str, object]]:
-            return watcher.described()
+            return watcher.describe()
 
         served = GatewaySettings(models=(ServedModel(name=model, max_model_len=4096),), keys=(ADMIN,))
         watchers = {(model, POOL): PoolWatcher(describe, watcher.change)}

@@ -37,7 +37,7 @@ async def test_a_rejected_request_moves_to_the_longer_pool_transparently_and_onc
             assert (answer.status_code, answer.headers["x-pool"]) == (200, "long"), answer.text
         short = await fleet.ask()
         assert (short.status_code, short.headers["x-pool"]) == (200, "short")
-        replica = fleet.world.live.status()["replicas"][fleet.watcher.described()[0]["replica"]]
+        replica = fleet.world.live.status()["replicas"][fleet.watcher.describe()[0]["replica"]]
     assert (len(small.bodies), len(large.bodies)) == (2, 2)
     log_lines = [record.getMessage() for record in caplog.records if "context_learned" in record.getMessage()]
     assert replica["max_model_len"] is None

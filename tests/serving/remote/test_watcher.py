@@ -57,7 +57,7 @@ async def test_an_endpoint_that_dies_loses_no_request_and_returns() -> None:
         answers = [await fleet.ask() for _ in range(8)]
         assert [answer.status_code for answer in answers] == [200] * 8
         await until(lambda: len(fleet.open()) == 1, "its death is noticed")
-        dead = next(one for one in fleet.watcher.described() if one["url"] == url)
+        dead = next(one for one in fleet.watcher.describe() if one["url"] == url)
         assert (dead["state"], "gave no answer" in str(dead["reason"])) == ("closed", True)
         engine.models["data"][0]["max_model_len"] = 2048
         await stack.enter_async_context(serving(engine, port))
@@ -74,7 +74,7 @@ async def test_one_that_fails_again_and_again_is_held_back() -> None:
             engine.metrics_status = 500
             await until(lambda: not fleet.open(), "its failure is noticed")
             engine.metrics_status = 200
-        await until(lambda: "has to for" in str(fleet.watcher.described()[0]["reason"]), "it is held back")
+        await until(lambda: "has to for" in str(fleet.watcher.describe()[0]["reason"]), "it is held back")
 
 
 async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ async def test_an_endpoint_with_another_model_is_named_and_gets_nothing() -> Non
         watched(one, two, served_model_names=(MODEL,)) as fleet,
     ):
         await until(lambda: len(fleet.open()) == 1, "one serves")
-        await until(lambda: any("serves other" in str(one["reason"]) for one in fleet.watcher.described()))
-        (reason,) = [str(each["reason"]) for each in fleet.watcher.described() if each["state"] == "closed"]
+        await until(lambda: any("serves other" in str(one["reason"]) for one in fleet.watcher.describe()))
+        (reason,) = [str(each["reason"]) for each in fleet.watcher.describe() if each["state"] == "closed"]
         assert "serves other but not tiny" in reason
 
 
@@ -188,7 +188,7 @@ async def test_a_hanging_endpoint_gets_nothing_until_it_continues() -> None:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         engine.hangs, engine.others = True, 3
         await until(lambda: not fleet.open(), "its hang is noticed")
-        assert "has computed nothing for" in str(fleet.watcher.described()[0]["reason"])
+        assert "has computed nothing for" in str(fleet.watcher.describe()[0]["reason"])
         engine.hangs = False
         await until(lambda: len(fleet.open()) == 1, "it goes on")
 
@@ -252,4 +252,4 @@ async def test_only_admins_may_read_and_change(method: str) -> None:
             headers={"authorization": "Bearer unknown"},
         )
         assert answer.status_code == 401
-        assert fleet.watcher.described() == []
+        assert fleet.watcher.describe() == []

@@ -121,10 +121,10 @@ async def test_bounds_of_scaling_change_without_a_new_incarnation(cluster: Clust
     actor = cluster.actor()
     await actor.check_health()
     await actor.reconfigure({"scaling": {"gpu_budget": 3.0}})
-    assert actor.scaling.described()["gpu_budget"] == 3.0
+    assert actor.scaling.status()["gpu_budget"] == 3.0
     # Settings that are left out keep their deployed values.
     await actor.reconfigure({"max_waiting": 5})
-    assert actor.scaling.described()["gpu_budget"] is None
+    assert actor.scaling.status()["gpu_budget"] is None
     assert (await actor.endpoint("gateway")).incarnation == 2
 
 
@@ -226,8 +226,8 @@ async def test_a_restarted_actor_has_the_start_times_of_engines(
     await first.close()
     second = cluster.actor(str(tmp_path))
     await second.check_health()
-    await until(lambda: bool(second.scaling.described()["pools"]))
-    pools = second.scaling.described()["pools"]
+    await until(lambda: bool(second.scaling.status()["pools"]))
+    pools = second.scaling.status()["pools"]
     assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
 
 

@@ -33,7 +33,7 @@ def waiting(count: int) -> Scheduler:
 
 async def decided(scaling: LiveScaling) -> None:
     async with asyncio.timeout(5):
-        while not scaling.described()["pools"]:  # noqa: ASYNC110 - there is no event to wait for
+        while not scaling.status()["pools"]:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -67,7 +67,7 @@ async def test_a_request_without_a_replica_orders_one_and_every_pool_is_describe
     await decided(scaling)
     # Serve receives the pools that it scales; other autoscalers read the metrics page.
     assert scaling.statistics() == {"least_replicas:short": 1.0}
-    pools = scaling.described()["pools"]
+    pools = scaling.status()["pools"]
     assert (pools["short"]["desired_replicas"], pools["short"]["scaled_by"]) == (1, "ewsjf")
     assert (pools["long"]["desired_replicas"], pools["long"]["scaled_by"]) == (0, "external")
     assert "no engine has started yet" in pools["short"]["reason"]

@@ -125,7 +125,7 @@ async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: Simulat
     live = await world.begin(newest_incarnation=look)
     newest = 2
     await until(lambda: world.ends == ["incarnation 1 is superseded by 2"])
-    assert live.ended
+    assert live.end_reason
 
 
 async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> None:
@@ -138,7 +138,7 @@ async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> N
 
     live = await world.begin(newest_incarnation=look)
     await until(lambda: looks > 0)
-    assert not live.ended
+    assert not live.end_reason
     assert world.ends == []
 
 
@@ -201,7 +201,7 @@ async def test_learned_queues_are_applied_and_recorded(world: Simulation, tmp_pa
     after = await granted(gateway, "r2")
     assert before.dispatch.length_queue != after.dispatch.length_queue == "9-90"
     live.stop("the end")
-    with pytest.raises(ChannelError, match="does not schedule: the end"):
+    with pytest.raises(ChannelError, match="is not running: the end"):
         live.tuner.apply_partition(
             PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
         )

@@ -115,7 +115,7 @@ async def test_an_impossible_order_changes_nothing_and_harms_no_request(
     with pytest.raises(SettingsError, match=message):
         world.live.tuner.retune(Retune(values=values))
     assert world.live.core.settings == before
-    assert not world.live.ended
+    assert not world.live.end_reason
 
 
 async def test_outcomes_are_collected_from_the_first_request_for_them(world: Simulation) -> None:

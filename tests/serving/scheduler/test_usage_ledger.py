@@ -165,7 +165,7 @@ async def test_stored_usage_survives_a_start_that_cannot_read_it(
 async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> None:
     ledger = UsageLedger("m")
     world = Simulation(scheduler_settings(), FAST)
-    await world.begin(ledger=ledger)
+    await world.begin(usage_ledger=ledger)
     gateway = await world.gateway()
     await world.replica()
     usage = Usage(prompt_tokens=30, output_tokens=7, cached_tokens=16)

@@ -57,7 +57,7 @@ class FoundModel:
         holders = self.scheduler.adapters().get(self.adapter, frozenset())
         return tuple(each for each in replicas if each.replica_id in holders)
 
-    def described(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return its entry in the list of models."""
         described: dict[str, object] = {
             "id": self.name,
