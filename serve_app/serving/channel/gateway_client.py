@@ -329,7 +329,7 @@ class GatewayClient:
         return self._open_replicas if self._link is not None else ()
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
-        """Return all replicas of the last table, even without a connection, and those removed lately."""
+        """Return all replicas of the last table, even without a connection, and recently removed ones."""
         self._prune_departed()
         return (*self._table.values(), *(address for address, _ in self._departed.values()))
 

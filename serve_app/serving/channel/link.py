@@ -3,7 +3,7 @@
 - Messages sent within one iteration of the event loop leave together, in as few frames as possible.
 - Each side sends `Heartbeat` every `heartbeat_interval_s`, with the number of messages that it has processed.
   A peer is dead if nothing arrived for `beats_to_death` ticks, or if as many of its heartbeats showed no
-  progress in processing: a peer that sends but does not read is as useless as a silent one.
+  progress in processing: a peer that sends but does not read counts as dead, too.
 - A scheduler distinguishes busy peers from dead ones. The kernel of a busy peer still acknowledges
   heartbeats, that of a dead host does not, and the end of a process closes the connection. Acknowledged
   silence is therefore tolerated until `stuck_after_s`, so that no busy gateway loses its capacity.

@@ -204,7 +204,7 @@ class SchedulerClient(Protocol):
         ...
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
-        """Return all replicas of the last table, including closed ones and those removed lately."""
+        """Return all replicas of the last table, including closed ones, and recently removed ones."""
         ...
 
     def adapters(self) -> Mapping[str, frozenset[str]]:

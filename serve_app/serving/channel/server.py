@@ -13,7 +13,7 @@ two never overlap on a replica.
 
 Any host may connect, so a connection counts from the moment it is accepted, before anything is read, and
 `handshake_timeout_s` runs from then on. At the limit no more are accepted, and peers wait in the kernel's
-backlog. The time for a handshake is then shorter, so that silent strangers do not lock peers out. No
+backlog. The time for a handshake is then shorter, so that clients that send nothing cannot block peers. No
 connection is closed earlier than that, because in a crowd of real peers the oldest are those about to send
 `Hello`.
 """
@@ -158,7 +158,7 @@ class Listener:
             self._expire_early()
 
     def _expire_early(self) -> None:
-        """Expire silent connections sooner while no more are accepted."""
+        """Expire connections without a handshake sooner while no more are accepted."""
         if self._hurry is not None:
             self._hurry.cancel()
             self._hurry = None

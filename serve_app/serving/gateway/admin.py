@@ -6,7 +6,7 @@ GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /
 GET   /debug/costs.csv: the same as `/debug/costs`, as a table
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
 GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
-GET   /debug/requests/ID/what-if: what would have helped it, by simulations in a process beside this gateway
+GET   /debug/requests/ID/what-if: what would have helped it, by simulations in a process next to this gateway
 GET   /debug/capture: the requests of the last ten minutes as a trace without text, as JSON Lines
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """

@@ -67,7 +67,7 @@ _MODELS = "/v1/models"
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
-# Time for clients to read the last event of a stream that is cut, and for the export of the last spans.
+# Time for clients to read the last event of an aborted stream, and for the export of the last spans.
 _FINAL_MESSAGES_S = 2.0
 
 
@@ -199,23 +199,23 @@ class Gateway:
         return len(self._calls)
 
     async def drain(self, drain_s: float, retry_after_s: float) -> int:
-        """Reject new requests and wait until open ones end.
+        """Reject new requests, and wait until in-flight ones end.
 
         Args:
-            drain_s: grace period; requests that are still open after it end with an error.
+            drain_s: grace period; requests that are still in flight after it are aborted with an error.
             retry_after_s: `Retry-After` of the rejections.
 
         Returns:
-            The number of requests that were ended with an error.
+            The number of requests that were aborted.
         """
         self._stopping_retry_after_s = retry_after_s
         self._dashboard.close()
         await self._until_idle(drain_s)
-        cut = tuple(self._calls)
-        for call in cut:
+        aborted = tuple(self._calls)
+        for call in aborted:
             call.end(retry_after_s)
         await self._until_idle(_FINAL_MESSAGES_S)
-        return len(cut)
+        return len(aborted)
 
     async def _until_idle(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -77,7 +77,7 @@ class GatewayListener:
         """Shut down gracefully.
 
         Args:
-            grace_s: time for open responses; longer ones are cut.
+            grace_s: time for in-flight responses; longer ones are aborted.
             deregister_s: time before that in which `/-/healthz` fails while requests are served.
         """
         self._mounted.leaving = True

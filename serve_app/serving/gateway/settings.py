@@ -74,11 +74,11 @@ class GatewayConfig:
     # Total bytes of bodies in memory; beyond it, requests are rejected with 503. A body is held until its
     # answer begins, because it may have to be sent again. Parsing needs about twice its length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
-    # Request a stream from the engine for chat and text completions that clients want in one piece, and
-    # assemble it. `silence_timeout_s` then bounds gaps instead of the whole answer. Off by default, because
-    # assembled answers lack what vLLM's streams omit: `system_fingerprint`, and fields that are null. Each
-    # event of the stream, mostly one token, costs the gateway about 0.1 ms. Requests with tools or `echo`,
-    # and other kinds of answers, are not assembled.
+    # Request a stream from the engine for non-streamed chat and text completions, and assemble the answer.
+    # `silence_timeout_s` then bounds the time between tokens, not that of the whole answer. Off by default,
+    # because assembled answers lack what vLLM's streams omit: `system_fingerprint`, and fields that are null.
+    # Each event of the stream, mostly one token, costs the gateway about 0.1 ms. Requests with tools or
+    # `echo`, and other kinds of answers, are not assembled.
     assemble_answers: Annotated[bool, ADVANCED] = False
     # Time to receive a body; after it, the body must arrive at `min_body_bytes_per_s` or more. Slower
     # clients get 408, because each body that is being received holds memory.

@@ -209,8 +209,8 @@ class StoredResponses:
         )
 
     async def _forward(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
-        asked = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
-        head = upstream_head(asked, self._reader.forwarded(incoming), replica, 0)
+        with_query = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
+        head = upstream_head(with_query, self._reader.forwarded(incoming), replica, 0)
         try:
             response = await self._upstream.send(replica.server, head, b"")
             try:
@@ -222,7 +222,7 @@ class StoredResponses:
         except UpstreamError as error:
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
-                f"the replica that stores this response does not respond: {error}; retry later",
+                f"the replica that stores this response does not respond: retry later ({error})",
                 retry_after_s=_RETRY_AFTER_S,
             ) from error
 
@@ -252,7 +252,7 @@ async def _stream(
         try:
             events = await response.next()
         except UpstreamError as error:
-            message = f"the engine stopped in the middle of these events: {error}"
+            message = f"the engine failed during these events: retrieve the response again ({error})"
             events = incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
             break
     await incoming.send({"type": "http.response.body", "body": events, "more_body": False})
@@ -293,7 +293,7 @@ class EngineResponse:
         return self.response_id
 
     def on_answer(self, body: bytes) -> None:
-        """Parse an answer in one piece."""
+        """Parse a non-streamed answer."""
         if self._terms.background or self._may_be_named_otherwise:
             self._note(answered_response(body))
 

@@ -16,7 +16,7 @@ from serve_app.serving.gateway.upstream import (
     UpstreamResponse,
 )
 
-# More consecutive failures are hardly chance.
+# More consecutive failures are unlikely to be a coincidence.
 _MAX_ATTEMPTS = 3
 # Replicas are added and replaced within seconds; without a queue there is no drain rate to measure.
 _RETRY_AFTER_S = 1.0

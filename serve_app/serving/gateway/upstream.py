@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def abort(self) -> None:
-        """Cut the connection; the rest of the response is discarded."""
+        """Abort the connection; the rest of the response is discarded."""
         ...
 
 
@@ -180,10 +180,10 @@ class UpstreamResponse:
 # thus pauses reading here, and TCP slows the replica down.
 #
 # Safety rules:
-# - An answer must declare its length (content-length or chunked), so that a cut connection is never taken for
-#   its end.
+# - An answer must declare its length (content-length or chunked), so that a broken connection is never
+#   mistaken for its end.
 # - A connection is reused only after a complete answer to a completely sent request.
-# - `close()` on an unfinished answer cuts the connection at once, which makes the engine abort.
+# - `close()` on an unfinished answer aborts the connection immediately, which makes the engine abort.
 # - Unsolicited bytes end the connection.
 
 
@@ -316,13 +316,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._sent = True
 
     def abort(self) -> None:
-        """Cut the connection immediately."""
+        """Abort the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
         self._lose("the gateway closed the connection")
 
     def fail(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
-        """Cut the connection because the replica is silent or violates the protocol."""
+        """Abort the connection because the replica sends nothing or violates the protocol."""
         self._lose(message, kind)
         if self._transport is not None:
             self._transport.abort()
@@ -533,7 +533,7 @@ class UpstreamPool:
         return await connection.exchange(head, body)
 
     def close(self) -> None:
-        """Cut every connection."""
+        """Abort every connection."""
         self._closed = True
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
@@ -605,7 +605,7 @@ class UpstreamPool:
         return self._https._replace(name=address.name or None)
 
     def _sweep(self) -> None:
-        """Close connections that were idle or silent for too long."""
+        """Close connections that were idle, or whose replica sent nothing, for too long."""
         settings, loop = self._settings, asyncio.get_running_loop()
         for connection in tuple(self._all):
             connection.silent_ticks += 1

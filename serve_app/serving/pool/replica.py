@@ -165,7 +165,7 @@ class ReplicaServer:
             raise EngineError(f"{exc}, on {self.host}:{self.port}") from exc
 
     async def stop(self, grace_s: float) -> None:
-        """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
+        """Close idle connections, wait up to `grace_s` seconds for in-flight answers, then abort them."""
         await self._server.stop(grace_s)
 
 
@@ -302,7 +302,7 @@ class PoolReplica:
             await asyncio.wait_for(guard.wait_until_idle(), self._settings.drain_timeout_s)
         except TimeoutError:
             logger.warning(
-                "event=drain_timeout replica=%s cut=%d drain_timeout_s=%g",
+                "event=drain_timeout replica=%s aborted=%d drain_timeout_s=%g",
                 self._replica_id,
                 guard.open_requests,
                 self._settings.drain_timeout_s,

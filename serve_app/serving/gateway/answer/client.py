@@ -257,7 +257,7 @@ class ClientStream:
             self.on_writable()
 
     def _raise_failure(self) -> None:
-        """Raise the stall as the reason of a cancellation, if this stream caused it."""
+        """Raise the failure as the reason of a cancellation, if this stream caused it."""
         if self._failure is not None and self._task is not None and self._task.uncancel() == 0:
             raise self._failure from None
 

@@ -54,7 +54,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 
-# Error code of requests that are rejected or cut because the application stops.
+# Error code of requests that are rejected or aborted because the application stops.
 STOPPING_CODE = "shutting_down"
 
 # Error code for an authenticated caller without permission: 403, where 401 is for unknown callers.
@@ -146,7 +146,7 @@ class ForbiddenError(RequestRejected):
 
 
 class EngineTimedOut(RequestRejected):
-    """An engine was silent for too long. Not retryable, as another engine would need as long."""
+    """An engine sent nothing for too long. Not retryable, because another engine would take as long."""
 
     may_retry = False
 
@@ -188,7 +188,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: HeaderList) -
 
 
 async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
-    """Send a response in one piece, with its length."""
+    """Send a non-streamed response, with its length."""
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})

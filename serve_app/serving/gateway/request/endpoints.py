@@ -68,7 +68,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
         spec: work requested from an engine.
         usage_on_request: streams of this endpoint report usage only on request.
         usage_requested: the client requested usage itself, so it is not hidden.
-        may_be_assembled: the client wants one piece, and a stream carries the same information.
+        may_be_assembled: the answer is not streamed, and a stream would carry the same information.
         has_stream_options: the body has `stream_options`, which must be preserved.
         priority: vLLM's field, lower is sooner; None if absent.
         user: end user named in the body.

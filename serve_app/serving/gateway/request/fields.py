@@ -108,7 +108,7 @@ class GenerationFields(BodyFields):
 
     @property
     def may_be_assembled(self) -> bool:
-        """True if a stream of the answer carries the same information as the answer in one piece."""
+        """True if a stream carries the same information as the non-streamed answer."""
         others = (self.prompt_logprobs, self.use_beam_search, self.best_of, self.kv_transfer_params)
         return all(field is ABSENT for field in (*others, self.return_token_ids, self.echo))
 
