@@ -15,22 +15,22 @@ from tests.e2e.served import Served
 pytestmark = pytest.mark.timeout(300)
 
 REQUESTS = 1_000
-AT_ONCE = 250
+MAX_IN_FLIGHT = 250
 CLASSES = ("interactive", "default", "batch")
 
 
-async def one(
-    http: httpx.AsyncClient, number: int, rng: random.Random, room: asyncio.Semaphore
+async def send_request(
+    http: httpx.AsyncClient, number: int, rng: random.Random, concurrency: asyncio.Semaphore
 ) -> httpx.Response:
     """Send a request of random length, class and tenant; every third is streamed."""
     content = "word " * rng.choice((5, 20, 100, 600))
-    async with room:
+    async with concurrency:
         return await http.post(
             "/v1/chat/completions",
             headers={
                 "x-tenant": f"tenant-{rng.randrange(4)}",
                 "x-priority": rng.choice(CLASSES),
-                "x-request-id": f"asked-{number}",
+                "x-request-id": f"client-{number}",
                 "x-ewsjf-receipt": "1",
             },
             json={
@@ -43,14 +43,16 @@ async def one(
 
 
 async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path) -> None:
-    rng, room = random.Random(7), asyncio.Semaphore(AT_ONCE)
-    limits = httpx.Limits(max_connections=AT_ONCE + 10)
+    rng, concurrency = random.Random(7), asyncio.Semaphore(MAX_IN_FLIGHT)
+    limits = httpx.Limits(max_connections=MAX_IN_FLIGHT + 10)
     admin = app.application.admin_headers()
     async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
-        answers = await asyncio.gather(*(one(http, number, rng, room) for number in range(REQUESTS)))
+        answers = await asyncio.gather(
+            *(send_request(http, number, rng, concurrency) for number in range(REQUESTS))
+        )
         assert {answer.status_code for answer in answers} <= {200, 429}
         receipts = [
-            (await http.get(f"/debug/requests/asked-{number}", headers=admin)).json()
+            (await http.get(f"/debug/requests/client-{number}", headers=admin)).json()
             for number in range(REQUESTS)
         ]
         capture = await http.get("/debug/capture", headers=admin)
@@ -59,12 +61,12 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
 
     served = [pair for pair in zip(answers, receipts, strict=True) if pair[0].status_code == 200]
     assert len(served) > REQUESTS / 2
-    divided = [receipt for _, receipt in served if receipt["queue"]["causes"]]
+    with_causes = [receipt for _, receipt in served if receipt["queue"]["causes"]]
     # The first burst alone exceeds the replicas' capacity; later waits depend on the client's speed.
-    assert len(divided) > REQUESTS / 10
+    assert len(with_causes) > REQUESTS / 10
     for answer, receipt in served:
-        check(answer, receipt)
-    causes = {each["cause"] for receipt in divided for each in receipt["queue"]["causes"]}
+        assert_consistent(answer, receipt)
+    causes = {each["cause"] for receipt in with_causes for each in receipt["queue"]["causes"]}
     assert causes >= {"engines_busy", "higher_class", "other_tenants", "own_requests"}
     assert "before_scheduler" not in causes
 
@@ -83,8 +85,8 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
     assert "word" not in capture.text
 
 
-def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
-    """Check that a receipt is consistent and agrees with its answer."""
+def assert_consistent(answer: httpx.Response, receipt: dict[str, Any]) -> None:
+    """Assert that a receipt is consistent and agrees with its answer."""
     queue = receipt["queue"]
     wait_ms = queue["ms"]
     assert receipt["outcome"] == "completed"
@@ -107,10 +109,10 @@ def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
     assert receipt["tokens"]["output"] > 0
 
 
-async def test_an_unknown_request_gets_a_clear_answer(app: Served) -> None:
+async def test_an_unknown_request_is_not_found(app: Served) -> None:
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
         admin = app.application.admin_headers()
-        answer = await http.get("/debug/requests/never-heard-of", headers=admin)
+        answer = await http.get("/debug/requests/unknown", headers=admin)
 
     assert answer.status_code == 404
     assert "ten minutes" in answer.json()["error"]["message"]

@@ -43,7 +43,7 @@ def test_an_http10_client_gets_a_stream_without_chunks(app: Served, connection: 
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
-def test_an_http10_client_gets_a_whole_answer_with_its_length(app: Served) -> None:
+def test_an_http10_client_gets_a_non_streamed_answer_with_its_length(app: Served) -> None:
     headers, body = exchange(app, f"POST {CHAT} HTTP/1.0\r\nhost: a\r\n", json.dumps(ASKED).encode())
     assert headers["content-length"] == str(len(body))
     assert json.loads(body)["choices"]

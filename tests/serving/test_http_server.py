@@ -92,7 +92,7 @@ async def test_an_invalid_response_raises_an_error_that_states_the_difference(
 
 
 @pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
-async def test_a_head_that_cannot_be_is_rejected(broken: bytes) -> None:
+async def test_an_invalid_head_is_rejected(broken: bytes) -> None:
     assert (await answer_to(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 

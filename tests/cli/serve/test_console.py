@@ -33,7 +33,7 @@ def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) ->
     assert lines == ["short", "long", "engines"]
 
 
-def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ready_message_has_all_connection_details(capsys: pytest.CaptureFixture[str]) -> None:
     Console().ready(INFO)
     output = capsys.readouterr().err
     assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in output

@@ -95,7 +95,7 @@ def test_an_engine_that_does_not_start_fails_the_start_at_once(cluster: Cluster,
         cluster.progress()
 
 
-def test_a_deployment_that_serve_gives_up_fails_the_start(cluster: Cluster, tell: Tell) -> None:
+def test_a_deployment_that_serve_stops_retrying_fails_the_start(cluster: Cluster, tell: Tell) -> None:
     tell(DeploymentStatus.DEPLOY_FAILED, KILLED)
     with pytest.raises(ServeAppError, match="short-demo did not start: The actor died unexpectedly"):
         cluster.progress()

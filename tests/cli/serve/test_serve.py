@@ -123,7 +123,7 @@ async def test_no_stop_cuts_a_stream_without_an_error_event(tmp_path: Path, how:
 
 
 @pytest.mark.slow
-async def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+async def test_a_second_interrupt_stops_immediately(tmp_path: Path) -> None:
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=600.0)) as opened:
         await asyncio.to_thread(opened.wait_for, "stop ")

@@ -268,7 +268,7 @@ async def test_a_client_that_leaves_frees_the_engine_within_a_second(stream: boo
         assert metrics["vllm:request_success_total|abort"] == 3
 
 
-async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
+async def test_a_client_that_disconnects_in_the_queue_is_unsubscribed() -> None:
     async with served(EmulatedEngineSettings(max_num_seqs=1)) as it:
         body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True}
         running = asyncio.create_task(it.http.post("/v1/completions", json=body))

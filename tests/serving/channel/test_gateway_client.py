@@ -125,7 +125,7 @@ async def test_the_table_has_open_replicas_and_is_empty_without_a_scheduler(
     assert gateway.replicas() == ()
 
 
-async def test_replicas_that_have_left_are_forgotten_without_a_lookup(
+async def test_departed_replicas_are_pruned_without_a_lookup(
     world: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 0.0)

@@ -58,7 +58,9 @@ def open_sockets() -> int:
     return found
 
 
-async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, faults: list[str]) -> None:
+async def test_unauthenticated_idle_connections_leave_no_descriptor(
+    world: Simulation, faults: list[str]
+) -> None:
     watch(faults)
     before = open_sockets()
     # All in one turn of the loop, so that they are accepted together.
@@ -72,7 +74,7 @@ async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, fa
     assert not faults
 
 
-async def test_a_stranger_that_sends_half_a_message_is_closed_in_time_too(world: Simulation) -> None:
+async def test_an_unauthenticated_connection_with_half_a_message_is_closed_in_time(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.send_bytes(b"\x00" * (HEADER_BYTES - 1))
     assert await stranger.closed()
@@ -99,7 +101,7 @@ async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
     await until(lambda: open_sockets() <= before, "their descriptors are free")
 
 
-async def test_a_peer_connects_among_strangers_that_keep_connecting(world: Simulation) -> None:
+async def test_a_peer_connects_despite_continuous_unauthenticated_connections(world: Simulation) -> None:
     ended, endpoint = asyncio.Event(), world.endpoint()
 
     async def pester() -> None:

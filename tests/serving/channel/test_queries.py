@@ -12,20 +12,20 @@ from tests.serving.channel.harness import PATIENCE_S, Simulation, granted, until
 
 
 class Slow:
-    """Question handler that returns its argument once it is released."""
+    """Query handler that returns its argument once it is released."""
 
     def __init__(self, found: Any) -> None:
         self.found = found
-        self.asked = asyncio.Event()
+        self.received = asyncio.Event()
         self.release = asyncio.Event()
 
     async def answer(self, query: str, arguments: bytes) -> bytes:
-        self.asked.set()
+        self.received.set()
         await self.release.wait()
         return msgspec.json.encode(self.found)
 
 
-async def test_a_gateway_gets_its_schedulers_answer_about_a_request(world: Simulation) -> None:
+async def test_a_gateway_queries_its_scheduler_about_a_request(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
@@ -47,7 +47,7 @@ async def test_an_answer_longer_than_a_frame_arrives_complete(world: Simulation)
     assert await asyncio.wait_for(gateway.query("any"), PATIENCE_S) == slow.found
 
 
-async def test_a_question_that_cannot_be_answered_gives_the_reason_and_harms_nothing(
+async def test_a_failed_query_returns_the_reason_and_leaves_the_connection(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
@@ -70,19 +70,19 @@ async def test_an_empty_answer_is_an_error(world: Simulation) -> None:
         await asyncio.wait_for(gateway.query("status"), PATIENCE_S)
 
 
-async def test_a_question_to_a_lost_scheduler_fails_at_once(world: Simulation) -> None:
+async def test_a_query_to_a_lost_scheduler_fails_immediately(world: Simulation) -> None:
     gateway = await world.gateway()
     world.live.queries = slow = Slow({})
-    asked = asyncio.create_task(gateway.query("status"))
-    await slow.asked.wait()
+    pending = asyncio.create_task(gateway.query("status"))
+    await slow.received.wait()
     world.kill()
     with pytest.raises(ChannelError, match="was lost before it responded"):
-        await asyncio.wait_for(asked, PATIENCE_S)
+        await asyncio.wait_for(pending, PATIENCE_S)
     with pytest.raises(ChannelError, match="no scheduler is connected"):
         await gateway.query("status")
 
 
-async def test_a_caller_that_gives_up_is_forgotten(world: Simulation) -> None:
+async def test_a_query_that_timed_out_is_removed(world: Simulation) -> None:
     gateway = await world.gateway()
     world.live.queries = slow = Slow({})
     with pytest.raises(TimeoutError):

@@ -80,7 +80,9 @@ async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation
     assert (await waiting).address.replica_id == "s0"
 
 
-async def test_a_gateway_that_joins_in_the_same_turn_gets_the_present_table(world: Simulation) -> None:
+async def test_a_gateway_that_joins_in_the_same_iteration_receives_the_current_table(
+    world: Simulation,
+) -> None:
     registry = world.live._replicas
     join(registry, 0)
     assert [entry.open for entry in registry.table.entries] == [True]

@@ -52,7 +52,7 @@ async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: 
         world.endpoint()
 
 
-async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_office(world: Simulation) -> None:
+async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.send(hello(world.endpoint(), secret="guess", highest_incarnation=7))
     assert await stranger.closed()

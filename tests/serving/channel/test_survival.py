@@ -62,7 +62,7 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     assert not world.live._gateways.book
 
 
-async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: Simulation) -> None:
+async def test_a_cancelled_wait_releases_its_queue_slot(world: Simulation) -> None:
     gateway = await world.gateway()
     task = ask(gateway, "r1")
     await until(lambda: len(world.live.core) == 1)
@@ -70,7 +70,7 @@ async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: Simulat
     await until(lambda: len(world.live.core) == 0)
 
 
-async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservation_back(
+async def test_a_wait_cancelled_while_its_grant_is_in_transit_releases_the_hold(
     world: Simulation,
 ) -> None:
     wire = await world.wire()
@@ -173,7 +173,7 @@ async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
     )
 
 
-async def test_ends_are_forgotten_once_they_have_their_receipt(world: Simulation) -> None:
+async def test_finish_messages_are_dropped_once_they_are_acknowledged(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     for n in range(20):

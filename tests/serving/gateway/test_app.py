@@ -48,7 +48,7 @@ SCHEDULING = {
 }
 
 
-async def test_the_engine_gets_the_clients_bytes_and_hardly_any_of_its_headers(stage: Stage) -> None:
+async def test_the_engine_receives_the_clients_bytes_and_few_of_its_headers(stage: Stage) -> None:
     body = b'{ "messages": [],\n"model" : "tiny", "unknown": [1.50, "\\u00e9"] }'
     head = {"x-request-id": "id-1", "traceparent": "00-1", **dict.fromkeys(FOR_THE_GATEWAY, "mine")}
     answer = await stage.http.post(CHAT, content=body, headers=head)

@@ -78,7 +78,7 @@ async def test_errors_of_every_kind_carry_the_headers() -> None:
             assert "error" in answer.json()
 
 
-async def test_another_page_gets_no_leave_not_even_the_engines() -> None:
+async def test_another_origin_is_not_allowed_not_even_by_the_engine() -> None:
     async with staged_for(PAGE) as stage:
         foreign = {"origin": "https://evil.example.com"}
         preflight = await stage.http.options(CHAT, headers={**PREFLIGHT, **foreign})

@@ -249,7 +249,7 @@ async def raw_request(
     return reader, writer
 
 
-async def test_a_client_that_leaves_the_queue_gives_up_its_place(stage: Stage) -> None:
+async def test_a_client_that_disconnects_in_the_queue_releases_its_slot(stage: Stage) -> None:
     stage.dispatcher.gate.clear()
     _, writer = await raw_request(stage, chat())
     await eventually(lambda: stage.dispatcher.waiting == 1)
@@ -260,7 +260,7 @@ async def test_a_client_that_leaves_the_queue_gives_up_its_place(stage: Stage) -
     assert stage.engine.bodies == []
 
 
-async def test_a_client_that_leaves_after_a_put_back_gives_up_its_place(stage: Stage) -> None:
+async def test_a_client_that_disconnects_after_a_put_back_releases_its_slot(stage: Stage) -> None:
     async def full(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         stage.dispatcher.gate.clear()
         await replies(503, error_json("full", 503))(scope, parsed, send)

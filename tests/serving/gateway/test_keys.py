@@ -58,7 +58,7 @@ def test_a_key_carries_its_terms(tmp_path: Path, watched: MakeFileKeys) -> None:
     assert (other.key_id, other.weight) == (found.id, None)
 
 
-def test_a_wrong_secret_with_a_known_id_is_nobodys(tmp_path: Path, watched: MakeFileKeys) -> None:
+def test_a_wrong_secret_with_a_known_id_is_not_authenticated(tmp_path: Path, watched: MakeFileKeys) -> None:
     path = tmp_path / "keys.json"
     found, secret = record()
     changed_keys(path, lambda _: [found])

@@ -190,7 +190,7 @@ async def test_without_updates_the_usual_comments_are_sent_and_with_updates_only
     assert silent.count(": queued\n\n") >= 1
 
 
-async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
+async def test_a_client_that_disconnects_in_the_queue_is_unsubscribed() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await send_update(stage, 2)

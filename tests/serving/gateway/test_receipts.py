@@ -172,7 +172,7 @@ async def test_the_times_that_an_engine_reports_are_not_estimated(
 
 
 @pytest.mark.parametrize("metrics", ["words", [1], {"queue_time_ms": "soon"}, {"queue_time_ms": -1}, 5])
-async def test_metrics_of_another_kind_do_no_harm(
+async def test_metrics_of_another_kind_are_ignored(
     stage: PageStage, http: httpx.AsyncClient, metrics: Any
 ) -> None:
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": metrics}

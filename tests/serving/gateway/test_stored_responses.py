@@ -206,7 +206,7 @@ async def test_responses_that_an_engine_names_are_remembered() -> None:
             assert then.headers["x-replica"] == at
 
 
-async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
+async def test_a_grant_for_another_replica_is_released_unused() -> None:
     """A scheduler of an older release might grant this."""
     engines = [Engine(), Engine()]
     async with AsyncExitStack() as stack:
@@ -231,7 +231,7 @@ async def test_deleting_is_not_offered(fleet: Fleet) -> None:
     assert (await fleet.http.get(f"{CREATE}/{made}/cancel")).status_code == 405
 
 
-async def test_a_key_for_an_adapter_alone_gets_back_what_it_made(tmp_path: Path) -> None:
+async def test_a_key_for_one_adapter_can_retrieve_its_responses(tmp_path: Path) -> None:
     found, secret = record(models=("sql",))
     changed_keys(tmp_path / "keys.json", lambda _: [found])
 
@@ -265,7 +265,7 @@ async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> Non
         assert (await http.get(f"{CREATE}/{own}", headers=b)).status_code == 200
 
 
-async def test_work_with_an_unusable_name_does_not_hold_its_slot_for_ever() -> None:
+async def test_a_background_response_with_an_invalid_id_releases_its_slot() -> None:
     """The engine names responses in a way that fits no request line."""
     engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
     async with staged(engine=engine) as stage:

@@ -305,7 +305,7 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
         await until(lambda: found_urls[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
 
 
-async def test_an_api_server_that_rejects_takes_nothing_away(
+async def test_a_rejection_of_the_api_server_removes_no_endpoint(
     api: tuple[ApiServerDouble, ApiServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     double, server = api

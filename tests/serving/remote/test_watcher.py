@@ -161,7 +161,7 @@ async def test_a_start_ends_at_once_when_every_endpoint_rejects() -> None:
             await fleet.watcher.start()
 
 
-async def test_an_endpoint_with_another_model_is_named_and_gets_nothing() -> None:
+async def test_an_endpoint_with_another_model_is_reported_and_receives_no_requests() -> None:
     other = VllmLike()
     other.models = {"data": [{"id": "other", "max_model_len": 100}]}
     async with (
@@ -182,7 +182,7 @@ async def test_endpoints_outlive_a_scheduler() -> None:
         assert (await fleet.ask()).status_code == 200
 
 
-async def test_a_hanging_endpoint_gets_nothing_until_it_continues() -> None:
+async def test_a_hanging_endpoint_receives_no_requests_until_it_continues() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url, hang_timeout_s=0.5) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
@@ -193,7 +193,7 @@ async def test_a_hanging_endpoint_gets_nothing_until_it_continues() -> None:
         await until(lambda: len(fleet.open()) == 1, "it goes on")
 
 
-async def test_an_endpoint_that_hung_while_idle_gets_nothing_more() -> None:
+async def test_an_endpoint_that_hung_while_idle_receives_no_more_requests() -> None:
     async def never(_scope: Scope, _parsed: dict[str, Any], _send: Send) -> None:
         await asyncio.Event().wait()
 
@@ -226,7 +226,7 @@ async def test_an_endpoint_that_hung_while_idle_gets_nothing_more() -> None:
         await asyncio.gather(*stuck, return_exceptions=True)
 
 
-async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
+async def test_an_endpoint_whose_cache_is_full_receives_no_requests() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url) as fleet:
         engine.kv_usage, engine.others = 0.99, 5

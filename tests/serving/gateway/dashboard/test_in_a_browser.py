@@ -184,7 +184,9 @@ async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPa
     await page.becomes(f"{tile('Waiting')} === '1'")
 
 
-async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, page: BrowserPage) -> None:
+async def test_a_request_of_the_playground_is_scheduled_as_any_other(
+    stage: PageStage, page: BrowserPage
+) -> None:
     await live(page)
     await choose(page, "playground")
     await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")

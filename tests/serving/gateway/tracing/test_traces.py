@@ -296,7 +296,7 @@ async def test_the_environment_names_the_service(
         "a=\xe4\xf6",
     ],
 )
-async def test_a_strange_trace_state_harms_no_request(collector: Collector, state: str) -> None:
+async def test_an_invalid_trace_state_fails_no_request(collector: Collector, state: str) -> None:
     engine = Engine()
     async with fleet_of([engine], tracing=True) as fleet:
         headers = [("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", state), ("tracestate", "b=2")]
