@@ -175,7 +175,7 @@ class Cluster:
         """Drain the gateways: they reject new requests and complete in-flight ones.
 
         Returns:
-            The number of responses that were aborted with an error at the deadline.
+            The number of in-flight requests that were aborted with an error at the deadline.
         """
         name = self._application.name
         aborted = 0
@@ -220,7 +220,7 @@ def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage],
     """Drain the gateways of all applications of this project on a cluster.
 
     Returns:
-        The number of responses that were aborted.
+        The number of in-flight requests that were aborted.
 
     Raises:
         ServeAppError: there is no such cluster, or no such application on it.

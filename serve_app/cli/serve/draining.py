@@ -1,4 +1,4 @@
-"""Drain of an application's gateways: new requests are rejected, in-flight ones completed or aborted."""
+"""Drain of an application's gateways: new requests are rejected, in-flight ones are completed or aborted."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.cli.serve.messages import Draining, HostMessage, Stop
 
 CALL_TIMEOUT_S = 10.0
-# Gateways abort the rest at the deadline themselves. The margin is for their answer to arrive.
+# Gateways abort the remaining requests themselves at the deadline. The margin is for their response.
 _DRAIN_MARGIN_S = 5.0
 _DRAIN_POLL_S = 0.5
 
@@ -20,7 +20,7 @@ def drain_gateways(
     """Drain every gateway and report the progress to `on_progress`.
 
     Returns:
-        The number of responses that were aborted with an error at the deadline.
+        The number of in-flight requests that were aborted with an error at the deadline.
     """
     deadline = time.monotonic() + stop.drain_s
     ended = gateway.broadcast("drain", stop.drain_s, stop.retry_after_s)

@@ -2,9 +2,9 @@
 
     python -m serve_app.cli.serve.host JOB FD
 
-JOB is a `HostJob` as JSON. Orders arrive on standard input, messages are sent on descriptor FD, and
+JOB is a `HostJob` as JSON. Commands arrive on standard input, messages are sent on descriptor FD, and
 everything else that the process prints is Ray's output. The host exits when its standard input ends, so it
-never outlives its supervisor, however that died.
+also ends if its supervisor is killed.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ class ApplicationHost:
         self._messages = messages
         self._content: Mapping[str, Any] = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
         # None means that the supervisor has exited.
-        self._orders: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
 
-    def run(self, orders: BinaryIO) -> int:
+    def run(self, commands: BinaryIO) -> int:
         """Start, watch and drain the application.
 
         Returns:
             The exit status: 1 if the application failed to start or was lost.
         """
-        threading.Thread(target=self._read, args=(orders,), name="orders", daemon=True).start()
+        threading.Thread(target=self._read, args=(commands,), name="commands", daemon=True).start()
         try:
             self._start()
             stop = self._watch()
@@ -86,7 +86,7 @@ class ApplicationHost:
             if not progress.lines and self._cluster.is_ready():
                 break
             with contextlib.suppress(queue.Empty):
-                self._orders.get(timeout=_START_POLL_S)
+                self._commands.get(timeout=_START_POLL_S)
                 raise ServeAppError("stopped before it was ready")
         self._cluster.connect()
         self._send(Ready(self._cluster.dashboard))
@@ -98,24 +98,24 @@ class ApplicationHost:
         return getattr(importlib.import_module(module), name)(ours.get("args", {}))
 
     def _watch(self) -> Stop | None:
-        """Wait for an order. Return None if the supervisor exited without one.
+        """Wait for a command. Return None if the supervisor exited without one.
 
         Raises:
-            ServeAppError: Ray does not answer any more.
+            ServeAppError: Ray no longer responds.
         """
         responded_at = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._orders.get(timeout=_RUN_POLL_S)
+                return self._commands.get(timeout=_RUN_POLL_S)
             if self._cluster.is_controller_alive():
                 responded_at = time.monotonic()
             elif time.monotonic() - responded_at > _LOST_AFTER_S:
                 raise ServeAppError(f"Ray has not responded for {_LOST_AFTER_S:.0f} s: see Ray's logs")
 
-    def _read(self, orders: BinaryIO) -> None:
-        for line in orders:
-            self._orders.put(msgspec.json.decode(line, type=Stop))
-        self._orders.put(None)
+    def _read(self, commands: BinaryIO) -> None:
+        for line in commands:
+            self._commands.put(msgspec.json.decode(line, type=Stop))
+        self._commands.put(None)
 
     def _send(self, message: HostMessage) -> None:
         try:

@@ -67,7 +67,7 @@ HostMessage = StepBegun | Progress | Ready | Failed | Draining | Drained
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """The supervisor's only order: reject new requests, complete in-flight ones, then exit.
+    """The supervisor's only command: reject new requests, complete in-flight ones, then exit.
 
     Attributes:
         drain_s: time limit for in-flight requests.

@@ -129,12 +129,12 @@ def _traffic(before: _Scrape, now: _Scrape) -> str:
     """Format e.g. `3 running, 1 waiting, 2.5 requests/s, queue time: p50 <= 1 s, p95 <= 2 s, 120 total`."""
     passed_s = now.at - before.at
     # Counters restart at 0 when a scheduler is replaced.
-    lately = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
-    rejected = sum(count for name, count in lately.items() if name.startswith(("rejected", "expired")))
+    recent = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
+    rejected = sum(count for name, count in recent.items() if name.startswith(("rejected", "expired")))
     rates = (
-        (sum(lately.values()), "requests"),
+        (sum(recent.values()), "requests"),
         (rejected, "rejected"),
-        (lately.get("failed", 0.0), "failed"),
+        (recent.get("failed", 0.0), "failed"),
     )
     texts = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
     for count, word in rates:

@@ -208,7 +208,7 @@ class GatewaySessions:
         self._metrics = GatewayMetrics(self._links)
 
     def __repr__(self) -> str:
-        return f"<GatewaySessions gateways {self.connected}, {self.book}>"
+        return f"<GatewaySessions gateways {self.connected_count}, {self.book}>"
 
     # Called by the server.
 
@@ -292,7 +292,7 @@ class GatewaySessions:
             gateway.send(message)
 
     @property
-    def connected(self) -> int:
+    def connected_count(self) -> int:
         """Number of connected gateways."""
         return sum(gateway.link is not None for gateway in self._gateways.values())
 

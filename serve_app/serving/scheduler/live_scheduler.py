@@ -226,7 +226,7 @@ class LiveScheduler:
             "model": self._settings.model,
             "incarnation": self._options.incarnation,
             "ended": self.end_reason,
-            "gateways": self._gateways.connected,
+            "gateways": self._gateways.connected_count,
             "queues": self.tuner.queues.describe(self.now()),
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
@@ -333,7 +333,7 @@ class LiveScheduler:
             figure(
                 "ewsjf_replicas_stale", "Replicas whose load report is too old.", len(self._replicas.stale())
             ),
-            figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected),
+            figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected_count),
             *replica_figures(self._replicas.reports(), book.in_flight()),
             *core_figures(core),
             *queue_figures(core, now, names),

@@ -241,14 +241,14 @@ async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> No
     host.sessions.on_join("g1", first)  # type: ignore[arg-type]
     host.connect(runs(replica_id))
     host.sessions.on_loss("g1", first, permanent=False)  # type: ignore[arg-type]
-    assert host.sessions.connected == 1
+    assert host.sessions.connected_count == 1
 
 
 async def test_a_gateway_that_reconnects_within_its_grace_loses_nothing() -> None:
     host, replica_id = running()
     page = host.connect(runs(replica_id))
     host.sessions.on_loss("g1", page, permanent=False)  # type: ignore[arg-type]
-    assert host.sessions.connected == 0
+    assert host.sessions.connected_count == 0
     host.connect(runs(replica_id))
     await asyncio.sleep(1.2)
     assert host.names == []

@@ -194,7 +194,7 @@ async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     task.cancel()
     wire.rejects = False
     await until(lambda: gateway.is_connected and len(world.live.core) == 0)
-    assert world.live._gateways.connected == 1
+    assert world.live._gateways.connected_count == 1
 
 
 async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_engine_has_ended_them(
@@ -210,7 +210,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     engine.report = replace(engine.report, received=3, running=3)
     wire.rejects = True
     wire.cut()
-    await until(lambda: world.live._gateways.connected == 1)
+    await until(lambda: world.live._gateways.connected_count == 1)
     # The engine reports all three as running, so they stay in flight for as long as it does.
     await asyncio.sleep(4 * FAST.gateway_grace_s)
     assert ledger["s1"].in_flight == 3
@@ -259,7 +259,7 @@ async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: S
     grant = await granted(gateway, "r1")
     wire.mute_up = wire.mute_down = True
     await until(lambda: not gateway.is_connected, "the gateway notices")
-    await until(lambda: world.live._gateways.connected == 0, "the scheduler notices")
+    await until(lambda: world.live._gateways.connected_count == 0, "the scheduler notices")
     wire.mute_up = wire.mute_down = False
     await until(lambda: gateway.is_connected)
     assert grant.dispatch.request_id in world.live._gateways.book

@@ -97,6 +97,6 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
     endpoint = fleet.world.endpoint()
     silent = await Stranger.at(endpoint)
     silent.send(hello(endpoint, peer_id="silent"))
-    await until(lambda: fleet.world.live._gateways.connected == 4)
+    await until(lambda: fleet.world.live._gateways.connected_count == 4)
     await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
     silent.leave()
