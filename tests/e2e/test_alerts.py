@@ -73,11 +73,11 @@ def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: 
     stop = threading.Event()
 
     async def client(http: httpx.AsyncClient, number: int) -> None:
-        asked = {"model": "demo", "max_tokens": 200, "stream": True, "user": f"tenant{number % 3}", **body}
-        asked["messages"] = [{"role": "user", "content": f"{number} " + "word " * 30}]
+        chat = {"model": "demo", "max_tokens": 200, "stream": True, "user": f"tenant{number % 3}", **body}
+        chat["messages"] = [{"role": "user", "content": f"{number} " + "word " * 30}]
         while not stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
+                async with http.stream("POST", "/v1/chat/completions", json=chat, headers=headers) as answer:
                     await answer.aread()
                 # Rejected clients retry soon, but not as fast as the machine can.
                 if answer.status_code != 200:

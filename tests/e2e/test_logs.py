@@ -49,7 +49,7 @@ def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
     key = {"tenant": "acme", "key": "s3cret-of-acme"}
     config = serve_config("logs", {"models": [MODEL], "gateway": {"keys": [key], "tracing": True}})
     config["logging_config"] = {"enable_access_log": False, "encoding": "JSON"}
-    asked = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     headers = {
         "authorization": "Bearer s3cret-of-acme",
         "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
@@ -60,8 +60,8 @@ def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         with served_application(config, environment=environment) as application:
             url = application.url + CHAT
-            assert httpx.post(url, json=asked, headers=headers, timeout=60).status_code == 200
-            assert httpx.post(url, json=asked, timeout=60).status_code == 401
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+            assert httpx.post(url, json=body, timeout=60).status_code == 401
             served, unknown = concluded_requests(application, 2)
             wait_for(collector, 5)
             raw = "\n".join(application.log_lines("gateway"))

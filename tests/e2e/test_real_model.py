@@ -29,11 +29,11 @@ def check_tools_and_missing_routes(client: openai.OpenAI) -> None:
         "additionalProperties": False,
     }
     weather: Any = {"type": "function", "function": {"name": "weather", "parameters": schema}}
-    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
     for choice in ("auto", "required"):
         answer = client.chat.completions.create(
             model=MODEL,
-            messages=question,
+            messages=messages,
             tools=[weather],
             tool_choice=choice,
             max_tokens=80,

@@ -33,9 +33,9 @@ def exchange(app: Served, head: str, body: bytes) -> tuple[dict[str, str], bytes
 
 @pytest.mark.parametrize("connection", ["", "connection: close\r\n", "connection: keep-alive\r\n"])
 def test_an_http10_client_gets_a_stream_without_chunks(app: Served, connection: str) -> None:
-    asked = {**ASKED, "stream": True}
+    payload = {**ASKED, "stream": True}
     head = f"POST {CHAT} HTTP/1.0\r\nhost: a\r\ncontent-type: application/json\r\n{connection}"
-    headers, body = exchange(app, head, json.dumps(asked).encode())
+    headers, body = exchange(app, head, json.dumps(payload).encode())
     assert "transfer-encoding" not in headers
     events = body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -58,8 +58,8 @@ def test_a_page_may_send_requests_and_read_the_answer(app: Served) -> None:
     preflight = httpx.options(f"{app.url}{CHAT}", headers=asking, timeout=60)
     assert preflight.status_code == 204
     assert preflight.headers["access-control-allow-origin"] == PAGE
-    asked = {**ASKED, "stream": True}
-    answer = httpx.post(f"{app.url}{CHAT}", json=asked, headers={"origin": PAGE}, timeout=60)
+    payload = {**ASKED, "stream": True}
+    answer = httpx.post(f"{app.url}{CHAT}", json=payload, headers={"origin": PAGE}, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == PAGE
     exposed = answer.headers["access-control-expose-headers"]

@@ -29,8 +29,8 @@ from serve_app.serving.tls import Tls, TlsSettings
 from tests.serving.certificates import Authority
 from tests.serving.channel.harness import (
     FAST,
+    RawPeer,
     Simulation,
-    Stranger,
     granted,
     hello,
     scheduler_settings,
@@ -70,13 +70,13 @@ async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(wo
 
 
 async def test_the_secret_alone_is_not_accepted(world: Simulation, tmp_path: Path) -> None:
-    plain = await Stranger.at(world.endpoint())
+    plain = await RawPeer.at(world.endpoint())
     plain.send(hello(world.endpoint()))
     with pytest.raises(ConnectionError, match="closed before a Welcome came"):
         await plain.receive(Welcome)
     strange = replace(world.channel, tls=Authority(tmp_path / "theirs").process())
     for settings in (strange, FAST):
-        client = GatewayClient("stranger", world.locate, settings)
+        client = GatewayClient("raw-peer", world.locate, settings)
         client.start()
         await asyncio.sleep(1.0)
         assert not client.is_connected
@@ -85,10 +85,10 @@ async def test_the_secret_alone_is_not_accepted(world: Simulation, tmp_path: Pat
 
 
 async def test_connections_that_do_not_finish_their_handshake_are_closed(world: Simulation) -> None:
-    crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(300)))
-    for stranger in crowd:
-        assert await stranger.closed()
-        stranger.leave()
+    crowd = await asyncio.gather(*(RawPeer.at(world.endpoint()) for _ in range(300)))
+    for raw_peer in crowd:
+        assert await raw_peer.closed()
+        raw_peer.leave()
     await until(lambda: len(world.live._server._listener) == 0)
     assert (await world.gateway()).is_connected
 

@@ -184,7 +184,7 @@ class Listener:
             raise
 
 
-# A `Hello` has five short fields; strangers get no larger buffer.
+# A `Hello` has five short fields; unauthenticated peers need no larger buffer.
 _HELLO_FRAME_BYTES = 4096
 
 
@@ -317,7 +317,7 @@ class ChannelServer:
                 f"to {VERSION}: upgrade by one version at a time"
             )
         if message.highest_incarnation > identity.incarnation:
-            # Only after the check of the secret: strangers must not be able to supersede a scheduler.
+            # After the check of the secret, so that no unauthenticated peer can supersede a scheduler.
             self._loop.call_soon(self._on_superseded, message.highest_incarnation)
             return f"incarnation {identity.incarnation} is superseded by {message.highest_incarnation}"
         if not message.peer_id:

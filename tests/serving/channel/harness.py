@@ -229,7 +229,7 @@ async def rejected(client: GatewayClient, request_id: str, **changes: Any) -> Co
     return answer
 
 
-class Stranger:
+class RawPeer:
     """Raw connection to a scheduler that can send anything."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -239,7 +239,7 @@ class Stranger:
         self.received: list[FromScheduler] = []
 
     @classmethod
-    async def at(cls, endpoint: SchedulerEndpoint) -> "Stranger":
+    async def at(cls, endpoint: SchedulerEndpoint) -> "RawPeer":
         return cls(*await asyncio.open_connection(endpoint.host, endpoint.port))
 
     def send(self, *messages: Message) -> None:
@@ -291,7 +291,7 @@ def hello(endpoint: SchedulerEndpoint, **changes: Any) -> Hello:
     wanted = {
         "version": VERSION,
         "role": Role.GATEWAY,
-        "peer_id": "stranger",
+        "peer_id": "raw-peer",
         "secret": endpoint.secret,
         "highest_incarnation": 0,
     }

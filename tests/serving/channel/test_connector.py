@@ -12,7 +12,7 @@ class Silent:
     """Peer whose connection must never succeed."""
 
     def on_connected(self, *_: Any) -> NoReturn:
-        raise AssertionError("nobody is there")
+        raise AssertionError("no scheduler is listening")
 
     on_message = on_disconnected = on_connected
 
@@ -21,16 +21,16 @@ class Silent:
 
 
 async def test_a_search_whose_answer_arrives_as_it_is_closed_ends() -> None:
-    asked, answered = asyncio.Event(), asyncio.Event()
+    received, answered = asyncio.Event(), asyncio.Event()
 
     async def locate() -> NoReturn:
-        asked.set()
+        received.set()
         await answered.wait()
-        raise ConnectionError("nobody is there")
+        raise ConnectionError("no scheduler is listening")
 
     connector = Connector(Role.GATEWAY, "g1", locate, FAST, Silent())
     connector.start()
-    await asked.wait()
+    await received.wait()
     answered.set()
     async with asyncio.timeout(5):
         await connector.close()

@@ -82,7 +82,7 @@ class Host:
     async def exposition(self) -> str:
         return ""
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         return b"{}"
 
     def connect(self, *snapshot: Message) -> Page:

@@ -15,8 +15,8 @@ from serve_app.serving.channel.messages import SnapshotEnd, Welcome
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
+    RawPeer,
     Simulation,
-    Stranger,
     hello,
     scheduler_settings,
     until,
@@ -64,20 +64,20 @@ async def test_unauthenticated_idle_connections_leave_no_descriptor(
     watch(faults)
     before = open_sockets()
     # All in one turn of the loop, so that they are accepted together.
-    crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(CROWD)))
+    crowd = await asyncio.gather(*(RawPeer.at(world.endpoint()) for _ in range(CROWD)))
     # The crowd keeps its own ends open; the scheduler's ends must all close. There are fewer if a connection
     # of an earlier test was still open when they were counted.
     await until(lambda: open_sockets() <= before + CROWD, "the scheduler has closed every one of them")
-    for stranger in crowd:
-        assert await stranger.closed()
-        stranger.leave()
+    for raw_peer in crowd:
+        assert await raw_peer.closed()
+        raw_peer.leave()
     assert not faults
 
 
 async def test_an_unauthenticated_connection_with_half_a_message_is_closed_in_time(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send_bytes(b"\x00" * (HEADER_BYTES - 1))
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send_bytes(b"\x00" * (HEADER_BYTES - 1))
+    assert await raw_peer.closed()
 
 
 async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
@@ -86,11 +86,11 @@ async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
     watch(faults)
     before = open_sockets()
 
-    async def join(number: int) -> Stranger:
-        stranger = await Stranger.at(world.endpoint())
-        stranger.send(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
-        await stranger.receive(Welcome)
-        return stranger
+    async def join(number: int) -> RawPeer:
+        raw_peer = await RawPeer.at(world.endpoint())
+        raw_peer.send(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
+        await raw_peer.receive(Welcome)
+        return raw_peer
 
     async with asyncio.timeout(PATIENCE_S):
         peers = await asyncio.gather(*(join(number) for number in range(CROWD)))
@@ -107,13 +107,13 @@ async def test_a_peer_connects_despite_continuous_unauthenticated_connections(wo
     async def pester() -> None:
         while not ended.is_set():
             with contextlib.suppress(ConnectionError):
-                pest = await Stranger.at(endpoint)
+                pest = await RawPeer.at(endpoint)
                 await pest.closed()
                 pest.leave()
 
     # They reconnect at once when they are closed, and outnumber the places.
     pests = [asyncio.create_task(pester()) for _ in range(2 * LIMIT)]
-    await until(lambda: len(world.live._server._listener) == LIMIT, "the strangers take every place")
+    await until(lambda: len(world.live._server._listener) == LIMIT, "the connections take every slot")
     assert (await world.gateway()).is_connected
     ended.set()
     await asyncio.wait(pests)
@@ -121,7 +121,7 @@ async def test_a_peer_connects_despite_continuous_unauthenticated_connections(wo
 
 async def test_never_more_wait_for_their_introduction_than_may(world: Simulation) -> None:
     listener = world.live._server._listener
-    crowd = [await Stranger.at(world.endpoint()) for _ in range(CROWD)]
+    crowd = [await RawPeer.at(world.endpoint()) for _ in range(CROWD)]
     most = 0
 
     async def look() -> None:
@@ -131,19 +131,19 @@ async def test_never_more_wait_for_their_introduction_than_may(world: Simulation
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())
-    for stranger in crowd:
-        assert await stranger.closed()
-        stranger.leave()
+    for raw_peer in crowd:
+        assert await raw_peer.closed()
+        raw_peer.leave()
     looking.cancel()
     assert most == LIMIT
 
 
 async def test_a_scheduler_that_stops_closes_connections_in_their_handshake(world: Simulation) -> None:
     before = open_sockets()
-    crowd = [await Stranger.at(world.endpoint()) for _ in range(LIMIT // 2)]
+    crowd = [await RawPeer.at(world.endpoint()) for _ in range(LIMIT // 2)]
     world.kill()
-    for stranger in crowd:
-        assert await stranger.closed()
-        stranger.leave()
+    for raw_peer in crowd:
+        assert await raw_peer.closed()
+        raw_peer.leave()
     # The listening port is closed, too.
     await until(lambda: open_sockets() == before - 1, "nothing is left open")

@@ -14,38 +14,38 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Welcome,
 )
-from tests.serving.channel.harness import FAST, ReplicaDouble, Simulation, Stranger, hello, until
+from tests.serving.channel.harness import FAST, RawPeer, ReplicaDouble, Simulation, hello, until
 
 
 async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()))
-    assert (await stranger.receive(Welcome)).incarnation == 1
-    assert (await stranger.receive(ReplicaTable)).entries == []
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()))
+    assert (await raw_peer.receive(Welcome)).incarnation == 1
+    assert (await raw_peer.receive(ReplicaTable)).entries == []
 
 
 async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint(), secret="guess"))
-    reason = (await stranger.receive(PeerRejected)).reason
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint(), secret="guess"))
+    reason = (await raw_peer.receive(PeerRejected)).reason
     assert "wrong secret" in reason
     assert world.endpoint().secret not in reason
-    assert await stranger.closed()
+    assert await raw_peer.closed()
 
 
 async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
     endpoint = world.endpoint(Role.REPLICA)
-    stranger = await Stranger.at(endpoint)
-    stranger.send(hello(endpoint, role=Role.GATEWAY))
-    assert "wrong secret" in (await stranger.receive(PeerRejected)).reason
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(endpoint)
+    raw_peer.send(hello(endpoint, role=Role.GATEWAY))
+    assert "wrong secret" in (await raw_peer.receive(PeerRejected)).reason
+    assert await raw_peer.closed()
 
 
 async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint(), highest_incarnation=7))
-    assert "superseded by 7" in (await stranger.receive(PeerRejected)).reason
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint(), highest_incarnation=7))
+    assert "superseded by 7" in (await raw_peer.receive(PeerRejected)).reason
     await until(lambda: world.ends == ["incarnation 1 is superseded by 7"])
     await until(lambda: not gateway.is_connected, "its peers are sent away")
     with pytest.raises(Exception, match="superseded by 7"):
@@ -53,16 +53,16 @@ async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: 
 
 
 async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint(), secret="guess", highest_incarnation=7))
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint(), secret="guess", highest_incarnation=7))
+    assert await raw_peer.closed()
     assert world.ends == []
     assert world.endpoint().incarnation == 1
 
 
 async def test_a_silent_connection_is_closed(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    assert await raw_peer.closed()
 
 
 @pytest.mark.parametrize(
@@ -73,26 +73,26 @@ async def test_a_silent_connection_is_closed(world: Simulation) -> None:
         b"\x00\x00\x10\x01" + b"x" * 5000,
         b"\x00" * 64,
     ],
-    ids=["http", "rubbish", "more than a stranger may say", "empty frames"],
+    ids=["http", "rubbish", "more than an unauthenticated peer may send", "empty frames"],
 )
 async def test_garbage_closes_the_connection_and_nothing_else(world: Simulation, data: bytes) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send_bytes(data)
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send_bytes(data)
+    assert await raw_peer.closed()
     assert (await world.gateway()).is_connected
 
 
 async def test_a_peer_must_send_hello_first(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(Cancel("r1"))
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(Cancel("r1"))
+    assert await raw_peer.closed()
 
 
 async def test_a_gateway_may_not_speak_as_a_replica(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
+    raw_peer = await RawPeer.at(world.endpoint())
     double = ReplicaDouble("s1", "short", 8)
-    stranger.send(hello(world.endpoint()), Register(double.spec, double.address))
-    assert await stranger.closed()
+    raw_peer.send(hello(world.endpoint()), Register(double.spec, double.address))
+    assert await raw_peer.closed()
     assert world.live.status()["replicas"] == {}
 
 
@@ -101,17 +101,17 @@ async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_
 ) -> None:
     double = ReplicaDouble("s1", "short", 8)
     for message in (Register(double.spec, double.address), Report(double.report)):
-        stranger = await Stranger.at(world.endpoint())
-        stranger.send(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
-        assert await stranger.closed()
+        raw_peer = await RawPeer.at(world.endpoint())
+        raw_peer.send(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
+        assert await raw_peer.closed()
     assert world.live.status()["replicas"] == {}
 
 
 async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simulation) -> None:
-    first = await Stranger.at(world.endpoint())
+    first = await RawPeer.at(world.endpoint())
     first.send(hello(world.endpoint()), SnapshotEnd())
     await first.receive(Welcome)
-    second = await Stranger.at(world.endpoint())
+    second = await RawPeer.at(world.endpoint())
     second.send(hello(world.endpoint()), SnapshotEnd())
     await second.receive(Welcome)
     assert await first.closed()
@@ -119,19 +119,19 @@ async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simu
 
 
 async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()), Heartbeat(1000))
-    assert await stranger.closed()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()), Heartbeat(1000))
+    assert await raw_peer.closed()
 
 
 async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
     loop = asyncio.get_running_loop()
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()), SnapshotEnd())
-    await stranger.receive(Welcome)
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
+    await raw_peer.receive(Welcome)
     # The kernel acknowledges the heartbeats, but the peer answers none.
     began = loop.time()
-    assert await stranger.closed()
+    assert await raw_peer.closed()
     assert loop.time() - began > FAST.stuck_after_s - 0.3
 
 
@@ -140,10 +140,10 @@ async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
     world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ray.serve")
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()), SnapshotEnd())
-    await stranger.receive(Welcome)
-    stranger.vanish()
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
+    await raw_peer.receive(Welcome)
+    raw_peer.vanish()
     await until(lambda: world.live._gateways.connected_count == 0)
     (line,) = [record.getMessage() for record in caplog.records if "event=peer_lost" in record.getMessage()]
     silent_s = float(line.split("no data from the peer for ")[1].split(" s")[0])
@@ -151,14 +151,14 @@ async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
 
 
 async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()), SnapshotEnd())
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
 
     async def talk() -> None:
         while True:
-            stranger.send(Heartbeat(0))
+            raw_peer.send(Heartbeat(0))
             await asyncio.sleep(0.05)
 
     talking = asyncio.get_running_loop().create_task(talk())
-    assert await stranger.closed()
+    assert await raw_peer.closed()
     talking.cancel()

@@ -22,7 +22,7 @@ from serve_app.serving.channel.messages import (
     common_version,
     to_previous_version,
 )
-from tests.serving.channel.harness import Simulation, Stranger, hello, submission, until
+from tests.serving.channel.harness import RawPeer, Simulation, hello, submission, until
 
 
 def test_nothing_is_put_differently_while_there_is_no_version_before() -> None:
@@ -43,30 +43,30 @@ async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
     world: Simulation,
 ) -> None:
     await world.replica("s1")
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint(), version=VERSION))
-    await stranger.receive(Welcome)
-    stranger.send(Submit(submission("r1"), 0.0), SnapshotEnd())
-    assert (await stranger.receive(messages.Granted)).dispatch.request_id == "r1"
-    assert not any(isinstance(each, ReplicaTable) for each in stranger.received)
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint(), version=VERSION))
+    await raw_peer.receive(Welcome)
+    raw_peer.send(Submit(submission("r1"), 0.0), SnapshotEnd())
+    assert (await raw_peer.receive(messages.Granted)).dispatch.request_id == "r1"
+    assert not any(isinstance(each, ReplicaTable) for each in raw_peer.received)
 
 
 async def test_requests_queued_in_a_gateway_survive_the_upgrade_of_the_scheduler(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
     await until(lambda: len(world.live.core) == 1)
     await world.restart()
     await world.replica("s1")
-    again = await Stranger.at(world.endpoint())
+    again = await RawPeer.at(world.endpoint())
     again.send(hello(world.endpoint()), Submit(submission("r1"), 1.0), SnapshotEnd())
     assert (await again.receive(messages.Granted)).dispatch.request_id == "r1"
 
 
 @pytest.mark.parametrize("theirs", [OLDEST_VERSION - 1, VERSION + 1])
 async def test_a_peer_of_another_version_is_rejected_with_the_remedy(world: Simulation, theirs: int) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.send(hello(world.endpoint(), version=theirs))
-    reason = (await stranger.receive(PeerRejected)).reason
+    raw_peer = await RawPeer.at(world.endpoint())
+    raw_peer.send(hello(world.endpoint(), version=theirs))
+    reason = (await raw_peer.receive(PeerRejected)).reason
     assert f"protocol version {theirs}, this scheduler supports {OLDEST_VERSION} to {VERSION}" in reason
     assert "upgrade by one version at a time" in reason
 

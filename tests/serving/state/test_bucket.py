@@ -16,7 +16,7 @@ class Rejects(BaseHTTPRequestHandler):
     """Server without methods."""
 
 
-class SaysNothing(BaseHTTPRequestHandler):
+class SendsNothing(BaseHTTPRequestHandler):
     """Server that reads requests and never answers."""
 
     def handle(self) -> None:
@@ -24,7 +24,7 @@ class SaysNothing(BaseHTTPRequestHandler):
             pass
 
 
-class TakesAnything(BaseHTTPRequestHandler):
+class AcceptsAnything(BaseHTTPRequestHandler):
     """Server that accepts every upload with a status unknown to S3, and returns other content."""
 
     protocol_version = "HTTP/1.1"
@@ -44,17 +44,17 @@ class TakesAnything(BaseHTTPRequestHandler):
         self.wfile.write(self.body)
 
 
-class TakesAnythingSilently(TakesAnything):
+class AcceptsAnythingSilently(AcceptsAnything):
     """The same with empty bodies, as in S3."""
 
     body = b""
 
 
-@pytest.mark.parametrize("stranger", [Rejects, SaysNothing, TakesAnything, TakesAnythingSilently])
+@pytest.mark.parametrize("server", [Rejects, SendsNothing, AcceptsAnything, AcceptsAnythingSilently])
 def test_a_bucket_is_served_beside_a_program_that_took_its_port(
-    stranger: type[BaseHTTPRequestHandler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[BaseHTTPRequestHandler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), stranger) as other:
+    with ThreadingHTTPServer(("127.0.0.1", 0), server) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         taken = iter([other.server_port])
         drawn = bucket.drawn_port
@@ -63,5 +63,5 @@ def test_a_bucket_is_served_beside_a_program_that_took_its_port(
             system = s3fs.S3FileSystem(skip_instance_cache=True)
             system.pipe_file(f"{uri}/x", b"kept")
             assert system.cat_file(f"{uri}/x") == b"kept"
-        assert not list(taken), "the port of the stranger was never asked for"
+        assert not list(taken), "the port of the other server was never used"
         other.shutdown()

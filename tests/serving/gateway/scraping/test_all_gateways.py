@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from tests.http_server import listening
-from tests.serving.channel.harness import FAST, Simulation, Stranger, hello, scheduler_settings, until
+from tests.serving.channel.harness import FAST, RawPeer, Simulation, hello, scheduler_settings, until
 from tests.serving.gateway.builders import Engine, chat, serving
 from tests.serving.gateway.fleet import _place
 
@@ -95,7 +95,7 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
     for name in NAMES:
         await fleet.http[name].post("/v1/chat/completions", json=chat())
     endpoint = fleet.world.endpoint()
-    silent = await Stranger.at(endpoint)
+    silent = await RawPeer.at(endpoint)
     silent.send(hello(endpoint, peer_id="silent"))
     await until(lambda: fleet.world.live._gateways.connected_count == 4)
     await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
