@@ -426,8 +426,8 @@ class GatewaySessions:
             gateway.send(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
             return
         if not found:
-            error = f"the answer to query {query.name!r} is empty"
-            gateway.send(QueryResult(query.serial, b"", is_last=True, error=error))
+            reason = f"the answer to query {query.name!r} is empty"
+            gateway.send(QueryResult(query.serial, b"", is_last=True, error=reason))
         for at in range(0, len(found), _PART_BYTES):
             end = at + _PART_BYTES
             gateway.send(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))

@@ -49,7 +49,7 @@ class SchedulingMode:
 
     @property
     def obstacle(self) -> str:
-        """Why scheduling cannot be measured now; empty while all requests are scheduled."""
+        """Reason that scheduling cannot be measured now; empty while all requests are scheduled."""
         share = self.active_share
         return "" if share == 1 else f"{1 - share:.0%} of the requests are not scheduled (mode)"
 
