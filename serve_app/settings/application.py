@@ -1,7 +1,8 @@
 """Settings of a whole application: as written in a file, and completed with what follows from its models.
 
 A file states each fact once, such as a model's names and its pools. The `Config` classes hold what the file
-states. `resolve` derives the complete settings from them, in which every component finds what it needs.
+states. `serve_app.settings.loading.resolve` derives the `Settings` classes from them, which hold the complete
+settings of each component.
 """
 
 import math
@@ -71,7 +72,7 @@ class EngineSettings:
     def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteSettings:
         """The engine that is set."""
         chosen = self.emulated or self.vllm or self.remote
-        assert chosen is not None, "checked when the settings were made"
+        assert chosen is not None, "checked by __post_init__"
         return chosen
 
     def with_served_names(self, names: tuple[str, ...]) -> "EngineSettings":
@@ -299,8 +300,8 @@ class ModelSettings(ModelConfig):
 class GatewayDeploymentSettings:
     """Number of gateways. Each holds only its own clients' requests, so more can be added at any time."""
 
-    # Fixed number of gateways, by default 1; or use `autoscaling`. One gateway handles some thousand
-    # requests/s. With two or more, the endpoint remains available if one fails.
+    # Fixed number of gateways, by default 1; or use `autoscaling`. One gateway handles a few
+    # thousand requests/s. With two or more, the endpoint remains available if one fails.
     replicas: Annotated[int | None, at_least(1)] = None
     # Scales the number of gateways by their CPU time.
     autoscaling: GatewayScaling | None = None
@@ -375,10 +376,10 @@ def step_times_by_pool(model: ModelSettings) -> dict[str, StepTimeModel]:
     Raises:
         SettingsError: a profile does not exist.
     """
-    return dict(_known(model))
+    return dict(_known_step_times(model))
 
 
-def _known(model: ModelSettings) -> Iterator[tuple[str, StepTimeModel]]:
+def _known_step_times(model: ModelSettings) -> Iterator[tuple[str, StepTimeModel]]:
     profile = model.tuner.profile
     for pool in model.pools:
         emulated = pool.engine.emulated

@@ -119,7 +119,7 @@ def test_the_script_for_bash_completes_commands_options_and_files(
     installed: Path, typed: str, offered: list[str]
 ) -> None:
     (installed / "config.yaml").touch()
-    asked = (
+    script = (
         'eval "$(ewsjf completion bash)"\n'
         "COMP_LINE=$1 COMP_POINT=${#1} COMP_TYPE=9\n"
         'read -r -a COMP_WORDS <<<"$1"; [ "${1: -1}" != " " ] || COMP_WORDS+=("")\n'
@@ -129,7 +129,7 @@ def test_the_script_for_bash_completes_commands_options_and_files(
         'printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
     done = subprocess.run(
-        ["bash", "-c", asked, "bash", typed],
+        ["bash", "-c", script, "bash", typed],
         capture_output=True,
         text=True,
         timeout=120,

@@ -107,7 +107,7 @@ POSTED: list[str] = []
 def answer(method: str, path: str, headers: Message) -> tuple[int, object]:
     if method == "POST":
         POSTED.append(path)
-        message = f"the tuner was asked to {path.rpartition('/')[2]}"
+        message = f"the tuner will {path.rpartition('/')[2]}"
         return 200, {"models": [{"model": "demo", "message": message}]}
     if headers["authorization"] != "Bearer k1":
         return 401, {}
@@ -181,7 +181,7 @@ def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.Capt
     assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
     assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
     assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
-    expected = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
+    expected = ("demo: the tuner will freeze", "demo: the tuner will thaw")
     assert tuple(capsys.readouterr().out.splitlines()) == expected
 
 

@@ -29,7 +29,7 @@ def cluster(name: str) -> dict[str, Any]:
 
 
 def deployed(name: str) -> Path:
-    """Return the configuration that the file says to deploy."""
+    """Return the configuration that the file deploys."""
     (path,) = re.findall(r"serve deploy (\S+\.yaml)", (ROOT / name).read_text())
     return ROOT / str(path)
 
@@ -98,8 +98,8 @@ def test_ray_starts_with_our_settings_the_keys_and_many_files(name: str, kind: s
         subprocess.run(["bash", "-c", ULIMIT + command], cwd=tmp_path, env=given, check=True, timeout=60)
     found = dict(line.split("=", 1) for line in (checkout / "environment").read_text().split("\0") if line)
     assert default_settings().items() <= found.items()
-    asked = {key.env for key in load_settings(deployed(name)).gateway.keys if key.env is not None}
-    assert asked <= found.keys()
+    required = {key.env for key in load_settings(deployed(name)).gateway.keys if key.env is not None}
+    assert required <= found.keys()
     assert (checkout / "descriptors").read_text() == "-n 65536 "
     word, *arguments = (checkout / "arguments").read_text().splitlines()
     assert word == "start"

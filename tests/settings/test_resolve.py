@@ -49,14 +49,14 @@ def test_a_vllm_engine_answers_under_the_names_of_its_model() -> None:
 
 
 def test_pools_in_the_wrong_order_are_rejected() -> None:
-    told = rejection(model(pools=[pool("long"), pool("short")]))
-    assert "pools must be listed by increasing context" in told
-    assert "8,192" in told
+    message = rejection(model(pools=[pool("long"), pool("short")]))
+    assert "pools must be listed by increasing context" in message
+    assert "8,192" in message
 
 
 def test_a_token_budget_that_the_short_pool_cannot_hold_is_rejected() -> None:
-    told = rejection(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
-    assert "b_short_tokens of 4,000 exceeds the context of pool short (max_model_len 2,048)" in told
+    message = rejection(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
+    assert "b_short_tokens of 4,000 exceeds the context of pool short (max_model_len 2,048)" in message
 
 
 def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
         "models[0].scheduler.engine_priority is enabled, but the engine of pool long does not schedule by "
         "priority: set models[0].pools[1].engine.emulated.advanced.scheduling_policy to priority"
     )
-    told = rejection(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
-    assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in told
-    told = rejection(
+    message = rejection(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
+    assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in message
+    message = rejection(
         priority_model(ready, {"vllm": {"model": "/w", "args": {**args, "scheduling_policy": "fcfs"}}})
     )
-    assert "pool long does not schedule by priority" in told
+    assert "pool long does not schedule by priority" in message
 
 
 def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trust() -> None:
@@ -120,7 +120,7 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             ({"advanced": {"boundary_tokens": 1_024}}, {}, {}),
@@ -139,21 +139,21 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
     ],
 )
 def test_boundaries_and_costs_that_do_not_go_together_are_rejected(
-    changes: tuple[dict[str, Any], ...], told: str
+    changes: tuple[dict[str, Any], ...], message: str
 ) -> None:
-    assert told in rejection(model(pools=tiers(*changes)))
+    assert message in rejection(model(pools=tiers(*changes)))
 
 
 def test_every_pool_follows_those_of_shorter_contexts() -> None:
     small, middle, large = tiers()
-    told = rejection(model(pools=[small, large, middle]))
-    assert "max_model_len 16,384 in large before 8,192 in middle" in told
+    message = rejection(model(pools=[small, large, middle]))
+    assert "max_model_len 16,384 in large before 8,192 in middle" in message
 
 
 def test_a_border_that_adapts_is_for_two_pools() -> None:
     scheduler = {"routing": {"advanced": {"adaptive_b_short": {"enabled": True}}}}
-    told = rejection(model(pools=tiers(), scheduler=scheduler))
-    assert "adaptive_b_short balances two pools, got small, middle, large" in told
+    message = rejection(model(pools=tiers(), scheduler=scheduler))
+    assert "adaptive_b_short balances two pools, got small, middle, large" in message
 
 
 def test_two_models_with_one_name_are_rejected() -> None:

@@ -67,9 +67,9 @@ def test_slow_decoding_is_out_of_the_slo_but_not_for_batch() -> None:
 
 def test_a_tenant_that_gets_nothing_costs_half() -> None:
     # Both request the same while the other arrives; one is served at once, the other after the last arrival.
-    kept = [served(0.0, tpot_s=0.0, tenant="a", request_id=f"a{n}") for n in range(2)]
+    in_time = [served(0.0, tpot_s=0.0, tenant="a", request_id=f"a{n}") for n in range(2)]
     late = [served(5.0, tenant="b", request_id=f"b{n}") for n in range(2)]
-    unfairness = reward_of([*kept, *late], SLO).terms["unfairness"]
+    unfairness = reward_of([*in_time, *late], SLO).terms["unfairness"]
     assert unfairness == pytest.approx(0.5)
 
 

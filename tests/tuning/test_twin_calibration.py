@@ -40,8 +40,10 @@ def answers(count: int, start: float = 0.0, **changes: Any) -> list[RequestRecor
 
 
 def result(error: float | None, engines: bool = True) -> EngineFitResult:
-    told = None if error is None else TwinError(ttft_ratio=error, tpot_ratio=0.0, requests=10)
-    return EngineFitResult(engines={"only": MODEL} if engines else None, error=told, until=5.0, requests=0)
+    twin_error = None if error is None else TwinError(ttft_ratio=error, tpot_ratio=0.0, requests=10)
+    return EngineFitResult(
+        engines={"only": MODEL} if engines else None, error=twin_error, until=5.0, requests=0
+    )
 
 
 def fed(calibration: TwinCalibration, count: int, traffic: TrafficLog, **changes: Any) -> None:

@@ -244,7 +244,7 @@ def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -
     assert model.scheduler.routing.b_short_tokens == 1024
 
 
-def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
+def test_a_terminal_is_prompted_for_gpus(tmp_path: Path) -> None:
     with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
         talk.answer("Which engines serve requests?", "gpus")
         talk.answer("Number of GPUs", "4")
@@ -256,7 +256,7 @@ def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
     assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [3, 1]
 
 
-def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
+def test_a_terminal_is_prompted_for_servers(tmp_path: Path) -> None:
     with servers(engine(2048, "a")) as urls, on_terminal("init", str(tmp_path / "x.yaml")) as talk:
         talk.answer("Which engines serve requests?", "servers")
         talk.answer("URLs of the servers", urls[0])

@@ -86,7 +86,7 @@ WHAT_IF = what_if(RECORDING)
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
 
-async def ask(*args: str, lines: int = 1) -> int:
+async def run_command(*args: str, lines: int = 1) -> int:
     """Run a command in a thread, beside the gateway that it calls."""
 
     async def nothing() -> dict[str, Any]:
@@ -124,7 +124,7 @@ async def ask(*args: str, lines: int = 1) -> int:
 async def test_explain_shows_the_causes_of_a_wait(
     request_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await ask("explain", request_id, "--api-key", "k1") == 0
+    assert await run_command("explain", request_id, "--api-key", "k1") == 0
 
     output = capsys.readouterr().out
     assert "gw-1: completed, batch of tenant acme" in output
@@ -138,7 +138,7 @@ async def test_explain_shows_the_causes_of_a_wait(
 
 
 async def test_explain_shows_the_state_of_a_waiting_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await ask("explain", "gw-2", "--api-key", "k1") == 0
+    assert await run_command("explain", "gw-2", "--api-key", "k1") == 0
 
     output = capsys.readouterr().out
     assert "gw-2: waiting now, batch of tenant acme" in output
@@ -149,38 +149,38 @@ async def test_explain_shows_the_state_of_a_waiting_request(capsys: pytest.Captu
 
 
 async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await ask("explain", "gw-1", "--json", "--api-key", "k1") == 0
+    assert await run_command("explain", "gw-1", "--json", "--api-key", "k1") == 0
 
     assert json.loads(capsys.readouterr().out) == RECEIPT
 
 
 async def test_explain_shows_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
+    assert await run_command("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
     output = capsys.readouterr().out
     assert "one more replica in pool only" in output
     assert "no change would have reduced the wait" in output
     # Admins may see whose requests they are.
     assert " of tenant acme " in output
 
-    assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
+    assert await run_command("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
     assert json.loads(capsys.readouterr().out) == with_tenant_name(WHAT_IF, "acme")
 
-    assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
+    assert await run_command("explain", "unknown", "--what-if", "--api-key", "k1") != 0
     assert "no receipt of 'unknown'" in capsys.readouterr().err
 
 
 async def test_explain_gives_the_reason_for_a_missing_receipt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await ask("explain", "unknown", "--api-key", "k1") != 0
+    assert await run_command("explain", "unknown", "--api-key", "k1") != 0
     assert "no receipt of 'unknown'" in capsys.readouterr().err
 
-    assert await ask("explain", "gw-1", "--api-key", "wrong") != 0
+    assert await run_command("explain", "gw-1", "--api-key", "wrong") != 0
     assert "--api-key" in capsys.readouterr().err
 
 
 async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "not" / "yet" / "captured.jsonl"
 
-    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=3) == 0
+    assert await run_command("capture", "--out", str(out), "--api-key", "k1", lines=3) == 0
 
     assert [json.loads(line) for line in out.read_text().splitlines()] == [{**LINE, "model": MODEL}] * 3
     assert "3 requests" in capsys.readouterr().out
@@ -189,7 +189,7 @@ async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixt
 async def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await ask("capture", "--out", str(tmp_path), "--api-key", "k1") != 0
+    assert await run_command("capture", "--out", str(tmp_path), "--api-key", "k1") != 0
 
     assert f"{tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
@@ -197,7 +197,7 @@ async def test_a_file_that_cannot_be_written_is_named(
 async def test_an_empty_capture_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "captured.jsonl"
 
-    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=0) != 0
+    assert await run_command("capture", "--out", str(out), "--api-key", "k1", lines=0) != 0
 
     assert "no request with token counts completed" in capsys.readouterr().err
     assert not out.exists()

@@ -110,9 +110,9 @@ def test_the_limits_are_those_that_it_states(name: str, expected: ReportedLimits
 
 
 def test_the_statistics_that_trtllm_hands_out_once_are_left_to_their_reader() -> None:
-    asked: list[str] = []
-    asyncio.run(identify(server(SERVERS["TensorRT-LLM (`trtllm-serve`)"], log=asked)))
-    assert "/metrics" not in asked
+    paths: list[str] = []
+    asyncio.run(identify(server(SERVERS["TensorRT-LLM (`trtllm-serve`)"], log=paths)))
+    assert "/metrics" not in paths
 
 
 def test_sglang_names_with_an_underscore_are_read_as_well() -> None:

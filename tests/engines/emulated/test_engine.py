@@ -124,8 +124,10 @@ async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
 
 async def test_equal_requests_have_equal_answers_and_another_seed_gives_another(engine: Served) -> None:
     async def answer(content: str, seed: int | None) -> str | None:
-        asked: Any = [{"role": "user", "content": content}]
-        made = await engine.sdk.chat.completions.create(model="tiny", messages=asked, max_tokens=5, seed=seed)
+        messages: Any = [{"role": "user", "content": content}]
+        made = await engine.sdk.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=5, seed=seed
+        )
         return made.choices[0].message.content
 
     assert await answer("a", None) == await answer("a", None)

@@ -34,11 +34,11 @@ async def test_a_stream_is_stored_as_well(engine: Served) -> None:
 
 
 async def test_an_unstored_response_is_not_found(engine: Served) -> None:
-    unkept = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=2, store=False)
-    for response_id in (unkept.id, "resp_never"):
+    unstored = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=2, store=False)
+    for response_id in (unstored.id, "resp_never"):
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{response_id}' not found"):
             await engine.sdk.responses.retrieve(response_id)
     with pytest.raises(openai.NotFoundError, match="not found"):
-        await engine.sdk.responses.create(model="tiny", input="x", previous_response_id=unkept.id)
+        await engine.sdk.responses.create(model="tiny", input="x", previous_response_id=unstored.id)
     with pytest.raises(openai.BadRequestError, match="when `store` is true"):
         await engine.sdk.responses.create(model="tiny", input="x", background=True, store=False)

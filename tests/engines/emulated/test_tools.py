@@ -116,8 +116,8 @@ async def test_the_sdks_stream_helper_collects_the_call(engine: Served) -> None:
 async def test_auto_calls_the_tool_that_the_user_mentions_and_answers_its_result_with_text(
     engine: Served,
 ) -> None:
-    asked: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    answer = await engine.sdk.chat.completions.create(model="tiny", messages=asked, tools=[CLOCK, WEATHER])
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    answer = await engine.sdk.chat.completions.create(model="tiny", messages=messages, tools=[CLOCK, WEATHER])
     name, arguments = call_of(answer)
     assert name == "get_weather"
     assert_fits(arguments)
@@ -125,8 +125,8 @@ async def test_auto_calls_the_tool_that_the_user_mentions_and_answers_its_result
     calls = answer.choices[0].message.tool_calls
     assert calls is not None
     result = {"role": "tool", "tool_call_id": calls[0].id, "content": "weather: rain"}
-    asked += [answer.choices[0].message.model_dump(exclude_none=True), result]
-    last = await engine.sdk.chat.completions.create(model="tiny", messages=asked, tools=[CLOCK, WEATHER])
+    messages += [answer.choices[0].message.model_dump(exclude_none=True), result]
+    last = await engine.sdk.chat.completions.create(model="tiny", messages=messages, tools=[CLOCK, WEATHER])
     assert last.choices[0].message.tool_calls is None
     assert last.choices[0].message.content
 

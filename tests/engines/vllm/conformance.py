@@ -77,8 +77,8 @@ def without_ids(value: Any) -> Any:
     """Remove IDs, times, signatures, and what streams lack: nulls and `system_fingerprint`."""
     left_out = {"id", "created", "created_at", "signature", "system_fingerprint"}
     if isinstance(value, dict):
-        kept = {key: without_ids(item) for key, item in value.items() if key not in left_out}
-        return {key: item for key, item in kept.items() if item is not None}
+        compared = {key: without_ids(item) for key, item in value.items() if key not in left_out}
+        return {key: item for key, item in compared.items() if item is not None}
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 

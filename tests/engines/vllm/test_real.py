@@ -236,7 +236,7 @@ class TestTinyEngine:
         priorities = EnginePriorities(EnginePrioritySettings(enabled=True))
         ended: list[str] = []
 
-        async def ask(request: Request, max_tokens: int) -> None:
+        async def send(request: Request, max_tokens: int) -> None:
             own = {"model": "m", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, "priority": -9}
             priority = priorities.on_dispatch(request)
             assert priority is not None
@@ -251,29 +251,29 @@ class TestTinyEngine:
 
         batch = [request(f"a{n}", tenant="a", priority=PriorityClass.BATCH) for n in range(12)]
         # Four of them fill the KV cache, so none is preempted.
-        asked = [asyncio.create_task(ask(one, 250)) for one in batch]
+        tasks = [asyncio.create_task(send(one, 250)) for one in batch]
         await until(backlog_waits)
         # From last to first in order: a batch request of a new tenant, and an interactive one.
-        asked.append(asyncio.create_task(ask(request("b0", tenant="b", priority=PriorityClass.BATCH), 5)))
+        tasks.append(asyncio.create_task(send(request("b0", tenant="b", priority=PriorityClass.BATCH), 5)))
         await asyncio.sleep(0.05)
-        asked.append(
-            asyncio.create_task(ask(request("c0", tenant="c", priority=PriorityClass.INTERACTIVE), 5))
+        tasks.append(
+            asyncio.create_task(send(request("c0", tenant="c", priority=PriorityClass.INTERACTIVE), 5))
         )
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         # Only running requests ended before, no queued ones. In order of arrival it would be 12 and 13.
         assert ended.index("c0") <= MAX_NUM_SEQS
         assert ended.index("b0") <= MAX_NUM_SEQS + 1
 
     async def test_responses_are_stored_under_the_names_that_the_gateway_assigns(self, tiny: Running) -> None:
-        path, asked = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
+        path, body = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
         async with in_front_of(tiny.engine, tiny.limits) as front:
-            first = (await front.http.post(path, json=asked)).json()
+            first = (await front.http.post(path, json=body)).json()
             assert re.fullmatch("resp_[0-9a-f]{40}", first["id"])
             again = (await front.http.get(f"{path}/{first['id']}")).json()
             assert (again["id"], again["output"]) == (first["id"], first["output"])
-            then = await front.http.post(path, json={**asked, "previous_response_id": first["id"]})
+            then = await front.http.post(path, json={**body, "previous_response_id": first["id"]})
             assert then.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 8, then.text
-            long = {**asked, "max_output_tokens": 400, "ignore_eos": True, "background": True}
+            long = {**body, "max_output_tokens": 400, "ignore_eos": True, "background": True}
             queued = (await front.http.post(path, json=long)).json()
             assert queued["status"] == "queued"
             assert front.world.live.status()["replicas"]["r"]["in_flight"] == 1
@@ -284,7 +284,7 @@ class TestTinyEngine:
             await until(lambda: is_free(front))
             found = (await front.http.get(f"{path}/{queued['id']}")).json()
             assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 20)
-            streamed = await front.http.post(path, json={**asked, "background": True, "stream": True})
+            streamed = await front.http.post(path, json={**body, "background": True, "stream": True})
             events_before = typed_events(streamed)
             response_id = events_before[0]["response"]["id"]
             replayed = await front.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
@@ -320,7 +320,7 @@ class TestTinyEngine:
         # it.
         async with in_front_of(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as front:
             # More tokens than are computed before the engine is stopped.
-            asked = [front.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
+            tasks = [front.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
             await until(lambda: runs(tiny, 2))
             core = engine_core()
             core.suspend()
@@ -331,11 +331,11 @@ class TestTinyEngine:
                     await front.replica.check_health()
                 # The scheduler learns of it from the next report.
                 await until(front.has_no_replica)
-                asked.append(front.start(stream=True, tokens=5))
+                tasks.append(front.start(stream=True, tokens=5))
                 await until(front.waits)
             finally:
                 core.resume()
-            views = [await one for one in asked]
+            views = [await each for each in tasks]
         assert views == [ClientView("answered", tokens) for tokens in (496, 497, 5)]
 
     async def test_a_dead_engine_is_unhealthy_and_every_client_gets_an_error(self, tiny: Running) -> None:

@@ -65,7 +65,7 @@ async def test_adapters_are_listed_used_loaded_and_unloaded(tmp_path: Path) -> N
         "lora_modules": [f"sql={tmp_path / 'sql'}"],
     }
     env = {**QUICK_START, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    asked = {"prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
+    body = {"prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
     async with running(TINY, args=args, env=env) as tiny, in_front_of(tiny.engine, tiny.limits) as front:
 
         async def lists(*names: str) -> bool:
@@ -73,20 +73,20 @@ async def test_adapters_are_listed_used_loaded_and_unloaded(tmp_path: Path) -> N
             return [model["id"] for model in found] == ["m", *names]
 
         await until(lambda: lists("sql"))
-        base = await front.http.post("/v1/completions", json={**asked, "model": "m"})
-        adapted = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
+        base = await front.http.post("/v1/completions", json={**body, "model": "m"})
+        adapted = await front.http.post("/v1/completions", json={**body, "model": "sql"})
         assert adapted.status_code == 200, adapted.text
         assert adapted.json()["model"] == "sql"
         assert adapted.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
         later = {"lora_name": "later", "lora_path": str(tmp_path / "later")}
         assert (await tiny.client.post("/v1/load_lora_adapter", json=later)).status_code == 200
         await until(lambda: lists("later", "sql"))
-        answer = await front.http.post("/v1/completions", json={**asked, "model": "later"})
+        answer = await front.http.post("/v1/completions", json={**body, "model": "later"})
         assert answer.status_code == 200, answer.text
         gone = {"lora_name": "sql"}
         assert (await tiny.client.post("/v1/unload_lora_adapter", json=gone)).status_code == 200
         await until(lambda: lists("later"))
-        answer = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
+        answer = await front.http.post("/v1/completions", json={**body, "model": "sql"})
         assert answer.status_code == 404
 
 

@@ -91,7 +91,7 @@ def test_the_json_has_its_documented_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paged", "pools", "says"),
+    ("paged", "pools", "expected"),
     [
         (10, (5, 3), "Splitting pays: a short and a long pool with B_short = 4,096"),
         (10, (5, 5), "Splitting does not pay: a short and a long pool"),
@@ -102,9 +102,9 @@ def test_the_json_has_its_documented_fields() -> None:
     ],
 )
 def test_the_verdict_states_whether_splitting_pays(
-    paged: int | None, pools: tuple[int, int] | None, says: str
+    paged: int | None, pools: tuple[int, int] | None, expected: str
 ) -> None:
-    assert says in verdict(result(paged=paged, pools=pools))
+    assert expected in verdict(result(paged=paged, pools=pools))
 
 
 def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:

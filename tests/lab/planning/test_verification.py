@@ -99,10 +99,10 @@ class ScriptedVerifier(Verifier):
     def __init__(self, *, need: Counts, second_seed: Counts | None = None, spill: bool = False) -> None:
         super().__init__(demand(10.0))
         self.need, self.second, self.spill = need, second_seed or need, spill
-        self.asked: list[tuple[Counts, int]] = []
+        self.calls: list[tuple[Counts, int]] = []
 
     def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
-        self.asked.append((dict(counts), len(seeds)))
+        self.calls.append((dict(counts), len(seeds)))
         runs = tuple(self._run(counts, seed) for seed in seeds)
         return Verification(plan, dict(counts), self.demand, runs)
 
@@ -126,14 +126,14 @@ class ScriptedVerifier(Verifier):
 
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_the_smallest_number_is_found_from_any_guess(need: int, guess: int) -> None:
-    asked: list[int] = []
+    counts_tried: list[int] = []
 
     def meets(count: int) -> bool:
-        asked.append(count)
+        counts_tried.append(count)
         return count >= need
 
     assert smallest_count(meets, guess, most=400) == need
-    assert len(set(asked)) <= 20
+    assert len(set(counts_tried)) <= 20
 
 
 def test_limits_that_no_size_meets_end_the_search() -> None:
@@ -148,7 +148,7 @@ def test_a_good_guess_takes_few_simulations() -> None:
     assert found is not None
     assert found.counts == {"all": 20}
     assert len(found.runs) == 3
-    assert len(verifier.asked) <= 6
+    assert len(verifier.calls) <= 6
 
 
 @pytest.mark.parametrize(("first", "second"), [(20, 22), (2, 3), (10, 13)])

@@ -128,7 +128,7 @@ def test_a_file_without_a_single_request_is_an_error_with_the_reason(tmp_path: P
         load_trace(path)
 
 
-@pytest.mark.skipif(not SHARED_TRACES.is_dir(), reason="the public Azure traces are not at hand")
+@pytest.mark.skipif(not SHARED_TRACES.is_dir(), reason="the public Azure traces are missing")
 def test_the_public_azure_traces_are_read_whole() -> None:
     code = load_trace(SHARED_TRACES / "AzureLLMInferenceTrace_code.csv")
     conversation = load_trace(SHARED_TRACES / "AzureLLMInferenceTrace_conv.csv")

@@ -155,9 +155,9 @@ def test_the_gpus_of_this_machine_are_detected(
 
 def test_the_start_warns_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, context=600_000)
-    asked = path.read_text().replace("num_gpus: 4.0}", "num_gpus: 4.0, accelerator_type: H100}")
+    text = path.read_text().replace("num_gpus: 4.0}", "num_gpus: 4.0, accelerator_type: H100}")
     # Another mistake in the file rejects the start on any machine, so nothing is started.
-    path.write_text(asked.replace("http_options:", "http_option:"))
+    path.write_text(text.replace("http_options:", "http_option:"))
     assert main(["serve", str(path)]) == 2
     output = capsys.readouterr().err
     assert "warning: models[0].pools[1].engine.vllm.args.max_model_len: a context of 600,000 tokens" in output

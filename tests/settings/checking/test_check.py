@@ -73,13 +73,13 @@ def test_every_mistake_has_its_line(check: Check) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "says"), [("gs://bucket/ewsjf", "install gcsfs"), ("nosuch://bucket", "nosuch")]
+    ("uri", "expected"), [("gs://bucket/ewsjf", "install gcsfs"), ("nosuch://bucket", "nosuch")]
 )
-def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: str) -> None:
+def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, expected: str) -> None:
     text = local(**{"# state_uri__/var/lib/ewsjf": f"state_uri: {uri}"})
     status, lines = check(text)
     assert status == 2
-    assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in lines), lines
+    assert any(f"state_uri {uri} cannot be used here" in line and expected in line for line in lines), lines
     assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
 
 

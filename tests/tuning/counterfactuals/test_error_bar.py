@@ -20,10 +20,10 @@ def others(count: int, seed: int = 0, sd_s: float = 0.5) -> list[Residual]:
 
 
 def test_a_change_without_effect_gives_the_recorded_wait() -> None:
-    told = ErrorBars(others(60), residual("own", 10.0, 0.4)).estimate(10.0, BATCH)
+    estimate = ErrorBars(others(60), residual("own", 10.0, 0.4)).estimate(10.0, BATCH)
 
-    assert told.seconds == pytest.approx(10.4)
-    assert told.low_s < 10.4 < told.high_s
+    assert estimate.seconds == pytest.approx(10.4)
+    assert estimate.low_s < 10.4 < estimate.high_s
 
 
 def test_the_own_error_is_carried_as_far_as_the_waits_are_alike() -> None:
@@ -40,9 +40,9 @@ def test_nine_in_ten_fall_within_the_bar(share_left: float) -> None:
     rng, inside, count = random.Random(3), 0, 400
     for number in range(count):
         bars = ErrorBars(others(150, number), residual("own", 12.0, rng.gauss(0.0, 0.5)))
-        told = bars.estimate(12.0 * share_left, BATCH)
+        estimate = bars.estimate(12.0 * share_left, BATCH)
         really = 12.0 * share_left + rng.gauss(0.0, 0.5)
-        inside += told.low_s <= really <= told.high_s
+        inside += estimate.low_s <= really <= estimate.high_s
     assert 0.84 < inside / count < 0.97
 
 
@@ -63,6 +63,6 @@ def test_a_replay_that_misses_the_wait_itself_is_reported_and_wider() -> None:
 
     assert well.reproduces
     assert not badly.reproduces
-    told = badly.estimate(1.0, BATCH)
-    assert told.seconds == 1.0
-    assert told.high_s - told.seconds >= 6.0
+    estimate = badly.estimate(1.0, BATCH)
+    assert estimate.seconds == 1.0
+    assert estimate.high_s - estimate.seconds >= 6.0

@@ -28,10 +28,10 @@ def slowest(production: Production, priority: PriorityClass) -> str:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_without_a_change_has_every_wait(policy: str, seed: int) -> None:
     production = produce(burst(COUNT, seed, streamed=False), policy=policy)
-    asked = slowest(production, PriorityClass.BATCH)
-    assert production.wait_s(asked) > 1.0
+    subject = slowest(production, PriorityClass.BATCH)
+    assert production.wait_s(subject) > 1.0
 
-    recording = production.recording(asked)
+    recording = production.recording(subject)
     assert recording.begins_idle
     assert recording.requests[0].request_id == "r0"
     played = replay_recording(recording, ENGINES)
@@ -43,12 +43,12 @@ def test_a_replay_without_a_change_has_every_wait(policy: str, seed: int) -> Non
             assert played[each.request_id].ttft_s == pytest.approx(each.ttft_s, abs=1e-9)
 
 
-def really(change: ChangedRecording, seed: int, asked: str) -> Production:
+def really(change: ChangedRecording, seed: int, subject: str) -> Production:
     """Return the production with the change applied."""
     requests = burst(COUNT, seed)
     match change.kind:
         case "class":
-            return produce(with_priority(requests, asked, PriorityClass(change.value)))
+            return produce(with_priority(requests, subject, PriorityClass(change.value)))
         case "replica":
             return produce(requests, fleet=(*FLEET, f"{change.value}+1"))
         case "policy":
@@ -61,8 +61,8 @@ def really(change: ChangedRecording, seed: int, asked: str) -> Production:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_changed_replay_is_the_changed_simulation(seed: int) -> None:
     production = produce(burst(COUNT, seed))
-    asked = slowest(production, PriorityClass.BATCH)
-    recording = production.recording(asked)
+    subject = slowest(production, PriorityClass.BATCH)
+    recording = production.recording(subject)
     changes = list(all_changes(recording))
     assert {each.kind for each in changes} == {
         *("class", "replica", "policy", "long_prefills", "tenant", "own_requests")
@@ -71,9 +71,9 @@ def test_a_changed_replay_is_the_changed_simulation(seed: int) -> None:
     waits = set()
     for change in changes:
         played = replay_recording(change.recording, ENGINES)
-        wait_s = played[asked].wait_s
+        wait_s = played[subject].wait_s
         waits.add(wait_s)
-        assert wait_s == really(change, seed, asked).wait_s(asked), change.label
+        assert wait_s == really(change, seed, subject).wait_s(subject), change.label
     assert len(waits) > len(changes) / 2
 
 
@@ -82,9 +82,9 @@ def test_minutes_that_begin_within_the_busy_period_include_running_requests(
 ) -> None:
     monkeypatch.setattr(minutes, "LEAD_S", 8.0)
     production = produce(burst(COUNT, 1))
-    asked = max(production.records.values(), key=lambda each: each.arrived_at).request_id
+    subject = max(production.records.values(), key=lambda each: each.arrived_at).request_id
 
-    recording = production.recording(asked)
+    recording = production.recording(subject)
 
     assert not recording.begins_idle
     under_way = [each for each in recording.requests if each.arrived_s < 0]

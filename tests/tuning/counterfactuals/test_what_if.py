@@ -30,11 +30,11 @@ from tests.tuning.counterfactuals.production import ENGINES, burst, produce
 COUNT = 120
 
 
-def recorded(seed: int = 0, count: int = COUNT, asked: str = "") -> Recording:
+def recorded(seed: int = 0, count: int = COUNT, request_id: str = "") -> Recording:
     """Return the recording around the request that waited longest, or around another one."""
     production = produce(burst(count, seed))
     longest = max(production.records.values(), key=lambda each: each.queue_wait_s or 0.0)
-    return production.recording(asked or longest.request_id)
+    return production.recording(request_id or longest.request_id)
 
 
 def disturbed(recording: Recording, seed: int = 5) -> Recording:
@@ -49,7 +49,7 @@ def disturbed(recording: Recording, seed: int = 5) -> Recording:
 
 def test_every_change_is_reported_with_its_true_effect() -> None:
     recording = recorded()
-    told, steps = [], []
+    waits_ms, steps = [], []
     result = what_if(recording, lambda: steps.append(1))
 
     # A policy change is also replayed on slightly faster and slower engines.
@@ -59,12 +59,12 @@ def test_every_change_is_reported_with_its_true_effect() -> None:
     assert result["replay"]["bar_ms"] == pytest.approx(0.0, abs=1e-3)
     for change, row in zip(all_changes(recording), result["changes"], strict=True):
         really = replay_recording(change.recording, ENGINES)[recording.request_id]
-        told.append(row["wait"]["ms"])
+        waits_ms.append(row["wait"]["ms"])
         assert row["wait"]["ms"] == pytest.approx(1e3 * really.wait_s, abs=0.01), row["label"]
         assert row["ttft"]["ms"] == pytest.approx(1e3 * (really.ttft_s or 0.0), abs=0.01), row["label"]
         assert row["note"] == ""
     best = next(each for each in result["changes"] if each["label"] == result["best"])
-    assert best["wait"]["ms"] == min(told)
+    assert best["wait"]["ms"] == min(waits_ms)
 
 
 def test_another_policy_is_reported_with_the_effect_of_small_delays() -> None:
@@ -75,21 +75,21 @@ def test_another_policy_is_reported_with_the_effect_of_small_delays() -> None:
     slower = {pool: replace(each, step_time=each.step_time.scaled(1.03)) for pool, each in ENGINES.items()}
     change = next(each for each in all_changes(recording) if each.label == "policy sjf")
     moved_ms = 1e3 * replay_recording(change.recording, slower)[recording.request_id].wait_s
-    told = rows["policy sjf"]
-    assert abs(moved_ms - told["ms"]) > 1.0
-    assert told["low_ms"] - 0.01 <= moved_ms <= told["high_ms"] + 0.01
+    wait = rows["policy sjf"]
+    assert abs(moved_ms - wait["ms"]) > 1.0
+    assert wait["low_ms"] - 0.01 <= moved_ms <= wait["high_ms"] + 0.01
     assert rows["as interactive"]["high_ms"] == pytest.approx(rows["as interactive"]["ms"], abs=0.01)
 
 
 def test_the_tenant_that_is_left_out_gets_its_name_in_every_text() -> None:
-    told = what_if(disturbed(recorded()))
-    (change,) = [each for each in told["changes"] if each["kind"] == "tenant"]
-    assert example_of_tenant(told) == change["example"]
+    document = what_if(disturbed(recorded()))
+    (change,) = [each for each in document["changes"] if each["kind"] == "tenant"]
+    assert example_of_tenant(document) == change["example"]
 
-    result = with_tenant_name({**told, "best": change["label"]}, "acme & sons")
+    result = with_tenant_name({**document, "best": change["label"]}, "acme & sons")
     assert result["best"].endswith(" of tenant acme & sons")
     assert change["value"] not in json.dumps(result["changes"])
-    others = [each for each in told["changes"] if each["kind"] != "tenant"]
+    others = [each for each in document["changes"] if each["kind"] != "tenant"]
     assert [each for each in result["changes"] if each["kind"] != "tenant"] == others
 
 
@@ -111,10 +111,10 @@ def test_a_person_reads_a_table_and_what_would_have_helped_most() -> None:
 
 def test_a_wait_that_the_replay_does_not_have_is_reported() -> None:
     recording = recorded()
-    asked = recording.subject
-    assert asked.wait_s is not None
-    wrong = replace(asked, wait_s=asked.wait_s + 20.0)
-    requests = tuple(wrong if each is asked else each for each in recording.requests)
+    subject = recording.subject
+    assert subject.wait_s is not None
+    wrong = replace(subject, wait_s=subject.wait_s + 20.0)
+    requests = tuple(wrong if each is subject else each for each in recording.requests)
 
     result = what_if(replace(recording, requests=requests))
 
@@ -129,8 +129,8 @@ def test_unknown_step_times_are_fitted() -> None:
     assert [each.source for each in candidate_step_times(recording)] == [FITTED]
 
     replay = best_unchanged_replay(recording)
-    told = replay.waits(recording.subject)
-    assert told.median_error_s < 0.5
+    bars = replay.waits(recording.subject)
+    assert bars.median_error_s < 0.5
     result = what_if(recording)
     assert result["replay"]["engines"] == FITTED
     assert next(each for each in result["changes"] if each["value"] == "interactive")["wait"]["ms"] < 2_000

@@ -82,9 +82,9 @@ async def streams_tool_calls(at: Counter) -> None:
     assert call.function.arguments == arguments
     check_schema(TOOL_SCHEMA, arguments)
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
-    (asked_whole,) = whole.choices[0].message.tool_calls or []
-    assert asked_whole.type == "function"
-    assert asked_whole.function.arguments == arguments
+    (complete_call,) = whole.choices[0].message.tool_calls or []
+    assert complete_call.type == "function"
+    assert complete_call.function.arguments == arguments
     assert at.first_tokens() == before + 1
 
 
