@@ -24,12 +24,12 @@ from serve_app.tuning.study_report import BEST, IN_FORCE, StudyReport
 def study_page(report: StudyReport, plan: TwinPlan, origin: Origin) -> ResultReport:
     """Return the report of a completed study."""
     trace = plan.traffic
-    stands = "Its values are recommended." if report.finding.confident else "The current settings remain."
+    outcome = "Its values are recommended." if report.finding.confident else "The current settings remain."
     return ResultReport(
         title=f"Settings for {trace.name}",
         question=f"Does any setting of the scheduler serve {trace.title} better than the current ones?",
         facts=list(_facts(report, plan)),
-        verdict=[f"{report.verdict[:1].upper()}{report.verdict[1:]}.", stands],
+        verdict=[f"{report.verdict[:1].upper()}{report.verdict[1:]}.", outcome],
         notes=[
             "Both sides served the same windows of the same traffic, in a model of the engines.",
             "The search windows favour the best of many candidates, so the verdict uses fresh windows.",

@@ -245,7 +245,7 @@ class StrategicLoop:
         self._reference = lengths
         self._learned_at = self._adjusted_at = now
         self._tested = self._adjusted = self._observed
-        return self._put_in_force(found, reason, now, lengths, _MIN_DISTANCE)
+        return self._replace_if_different(found, reason, now, lengths, _MIN_DISTANCE)
 
     def _last(self, count: int) -> tuple[int, ...]:
         """Return the latest `count` lengths, oldest first."""
@@ -258,9 +258,9 @@ class StrategicLoop:
         recent = self._last(new)
         self._adjusted_at, self._adjusted = now, self._observed
         self._moving = adjusted(self._moving, recent)
-        return self._put_in_force(self._moving, Reason.ADJUSTED, now, recent, _ADJUST_MIN_DISTANCE)
+        return self._replace_if_different(self._moving, Reason.ADJUSTED, now, recent, _ADJUST_MIN_DISTANCE)
 
-    def _put_in_force(
+    def _replace_if_different(
         self, found: Partition, reason: Reason, now: float, lengths: Sequence[int], min_distance: float
     ) -> Partition | None:
         """Return the new partition if it differs enough from the current one for prompts of these lengths."""

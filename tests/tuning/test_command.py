@@ -96,12 +96,12 @@ def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> N
 
 def test_settings_that_cannot_be_improved_stay(tmp_path: Path) -> None:
     # With hardly any load no request waits, so no wait can shrink.
-    stands = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
-    assert not stands.document["confident"]
-    for text in (stands.text, stands.page.text):
+    inconclusive = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
+    assert not inconclusive.document["confident"]
+    for text in (inconclusive.text, inconclusive.page.text):
         assert "The current settings remain." in text
         assert "To paste" not in text
-    assert "recommended" not in stands.page.text
+    assert "recommended" not in inconclusive.page.text
 
 
 def test_the_objective_of_the_paper_and_two_pools_can_be_selected(tmp_path: Path) -> None:

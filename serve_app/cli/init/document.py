@@ -257,8 +257,8 @@ def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
         return _Limits(context, sequences)
     if gpus.max_model_len is None:
         context = min(context, max_context(held))
-    carried = max(1, held.sequences(typical_tokens(at_most=context)))
-    return _Limits(context, min(sequences, carried), held.chunk_tokens)
+    max_sequences = max(1, held.sequences(typical_tokens(at_most=context)))
+    return _Limits(context, min(sequences, max_sequences), held.chunk_tokens)
 
 
 _MODEL = """\

@@ -124,7 +124,7 @@ def test_the_gpus_come_from_the_driver(
     assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
 
 
-def test_engines_on_a_known_card_get_what_their_cache_carries(
+def test_limits_on_a_known_gpu_fit_its_kv_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listing(tmp_path, monkeypatch, ["NVIDIA H100 80GB HBM3"] * 4)
