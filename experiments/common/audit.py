@@ -221,12 +221,12 @@ def account(ended: Iterable[Ended]) -> dict[str, int]:
 def summary(figures: Mapping[str, Any]) -> list[str]:
     """Return the cells under `SUMMARY` for a row with `sent`, `ends` and `answered_twice`."""
     ends = figures["ends"]
-    answered, rejected, told, before, midway, *never = (ends[end] for end in ENDS)
+    answered, rejected, error_event, before, midway, *never = (ends[end] for end in ENDS)
     counts = (
         figures["sent"],
         answered,
         rejected,
-        told,
+        error_event,
         before + midway,
         sum(never) + figures["answered_twice"],
     )

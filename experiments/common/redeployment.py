@@ -91,7 +91,7 @@ def gcs_address(served: Application) -> str:
         for word in process.cmdline():
             if word.startswith(_ADDRESS):
                 return word.removeprefix(_ADDRESS)
-    raise BenchError(f"no process of {served.url} tells the address of its cluster")
+    raise BenchError(f"no process of {served.url} has the address of its cluster in its command line")
 
 
 def replica_processes(served: Application) -> dict[str, list[int]]:
