@@ -109,7 +109,7 @@ async def test_dead_engines_cause_503_and_are_replaced(mortal: Mortal) -> None:
         rejected = [answer for answer in answers if answer.status_code == 503]
         assert {code_of(answer) for answer in rejected} == {"no_replica"}
         assert rejected
-        assert "no replica of demo is alive" in rejected[0].json()["error"]["message"]
+        assert "demo has had no live replica" in rejected[0].json()["error"]["message"]
         # The others were in the engine and were broken off by its death.
         assert {answer.status_code for answer in answers} <= {503, 500, 502}
 
