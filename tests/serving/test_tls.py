@@ -72,7 +72,7 @@ async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(wo
 async def test_the_secret_alone_is_not_accepted(world: Simulation, tmp_path: Path) -> None:
     plain = await RawPeer.at(world.endpoint())
     plain.send(hello(world.endpoint()))
-    with pytest.raises(ConnectionError, match="closed before a Welcome came"):
+    with pytest.raises(ConnectionError, match="closed before a Welcome arrived"):
         await plain.receive(Welcome)
     strange = replace(world.channel, tls=Authority(tmp_path / "theirs").process())
     for settings in (strange, FAST):

@@ -3,7 +3,7 @@
 A replica that loses its connection receives no new requests, and nothing else follows. Its running requests
 stay in the ledger until the gateways, which are connected to it directly, report their ends. A glitch of this
 channel thus fails no request. On reconnect the replica joins again with its current limits, and its running
-requests are still charged. A replica whose engine fails reports that and is treated in the same way, but
+requests keep their holds. A replica whose engine fails reports that and is treated in the same way, but
 stays connected and registers again once the engine answers.
 
 The table lists which replicas are *open*, that is, accept new requests. After changes it is sent to all

@@ -43,8 +43,8 @@ class ChannelSettings:
     # No event loop should block for a second; one that blocks for ten counts as stopped. Until then, requests
     # of a busy gateway may be granted capacity that they do not use.
     stuck_after_s: Annotated[float, POSITIVE, INTERNAL] = 10.0
-    # Enough for a gateway to reconnect (first attempts after 0.05 s). Its running requests stay charged until
-    # the engines report their end.
+    # Enough for a gateway to reconnect (first attempts after 0.05 s). Its running requests keep their holds
+    # until the engines report their end.
     gateway_grace_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
     handshake_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
     # A Serve handle waits while the scheduler is replaced, but a call to the dead one may never return. A new
