@@ -244,7 +244,7 @@ async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: An
         raise ConnectionResetError
 
     scripted.engine.answers.append(opening("message_start", then=break_off))
-    with pytest.raises(anthropic.APIStatusError, match="stopped in the middle"):
+    with pytest.raises(anthropic.APIStatusError, match="failed during its answer"):
         async for _ in await scripted.sdk.messages.create(**HELLO, stream=True):
             pass
     assert scripted.dispatcher.outcomes() == [Outcome.FAILED]

@@ -150,7 +150,8 @@ async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: Browser
     await page.press("ArrowLeft")
     await page.becomes("location.hash === '#playground'")
     visible = "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((each) => each.id)"
-    assert await page.evaluate(visible) == ["panel-playground"]
+    # The tab of the key before had the same hash until its event was handled.
+    await page.becomes(f"{visible}.join() === 'panel-playground'")
     await page.press("Tab")
     assert await page.evaluate("document.activeElement.id") == "panel-playground"
 
