@@ -185,7 +185,7 @@ def format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
         yield "\n" + table_text((f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
     if queue["ahead"]:
         ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
-        yield f"\nrequests dispatched during the wait: {ahead}"
+        yield f"\nrequests that took a slot it could have used: {ahead}"
     if served := queue.get("served"):
         yield _served(served)
     if queue["predicted_ms"] is not None:

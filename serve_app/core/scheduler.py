@@ -377,7 +377,7 @@ class Scheduler:
             self.queue.reassign_length_queues()
 
     def _on_retune(self, event: ev.Retuned, now: float) -> None:
-        """Apply weights, isolation and backpressure. The limits of the ledger itself are not retunable."""
+        """Apply weights, isolation and backpressure. The ledger's copies of limits are not retunable."""
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)

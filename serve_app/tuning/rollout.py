@@ -66,8 +66,8 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         if self.settle_s >= self.slice_s:
             raise ValueError(
-                f"slice_s must be above {self.settle_s:g}, got {self.slice_s}: settle_s of each slice is "
-                "not judged"
+                f"slice_s must be above settle_s ({self.settle_s:g}), got {self.slice_s}: the first settle_s "
+                "seconds of a slice are not measured"
             )
 
 

@@ -66,9 +66,9 @@ class FairnessSettings:
     # Tenants whose service differs by at most this many average requests count as equals, and the score
     # decides. Lower values are stricter in the short term and make no difference over a minute.
     quantum_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
-    # Maximum lead of a tenant over a waiting one, in average requests, while the other's requests are too
-    # long for the free capacity. Service beyond it is not charged. Otherwise the tenant would be blocked
-    # until the other has caught up.
+    # Maximum lead of a tenant over the backlogged tenant with the lowest counter, in average requests.
+    # Service beyond it is not charged. Without a maximum, a tenant that is served while the requests of the
+    # other do not fit would be blocked until the other has caught up.
     max_lead_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 64.0
 
     def __post_init__(self) -> None:

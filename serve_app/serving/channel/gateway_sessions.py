@@ -159,7 +159,7 @@ class SessionScheduler(Protocol):
         ...
 
     def is_registered(self, replica_id: str) -> bool:
-        """Return whether the replica is registered, so that gateways can be sent to it."""
+        """Return whether the replica is registered, so that a grant may name it."""
         ...
 
     def watch(self, request_id: str) -> None:
