@@ -82,7 +82,7 @@ def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, see
 
 
 def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
-    """Run the paper's loop: each trial on the traffic of its own minutes, without a comparison."""
+    """Run the paper's loop: trials on consecutive minutes of traffic, without a comparison."""
     assert plan.traffic.rate_per_s is not None
     window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
     twin = replace(plan.settings, window_requests=window, warm_up_ratio=0.0)

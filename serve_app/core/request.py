@@ -40,7 +40,7 @@ class ScheduledRequest:
         pools: pools that may serve it, the home pool first.
         expires_at: end of its queue timeout.
         length_queue: the length queue in which it waits or waited.
-        returned: whether it was put back through no fault of its own and precedes requests never dispatched.
+        returned: whether it was put back for a fault of its replica and precedes requests never dispatched.
         claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
         put_backs: number of put-backs, for any reason.
         losses: replicas lost under it; after the first loss it is in quarantine.

@@ -35,9 +35,9 @@ from serve_app.tuning.trial import RewardOf, Trial, Verdict
 _VERSION = 1
 _MAX_AUDITS = 1_000
 # Validity of a step's values in slices. A slice may end slightly late, because the driver calls periodically.
-_GRACE = 1.5
-# Cool-downs after harm. Longer, because the next candidate comes from the same twin.
-_AFTER_HARM = 3.0
+_VALID_SLICES = 1.5
+# Length of the pause after harm, in normal cool-downs, because the next candidate comes from the same twin.
+_HARM_COOL_DOWNS = 3.0
 
 Mode = Literal["off", "advise", "on"]
 
@@ -216,7 +216,7 @@ class Rollout:
                 self._note(now, DecisionKind.JUDGED, f"pair {known}", figures=trial.summary())
         if trial.verdict is not None:
             return self._end(now, trial.reason, is_adopted=trial.verdict is Verdict.GAIN)
-        return self._side_due(trial, now)
+        return self._values_due(trial, now)
 
     def freeze(self, now: float, reason: str) -> list[Apply]:
         """Return to the incumbent, and try nothing until `thaw`."""
@@ -247,18 +247,18 @@ class Rollout:
             self.incumbent = step
         cool_down_s = self._settings.cool_down_s
         self._cool_down_until = now + (
-            _AFTER_HARM * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s
+            _HARM_COOL_DOWNS * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s
         )
         self._trial, self.target, self._active = None, None, self.incumbent
         return [Apply(values=self.incumbent)]
 
-    def _side_due(self, trial: Trial, now: float) -> list[Apply]:
-        """Return the values of a slice that begins now; nothing during a slice."""
+    def _values_due(self, trial: Trial, now: float) -> list[Apply]:
+        """Return the values to apply if a slice begins or a candidate's slice ends now; else nothing."""
         assert self.target is not None
         begins = trial.advance(now)
         if begins and trial.is_candidate_slice:
             self._active = self.target
-            return [Apply(values=self.target, valid_s=_GRACE * self._settings.slice_s)]
+            return [Apply(values=self.target, valid_s=_VALID_SLICES * self._settings.slice_s)]
         if trial.is_candidate_slice and not trial.is_slice_over(now):
             return []
         if self._active == self.incumbent:
@@ -286,7 +286,9 @@ class Rollout:
     def state(self, now: float) -> dict[str, Any]:
         """Return the state to persist, with times as durations. A trial is not resumed."""
         # The verdict of an interrupted trial is lost, so it counts as harm.
-        cool_down_s = _AFTER_HARM * self._settings.cool_down_s if self._trial else self._cool_down_until - now
+        cool_down_s = (
+            _HARM_COOL_DOWNS * self._settings.cool_down_s if self._trial else self._cool_down_until - now
+        )
         return {
             "version": _VERSION,
             "configured": dict(self._configured),

@@ -155,5 +155,5 @@ class StartDeaths:
 
 
 def is_process_death(message: str) -> bool:
-    """Return whether Serve's message reports a dead process instead of an error of its own code."""
+    """Return whether Serve's message reports a dead process, not an error that its code raised."""
     return _DIED.search(message) is not None

@@ -191,7 +191,7 @@ class RetryReservations:
 def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
     """Return a function for the tokens that reserved work puts ahead of `request` under fair shares.
 
-    All work of higher classes and of its own tenant is ahead. Of each other tenant of its class, at most as
+    All work of higher classes and of the same tenant is ahead. Of each other tenant of its class, at most as
     much as its own tenant has is ahead.
 
     Args:

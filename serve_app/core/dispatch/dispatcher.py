@@ -1,6 +1,6 @@
 """The dispatcher: selects the next request in the order of service, and its replica.
 
-1. A request put back through no fault of its own, as by a lost replica: it had been dispatched in time.
+1. A request put back for a fault of its replica, such as its loss: it had been dispatched in time.
 2. A request beyond its class's starvation bound, at a bounded rate (`starvation`). The bound is at most half
    of the queue timeout if the request claimed a retry reservation. If it fits nowhere, capacity is reserved
    for it.
@@ -118,7 +118,7 @@ class CandidateGroups:
         if sum(map(len, groups)) <= _FEW_HEADS:
             return groups
         # Batch work that precedes the higher classes does not require an empty queue.
-        batch_is_first = self._queue.has_returned or PriorityClass.BATCH in self._floors.owed()
+        batch_is_first = self._queue.has_put_backs or PriorityClass.BATCH in self._floors.owed()
         return [
             group
             for group in groups
@@ -297,7 +297,7 @@ class Dispatcher:
         # Optimisation: a head with the same limits and at least as many tokens as one that did not fit does
         # not fit either.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
-        first = None if position else self.reservations.release_for_test(pool, now)
+        first = None if position else self.reservations.release_for_trial(pool, now)
         first = first or self._promoted(pool, now, position=position)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
         candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
@@ -371,8 +371,8 @@ class Dispatcher:
             candidates: groups whose heads may fit; heads of other groups may be omitted.
         """
         queue = self._queue
-        if queue.has_returned:
-            for head in queue.returned_heads(pool, position=position):
+        if queue.has_put_backs:
+            for head in queue.put_back_heads(pool, position=position):
                 yield head, False
         if first is not None:
             yield first, False

@@ -138,7 +138,7 @@ class CapacityReservations:
             if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)
 
-    def release_for_test(self, pool: str, now: float) -> ScheduledRequest | None:
+    def release_for_trial(self, pool: str, now: float) -> ScheduledRequest | None:
         """Release the reserved tokens to test whether their request fits now. Return that request.
 
         The caller reserves the tokens again if it does not fit.

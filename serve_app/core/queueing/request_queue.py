@@ -388,7 +388,7 @@ class RequestQueue:
         }
         self._sub_queue_of: dict[str, SubQueue] = {}
         self._waiting_by_queue: dict[str, int] = {}
-        self._returned: dict[str, ScheduledRequest] = {}
+        self._put_backs: dict[str, ScheduledRequest] = {}
         self._claimed: dict[str, ScheduledRequest] = {}
         self._insertions = 0
         self._now = 0.0
@@ -482,13 +482,13 @@ class RequestQueue:
             yield from self._ranked(equals, query, now)
 
     @property
-    def has_returned(self) -> bool:
-        """True if a returned request is queued, which precedes all others."""
-        return bool(self._returned)
+    def has_put_backs(self) -> bool:
+        """True if a put-back is queued that precedes all other requests."""
+        return bool(self._put_backs)
 
-    def returned_heads(self, pool: str, *, position: int) -> list[ScheduledRequest]:
-        """Return the returned heads that may go to `pool`, the highest class first, then the earliest."""
-        heads = self._heads_among(self._returned.values(), pool, position)
+    def put_back_heads(self, pool: str, *, position: int) -> list[ScheduledRequest]:
+        """Return such put-backs that may go to `pool`, the highest class first, then the earliest."""
+        heads = self._heads_among(self._put_backs.values(), pool, position)
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
@@ -714,7 +714,7 @@ class RequestQueue:
         self.restricted += by * (scheduled.request.destination is not ANYWHERE)
         self._fair_work[scheduled.request.priority].update(scheduled.request.tenant, tokens)
         if scheduled.returned:
-            _update_index(self._returned, scheduled, by)
+            _update_index(self._put_backs, scheduled, by)
         if scheduled.claimed:
             _update_index(self._claimed, scheduled, by)
         if (key := scheduled.request.submission.key) is not None:

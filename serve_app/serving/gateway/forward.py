@@ -127,7 +127,7 @@ class ScheduledCall:
         self._stored = None if job.response is None else EngineResponse(job.response, services.holders)
 
     async def run(self) -> None:
-        """Queue, forward, answer and conclude the request. Raises only the cancellation of its own task."""
+        """Queue, forward, answer and conclude the request. Raises only the cancellation of its task."""
         model = self._job.submission.spec.model
         self._services.telemetry.on_arrival(model)
         try:
@@ -273,7 +273,7 @@ class ScheduledCall:
         self._begin_answer()
         path, api = self._job.incoming.path, self._job.incoming.api
         headers, body = api.engine_answer(response.status, path, self._headers(response), body)
-        if await self._has_commented():
+        if await self._stop_comments():
             event = api.body_event(response.status, body)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
@@ -314,7 +314,7 @@ class ScheduledCall:
         self._times.first_token_at = monotonic()
         self._scheduler.first_token(self._job.submission.request_id)
         client = self._send
-        if not await self._has_commented():
+        if not await self._stop_comments():
             await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         if not response.at_end:
@@ -350,7 +350,7 @@ class ScheduledCall:
             self._comments = QueueUpdates(self._send, interval_s, headers, subscription)
         self._comments.start()
 
-    async def _has_commented(self) -> bool:
+    async def _stop_comments(self) -> bool:
         """Stop the comments, and return whether one of them has begun the answer as a stream."""
         if self._comments is None:
             return False
@@ -383,7 +383,7 @@ class ScheduledCall:
 
     async def _answer(self, rejection: RequestRejected) -> None:
         """Send an error to the client: in its open stream or, if nothing was sent, as the response."""
-        if await self._has_commented() and not self._started:
+        if await self._stop_comments() and not self._started:
             self._started = self._streams = True
         if self._streams:
             self._streams = False

@@ -53,7 +53,7 @@ def replica_documents(
         }
         for replica_id, (spec, report) in reports.items()
     }
-    return {replica_id: {**each, "state": _state(each)} for replica_id, each in documents.items()}
+    return {replica_id: {**each, "state": replica_state(each)} for replica_id, each in documents.items()}
 
 
 def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
@@ -114,7 +114,7 @@ def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "replica": name,
         "pool": shown["pool"],
-        "state": _state(shown),
+        "state": shown["state"],
         "in_flight": shown["in_flight"],
         "running": report.get("running"),
         "waiting_in_engine": report.get("waiting"),
@@ -128,8 +128,8 @@ def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _state(shown: Mapping[str, Any]) -> str:
-    """Return the most important condition of a replica."""
+def replica_state(shown: Mapping[str, Any]) -> str:
+    """Return the most important condition of a replica, from the rest of its document."""
     report = shown["report"]
     if shown["stale"]:
         return "stale"

@@ -73,7 +73,7 @@ def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() ->
         returned.returned = True
         queue.add(returned)
     assert heads(queue) == ["back", "back-large"]
-    listed = [head.request.request_id for head in queue.returned_heads("short", position=0)]
+    listed = [head.request.request_id for head in queue.put_back_heads("short", position=0)]
     assert listed == ["back", "back-large"]
 
 

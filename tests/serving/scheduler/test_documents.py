@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_app.serving.scheduler.documents import overview
+from serve_app.serving.scheduler.documents import overview, replica_state
 
 REPORT: dict[str, Any] = {
     "running": 4,
@@ -19,7 +19,8 @@ REPORT: dict[str, Any] = {
 def replica(pool: str = "short", report: dict[str, Any] | None = REPORT, **changes: Any) -> dict[str, Any]:
     held = {"held_tokens": 300, "budget_tokens": 1_000, "pending_prefill_tokens": 40}
     spec = {"pool": pool, "max_num_seqs": 16, "max_model_len": 2_048, "in_flight": 5, "stale": False}
-    return {**spec, **held, "report": report, **changes}
+    document = {**spec, **held, "report": report, **changes}
+    return {**document, "state": replica_state(document)}
 
 
 def shown(replicas: dict[str, Any], served: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
