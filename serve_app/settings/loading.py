@@ -36,7 +36,7 @@ _TWO = 2
 
 
 def resolve(config: ApplicationConfig) -> ApplicationSettings:
-    """Derive complete settings from what a file states.
+    """Derive complete settings from those of a file.
 
     Raises:
         SettingsError: parts of the settings contradict each other.

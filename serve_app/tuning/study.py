@@ -70,7 +70,7 @@ class StudySettings:
 
 @dataclass(frozen=True, slots=True)
 class WindowTask:
-    """A window to play.
+    """The simulation of one candidate on one window.
 
     Attributes:
         candidate: number of the proposal.

@@ -108,7 +108,7 @@ def read_partition(path: Path) -> Partition:
 
 
 def write_partition(path: Path, partition: Partition) -> None:
-    """Write a file for `read_partition`."""
+    """Write a partition to a file, in the format of `read_partition`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = partition_as_json(partition)
     path.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None), encoding="utf-8")

@@ -152,6 +152,9 @@ async def test_the_status_shows_waiting_requests_and_replica_reports(world: Simu
     assert status["replicas"]["s1"]["in_flight"] == 1
     assert status["replicas"]["s1"]["max_num_seqs"] == 8
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
+    assert status["replicas"]["s1"]["state"] == "ready"
+    world.live._replicas.on_stale("s1")
+    assert world.live.status()["replicas"]["s1"]["state"] == "stale"
 
 
 async def test_gauges_show_waiting_requests_and_stale_replicas(world: Simulation) -> None:

@@ -303,7 +303,7 @@ class _StreamEvent(msgspec.Struct):
 
     @property
     def counted(self) -> RawUsage | None:
-        """Usage, from the field in which the API has it."""
+        """Usage, from the field in which this API reports it."""
         if self.usage is not None:
             return self.usage
         whole = self.response or self.message
