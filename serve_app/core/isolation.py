@@ -28,7 +28,7 @@ from typing import Annotated
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.core.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.request import PriorityClass
 
@@ -306,5 +306,5 @@ class PrefillTracker:
     def _end(self, scheduled: ScheduledRequest, now: float) -> None:
         hold = scheduled.hold
         if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
-            scheduled.hold = Hold(hold.tokens, quarantined=hold.quarantined)
+            scheduled.hold = hold.without_prefill()
             self._ledger.end_prefill(scheduled.replica_id, hold, now)

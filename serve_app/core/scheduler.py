@@ -30,6 +30,7 @@ from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backpressure import BatchOnlyMode, EngineBackpressure
 from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, Placement
 from serve_app.core.dispatch.engine_priority import EnginePriorities
+from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.dispatch.in_flight import (
     InFlight,
     Suspensions,
@@ -74,6 +75,7 @@ class Scheduler:
         affinity: the prefix caches of replicas.
         isolation: the prefill classes and their limits.
         dispatcher: selects the next request and its replica.
+        headroom: capacity that tenants beyond their share leave to the others.
         in_flight: the requests on replicas, and their engine time.
         prefill_costs: learned duration of prefills in each pool.
         pass_through: selects the requests that bypass the scheduler.
@@ -108,10 +110,15 @@ class Scheduler:
         self.isolation = PrefillIsolation(settings.isolation, lag, isolates=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
         priorities = EnginePriorities(settings.engine_priority)
-        self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
+        self.headroom = TenantHeadroom(
+            self.ledger, self.queue.weights, is_enabled=self.queue.is_fair and self._policy.promotes
+        )
+        self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities, self.headroom)
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
-        self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
+        self.dispatcher = Dispatcher(
+            settings, self.queue, self.ledger, placement, self._policy, self.headroom
+        )
         self.waits = WaitUpdater(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.pass_through = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.reported)

@@ -193,7 +193,7 @@ class RecordingMachine(RuleBasedStateMachine):
             return False
         context = self.context_limit(known.spec.pool)
         assert context is not None
-        held = sum(self.find(request_id).hold.tokens for request_id in running)
+        used = state.peak_tokens
         isolation = self.scheduler.settings.isolation
         limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
         for count, limit in zip(state.long_prefills, limits[: head.prefill_class], strict=False):
@@ -201,9 +201,11 @@ class RecordingMachine(RuleBasedStateMachine):
                 return False
         reservation = self.scheduler.dispatcher.reservations.of(known.spec.pool)
         if reservation is None or reservation.scheduled is not head:
-            held += state.reserved_tokens
+            used += state.reserved_tokens
+        if running:
+            used += self.scheduler.headroom.tokens(head, known.spec.pool)
         kv_tokens = math.inf if known.spec.kv_tokens is None else known.spec.kv_tokens
-        return min(head.estimate.expected_tokens, context) <= kv_tokens - held
+        return min(head.estimate.expected_tokens, context) <= kv_tokens - used
 
     def has_short_queue(
         self, max_num_seqs: int, running: list[str], head: ScheduledRequest, state: ReplicaState

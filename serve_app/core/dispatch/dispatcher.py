@@ -13,9 +13,11 @@ The first request in this order that fits a replica of the pool is dispatched. B
 nearly empty engine queue, unless it was put back, is promoted or is owed its floor share.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.dispatch.starvation import CapacityReservations, ClassFloors, Promotion
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.policies.protocol import OrderingPolicy
@@ -180,6 +182,7 @@ class Dispatcher:
         ledger: ReplicaLedger,
         placement: Placement,
         policy: OrderingPolicy,
+        headroom: TenantHeadroom,
     ) -> None:
         self._pools = settings.routing.pools
         self._queue = queue
@@ -187,6 +190,7 @@ class Dispatcher:
         self._placement = placement
         self._isolation = placement.isolation
         self._policy = policy
+        self._headroom = headroom
         self._promotion = Promotion(settings.promotion) if policy.promotes else None
         self._starved = ExpiryHeap(self._starved_at)
         self._floors = ClassFloors(settings.class_floors)
@@ -242,6 +246,7 @@ class Dispatcher:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
             query = self._query(scheduled, CapacityQuery(pool, tokens, limits))
+            query.headroom = self._headroom.tokens(scheduled, pool)
             replica = self._ledger.open.best(query, now)
             placed = self._placement.choose(scheduled, replica, query, now)
             if placed is not None:
@@ -296,7 +301,7 @@ class Dispatcher:
             return None
         # Optimisation: a head with the same limits and at least as many tokens as one that did not fit does
         # not fit either.
-        misfits: dict[tuple[tuple[int, ...], bool], int] = {}
+        misfits: dict[tuple[tuple[int, ...], bool], float] = {}
         first = None if position else self.reservations.release_for_trial(pool, now)
         first = first or self._promoted(pool, now, position=position)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
@@ -305,13 +310,15 @@ class Dispatcher:
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
-            replica = None
+            if head is not first and not head.returned:
+                query.headroom = self._headroom.tokens(head, pool)
+            needed, replica = tokens + query.headroom, None
             if query.is_restricted:
                 replica = self._ledger.open.best(query, now)
-            elif tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
+            elif needed < misfits.get((limits, needs_empty_engine_queue), math.inf):
                 replica = self._ledger.open.best(query, now)
                 if replica is None:
-                    misfits[limits, needs_empty_engine_queue] = tokens
+                    misfits[limits, needs_empty_engine_queue] = needed
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
                 return DispatchChoice(head, *placed)

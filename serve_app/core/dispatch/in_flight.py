@@ -1,14 +1,17 @@
 """Requests in flight on replicas: held capacity, learning from answers, put-backs and suspensions."""
 
 import zlib
+from dataclasses import replace
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
 from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.engine_priority import EnginePriorities
+from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
+from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.core.settings import SchedulerSettings
@@ -29,11 +32,13 @@ class InFlight:
         prefills: PrefillTracker,
         suspensions: "Suspensions",
         priorities: EnginePriorities,
+        headroom: TenantHeadroom,
     ) -> None:
         self._ledger = ledger
         self._prefills = prefills
         self._suspensions = suspensions
         self._priorities = priorities
+        self._headroom = headroom
         self.engine_time = EngineTime(prefills.costs)
 
     def __repr__(self) -> str:
@@ -49,11 +54,15 @@ class InFlight:
         resumed: ev.Resumed | None = None,
     ) -> None:
         """Hold capacity for a request sent to a replica, or resumed there by a new scheduler."""
+        known, choices = self._ledger.get(replica_id), max(1, scheduled.request.spec.choices)
+        use = KvUse(scheduled.estimate, choices, "" if known is None else known.spec.pool)
+        hold = replace(hold, use=use)
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         replica = self._ledger[replica_id]
+        self._headroom.on_hold(scheduled, use.pool, now)
         scheduled.dispatch_number = replica.dispatches
         self.engine_time.on_dispatch(scheduled, replica, now)
         if (adapter := scheduled.request.spec.adapter) is not None:
@@ -96,6 +105,7 @@ class InFlight:
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
         replica = self._ledger[scheduled.replica_id]
+        self._headroom.on_release(scheduled)
         self.engine_time.on_departure(scheduled, replica, now, ran=ran)
         if _awaits_first_token(scheduled):
             replica.hang_detector.on_end()

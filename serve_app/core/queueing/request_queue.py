@@ -396,11 +396,11 @@ class RequestQueue:
         self.groups = HeadGroups()
         self.waits = WaitAccounts()
         self.is_fair = fairness.mode is not FairnessMode.OFF
-        self._weights = TenantWeights(fairness)
+        self.weights = TenantWeights(fairness)
         self._fair_work = {
-            priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
+            priority: FairWork(tenants, self.weights) for priority, tenants in self._tenants.items()
         }
-        self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
+        self.shares = {priority: FairShares(fairness, self.weights) for priority in PriorityClass}
         self.waiting = 0
         self.waiting_tokens = 0
         self.restricted = 0
@@ -695,7 +695,7 @@ class RequestQueue:
 
     def _observe_weight(self, request: Request) -> None:
         """Learn the weight sent with a request. A change affects all queued work of its tenant."""
-        if self._weights.observe(request):
+        if self.weights.observe(request):
             for work in self._fair_work.values():
                 work.update(request.tenant, 0)
 

@@ -15,10 +15,11 @@ request (`dispatch.starvation`). Rules:
 import bisect
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.observed import ConcurrencyLimit, LearnedBatch, LearnedContext
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -97,6 +98,7 @@ class CapacityQuery:
 
     Attributes:
         tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
+        headroom: KV tokens that must remain free (`dispatch.headroom`), except on an idle replica.
         long_limits: only replicas with fewer long prefills in flight: (), (long), or (long, longest).
         needs_empty_engine_queue: only replicas with an empty engine queue.
         avoided: excluded replicas, because the request has failed there.
@@ -111,11 +113,16 @@ class CapacityQuery:
     avoided: frozenset[str] = frozenset()
     quarantined: bool = False
     destination: Destination = ANYWHERE
+    headroom: int = 0
 
     @property
     def is_restricted(self) -> bool:
         """True if it excludes single replicas, so that the order of the heaps does not apply."""
         return self.destination is not ANYWHERE or self.quarantined or bool(self.avoided)
+
+    def fits(self, free_tokens: int, state: ReplicaState) -> bool:
+        """Return whether the request fits into the free tokens of a replica."""
+        return self.tokens + (self.headroom if state.in_flight else 0) <= free_tokens
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
         """Return whether one more long prefill is within the limits."""
@@ -163,7 +170,7 @@ class OpenReplicas:
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
                 entry = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
-                if entry is not None and query.tokens <= -entry[0]:
+                if entry is not None and query.fits(-entry[0], entry[3]):
                     return entry[3]
         return None
 
@@ -171,7 +178,7 @@ class OpenReplicas:
         """Return whether this replica may accept a request."""
         return (
             state.spec.pool == query.pool
-            and query.tokens <= state.free_tokens
+            and query.fits(state.free_tokens, state)
             and self.is_open(state, now)
             and query.allows(state.long_prefills)
             and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
@@ -328,6 +335,12 @@ def _count(limits: Counter[int], limit: int, by: int) -> None:
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
+# Margin of the forecast KV cache, in standard deviations of the sum of all final sizes.
+_SPREAD_MARGIN = 0.75
+# Shares of the KV cache, by final sizes, above which its peak is forecast, and below which it no longer is.
+_FORECAST_RATIO, _NO_FORECAST_RATIO = 0.6, 0.5
+# Time per output token, for the forecast, of a replica whose pace is unknown.
+_USUAL_TPOT_S = 0.03
 # KV tokens of a cache of unknown size. Replicas are still ordered by their held tokens.
 _NO_LIMIT = 1 << 40
 
@@ -404,6 +417,7 @@ class ReplicaLedger:
         if report.computes:
             state.hang_detector.on_progress(now)
         state.gated = self._backpressure.gates(state)
+        self._forecast(state, now)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
         self.open.update(state, now)
@@ -477,6 +491,8 @@ class ReplicaLedger:
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
+        state.constant_tokens += hold.tokens if hold.use is None else 0
+        self._forecast(state, now, added=hold.use)
         _count_prefill(state, hold, 1)
         state.quarantined += hold.quarantined
         state.unstarted += not started
@@ -492,7 +508,7 @@ class ReplicaLedger:
         state.starts.add(1.0, now)
         self._clamp_unseen(state)
         self.open.update(state, now)
-        return Hold(hold.tokens)
+        return Hold(hold.tokens, use=hold.use)
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """End the prefill of one hold, observed or assumed."""
@@ -510,6 +526,8 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
+        state.constant_tokens -= hold.tokens if hold.use is None else 0
+        self._forecast(state, now, removed=hold.use)
         state.quarantined -= hold.quarantined
         _count_prefill(state, hold, -1)
         if not started:
@@ -556,7 +574,7 @@ class ReplicaLedger:
             found = cached[pool] = next(filter(is_match, self.of_pool(pool)), None)
         return found is not None
 
-    def of_pool(self, pool: str) -> Iterable[ReplicaState]:
+    def of_pool(self, pool: str) -> Collection[ReplicaState]:
         """Return the replicas of one pool."""
         members = self._by_pool.get(pool)
         return () if members is None else members.values()
@@ -611,6 +629,28 @@ class ReplicaLedger:
         self.by_adapter.remove(state)
         state.spec = spec
         self.by_adapter.add(state)
+
+    def _forecast(
+        self, state: ReplicaState, now: float, *, added: KvUse | None = None, removed: KvUse | None = None
+    ) -> None:
+        """Update the peak of a replica's KV cache, after a request was added or removed."""
+        if state.kv_budget >= _NO_LIMIT:
+            state.peak_tokens = state.held_tokens
+            return
+        kv = state.kv
+        kv.advance((now - state.kv_at) / (state.tpot_s or _USUAL_TPOT_S))
+        state.kv_at = now
+        if added is not None:
+            kv.add(added)
+        if removed is not None:
+            kv.remove(removed)
+        if state.held_tokens > _FORECAST_RATIO * state.kv_budget:
+            kv.activate()
+        elif state.held_tokens < _NO_FORECAST_RATIO * state.kv_budget:
+            kv.deactivate()
+        state.peak_tokens = state.held_tokens
+        if kv.active:
+            state.peak_tokens = state.constant_tokens + kv.peak() + int(_SPREAD_MARGIN * kv.spread)
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
         # vLLM does not start unless one request of full length fits, so one may always be sent.

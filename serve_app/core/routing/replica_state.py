@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from serve_app.core.routing.kv_forecast import KvForecast, KvUse
 from serve_app.core.routing.observed import (
     ConcurrencyLimit,
     HangDetector,
@@ -30,16 +31,22 @@ class Hold:
     """The hold of one running request on a replica.
 
     Attributes:
-        tokens: expected use of the KV cache.
+        tokens: expected use of the KV cache at its end.
         prefill_class: class of its prefill until that ends; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
         quarantined: whether an engine was lost under the request before, and its answer has not started.
+        use: its use of the KV cache over time; None if only its size is known.
     """
 
     tokens: int
     prefill_class: PrefillClass = PrefillClass.SHORT
     prefill_tokens: int = 0
     quarantined: bool = False
+    use: KvUse | None = field(default=None, compare=False)
+
+    def without_prefill(self) -> "Hold":
+        """Return what remains held after the prefill."""
+        return Hold(self.tokens, quarantined=self.quarantined, use=self.use)
 
 
 # About as many as engines are configured to hold in GPU memory; vLLM's default is one.
@@ -88,6 +95,10 @@ class ReplicaState:
     unstarted: int = 0
     unseen: int = 0
     held_tokens: int = 0
+    kv: KvForecast = field(default_factory=KvForecast)
+    kv_at: float = 0.0
+    peak_tokens: int = 0
+    constant_tokens: int = 0
     reserved_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
@@ -134,8 +145,8 @@ class ReplicaState:
 
     @property
     def free_tokens(self) -> int:
-        """KV tokens neither held nor reserved; negative if a reservation exceeds what is free."""
-        return self.kv_budget - self.held_tokens - self.reserved_tokens
+        """KV tokens that remain at the peak of the forecast, without those that are reserved."""
+        return self.kv_budget - self.peak_tokens - self.reserved_tokens
 
     @property
     def max_num_seqs(self) -> int | None:

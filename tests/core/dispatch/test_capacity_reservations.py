@@ -11,7 +11,7 @@ from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome
 from tests.builders import ONE_POOL, ManualDriver, dispatched
 
-KV, SMALL = 10_000, 1_000
+KV, SMALL = 10_000, 980
 
 
 class Crowd(ManualDriver):

@@ -2,6 +2,7 @@ import pytest
 
 from serve_app.core.routing.adaptive_b_short import AdaptiveBShort, AdaptiveBShortSettings, PoolCapacity
 from serve_app.core.routing.estimation.estimate import TokenEstimate
+from serve_app.core.routing.estimation.output_length import OutputEstimate
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica_state import ReplicaState
@@ -19,6 +20,7 @@ def estimate(prompt_tokens: int, output_tokens: int = 100, *, least: int | None 
         max_output_tokens=output_tokens,
         least_output_tokens=output_tokens,
         expected_output_tokens=output_tokens,
+        output=OutputEstimate(output_tokens, output_tokens, output_tokens),
     )
 
 

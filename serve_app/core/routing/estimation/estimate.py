@@ -14,10 +14,10 @@ mean, and admission the lower bound.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, EstimatorSettings
-from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
+from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
 from serve_app.core.routing.estimation.overhead import MediaTokens, TemplateOverhead
 from serve_app.core.routing.snapshot import Snapshot, check_version, section
 from serve_app.request import PromptShape, Request, TextCategory, Usage
@@ -41,6 +41,7 @@ class TokenEstimate:
         expected_prompt_tokens: mean of all prompts together, which is their use of the KV cache.
         max_output_tokens: maximum output of *one* choice: the client's limit, or a learned quantile.
         expected_output_tokens: mean output of *all* choices together.
+        output: the distribution of the output of *one* choice.
         least_output_tokens: the same if lengths have been learned, and less if they are assumed; for
             predictions that must not reject what could be served.
     """
@@ -51,6 +52,7 @@ class TokenEstimate:
     max_output_tokens: int
     expected_output_tokens: int
     least_output_tokens: int
+    output: OutputEstimate = field(compare=False)
 
     @property
     def budget_tokens(self) -> int:
@@ -100,15 +102,16 @@ class TokenEstimator:
     def estimate(self, request: Request) -> TokenEstimate:
         """Return the token estimate of a request."""
         expected, high, low = self._prompt(request.shape)
-        limit, expected_output, least_output = self._output.estimate(request)
+        output = self._output.estimate(request)
         choices = max(1, request.spec.choices)
         return TokenEstimate(
             prompt_tokens=high,
             least_prompt_tokens=low,
             expected_prompt_tokens=expected,
-            max_output_tokens=limit,
-            expected_output_tokens=math.ceil(expected_output * choices),
-            least_output_tokens=math.ceil(least_output * choices),
+            max_output_tokens=output.limit,
+            expected_output_tokens=math.ceil(output.expected * choices),
+            least_output_tokens=math.ceil(output.least * choices),
+            output=output,
         )
 
     def observe(self, request: Request, usage: Usage) -> None:

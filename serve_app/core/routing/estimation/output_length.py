@@ -7,6 +7,7 @@ There are curves per tenant and category, and per category. The most specific on
 and constants before that.
 """
 
+import bisect
 import itertools
 import math
 from typing import NamedTuple
@@ -54,15 +55,27 @@ _PER_OCTAVE = 4
 _BUCKETS = 20 * _PER_OCTAVE  # up to 2^20 tokens
 _EDGES = [2 ** (index / _PER_OCTAVE) for index in range(1, _BUCKETS + 1)]
 _WIDTHS = [upper - lower for lower, upper in itertools.pairwise([0.0, *_EDGES])]
+# Probabilities at which a distribution is represented by equally likely lengths.
+_POINTS = (0.125, 0.375, 0.625, 0.875)
+# Below this probability an answer counts as longer than all before it.
+_FEWEST = 1e-3
+# Factor on the age of an answer that is longer than any before it: lengths have heavy tails.
+_LONGER = 1.5
 _REFRESH_EVERY = 32  # observations; a curve costs about 10 us to compute
 _MAX_SCALE = 1e12  # before new observations exceed what a float can add up
 
 
 class LengthCurve:
-    """The learned distribution of one kind of answer's length. `ended` counts without decay."""
+    """The learned distribution of one kind of answer's length.
+
+    Attributes:
+        ended: answers that ended before their limit, without decay.
+        observed: all answers, without decay.
+    """
 
     __slots__ = (
         "_cut",
+        "_deaths",
         "_ended",
         "_fresh_for",
         "_integral",
@@ -70,22 +83,25 @@ class LengthCurve:
         "_scale",
         "_survival",
         "ended",
+        "observed",
     )
 
     def __init__(self) -> None:
         self._ended = [0.0] * _BUCKETS
         self._cut = [0.0] * _BUCKETS
         self._scale = 1.0  # weight of the next observation; growing it fades all older ones at once
-        self.ended = 0
+        self.ended = self.observed = 0
         self._fresh_for = 0
         self._quantile = 1
         self._survival = [1.0] * _BUCKETS
         self._integral = [0.0] * _BUCKETS
+        # Probability of an end up to each bucket's upper edge: ascending, for binary search.
+        self._deaths = [0.0] * _BUCKETS
 
     @property
     def is_learned(self) -> bool:
-        """True if enough answers have ended to use the curve."""
-        return self.ended >= _MIN_OBSERVATIONS
+        """True if enough answers have been observed to use the curve."""
+        return self.observed >= _MIN_OBSERVATIONS
 
     def observe(self, bucket: int, *, was_cut: bool) -> None:
         """Learn that an answer ended in a bucket of lengths (`bucket_of`), or was cut off there."""
@@ -94,6 +110,7 @@ class LengthCurve:
         else:
             self._ended[bucket] += self._scale
             self.ended += 1
+        self.observed += 1
         self._fresh_for -= 1
         self._scale *= 1 + 1 / _HISTORY_OBSERVATIONS
         if self._scale > _MAX_SCALE:
@@ -112,6 +129,33 @@ class LengthCurve:
         before = self._integral[index - 1] if index else 0.0
         return before + self._survival[index] * max(0.0, limit - lower)
 
+    def ends(self, age: float, limit: float) -> tuple[float, ...]:
+        """Return equally likely lengths of an answer that has `age` tokens, cut off at `limit`."""
+        self._refresh()
+        before = 1.0 - self._ended_by(age)
+        if before <= _FEWEST:
+            # No answer was this long.
+            return (min(limit, _LONGER * max(1.0, age)),)
+        return tuple(min(limit, self._length_at(1.0 - before * (1.0 - share))) for share in _POINTS)
+
+    def _ended_by(self, tokens: float) -> float:
+        """Return the probability that an answer ends within this length, interpolated within its bucket."""
+        if tokens <= 0:
+            return 0.0
+        index = bucket_of(tokens)
+        lower = _EDGES[index - 1] if index else 0.0
+        before = self._deaths[index - 1] if index else 0.0
+        return before + (self._deaths[index] - before) * min(1.0, (tokens - lower) / _WIDTHS[index])
+
+    def _length_at(self, probability: float) -> float:
+        """Return the length within which answers end with this probability; infinite if none ever did."""
+        index = bisect.bisect_left(self._deaths, probability)
+        if index == _BUCKETS:
+            return math.inf
+        before = self._deaths[index - 1] if index else 0.0
+        lower = _EDGES[index - 1] if index else 0.0
+        return lower + _WIDTHS[index] * (probability - before) / (self._deaths[index] - before)
+
     def _refresh(self) -> None:
         if self._fresh_for > 0:
             return
@@ -123,6 +167,7 @@ class LengthCurve:
         survival, area, quantile = 1.0, 0.0, 0.0
         least = 1 - QUANTILE
         survivals: list[float] = []
+        deaths: list[float] = []
         integral: list[float] = []
         for ended, cut, upper, width in zip(self._ended, self._cut, _EDGES, _WIDTHS, strict=True):
             middle = survival
@@ -134,15 +179,16 @@ class LengthCurve:
             at_risk -= ended + cut
             area += middle * width
             survivals.append(middle)
+            deaths.append(1.0 - survival)
             integral.append(area)
             if not quantile and survival <= least:
                 quantile = upper
-        self._survival, self._integral = survivals, integral
+        self._survival, self._integral, self._deaths = survivals, integral, deaths
         self._quantile = self._bound(quantile)
 
     def _bound(self, quantile: float) -> int:
         """Return the quantile. If too many answers were cut off, the longest so far or a longer default."""
-        if not quantile:
+        if not quantile or self.ended < _MIN_OBSERVATIONS:
             longest = max((i for i in range(_BUCKETS) if self._ended[i] or self._cut[i]), default=0)
             quantile = max(_EDGES[longest], _DEFAULT_MAX_TOKENS)
         return max(1, min(math.ceil(quantile), _MAX_PLAUSIBLE_TOKENS))
@@ -166,6 +212,7 @@ class LengthCurve:
         seen, scale = int(number(state, "seen", at_least=0)), number(state, "scale", at_least=1)
         ended, cut = _weights(section(state, "ended")), _weights(section(state, "cut"))
         self.ended, self._scale, self._ended, self._cut = seen, scale, ended, cut
+        self.observed = seen + round(sum(cut) / scale)
         self._fresh_for = 0
 
 
@@ -192,11 +239,22 @@ class OutputEstimate(NamedTuple):
         limit: its maximum: the client's limit if it is plausible, else the quantile.
         expected: mean of an answer that is cut off there.
         least: a lower estimate of the mean; the same if lengths have been learned.
+        curve: the learned distribution; None before enough answers have been observed.
+        longest: the client's limit; infinite without a plausible one.
     """
 
     limit: int
     expected: float
     least: float
+    curve: LengthCurve | None = None
+    longest: float = math.inf
+
+    def ends(self, age: float) -> tuple[float, ...]:
+        """Return equally likely lengths of an answer that has `age` tokens."""
+        longest = self.longest
+        if self.curve is not None:
+            return self.curve.ends(age, longest)
+        return tuple(min(longest, age - _DEFAULT_MEAN_TOKENS * math.log1p(-share)) for share in _POINTS)
 
 
 class OutputLengthEstimator:
@@ -213,14 +271,15 @@ class OutputLengthEstimator:
     def estimate(self, request: Request) -> OutputEstimate:
         """Return the estimated length of one choice."""
         curve, limit = self._curve(request), self._plausible_limit(request)
+        longest = math.inf if limit is None else float(limit)
         if curve is None:
             limit = _DEFAULT_MAX_TOKENS if limit is None else limit
             mean = _DEFAULT_MEAN_TOKENS  # of an exponential distribution, cut at the limit
             expected = 0.0 if limit <= 0 else -mean * math.expm1(-limit / mean)
-            return OutputEstimate(limit, expected, min(expected, _ASSUMED_SHARE * mean))
+            return OutputEstimate(limit, expected, min(expected, _ASSUMED_SHARE * mean), longest=longest)
         limit = curve.quantile() if limit is None else limit
         expected = 0.0 if limit <= 0 else min(float(limit), curve.expected(limit))
-        return OutputEstimate(limit, expected, expected)
+        return OutputEstimate(limit, expected, expected, curve, longest)
 
     def observe(self, request: Request, usage: Usage) -> None:
         """Learn from one completed request. Its choices count as one answer of mean length."""
