@@ -65,8 +65,8 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced() -> N
         max_error_ratio=0.06,
     )
     assert fit_engines(others).engines is None
-    # Twice as many as elsewhere: with 260 the TTFT error is 4 to 9 %, depending on the processor.
-    slowed = replace(others, records=served(4.0, 3, 2.0, 520))
+    # Three times as many as elsewhere: the TTFT error of other seeds is 2 %, and up to 10 % with 520.
+    slowed = replace(others, records=served(4.0, 3, 2.0, 780))
     result = fit_engines(slowed)
     assert result.error is not None
     assert result.error.tpot_ratio == pytest.approx(-0.5, abs=0.05)

@@ -117,6 +117,7 @@ class StepTimeModel:
 
         It is the number of prompt tokens that are computed while a decode step reads the weights, rounded
         down to a multiple of 64. Smaller chunks only slow the prefill down; larger ones lengthen every step.
+        Attention to earlier chunks takes time at any size, and the same in total.
 
         Returns:
             Tokens, at least 64; 0 (no limit) if a prefill costs nothing per token.

@@ -25,7 +25,7 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
 from serve_app.lab.calibration.replay import Floats, Part, Timings, chosen, measured, replay
 
-# Share per sequence of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B
+# Share per sequence of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.1 % for a 70B
 # model on four H100.
 _SEQUENCE_SHARE = 0.005
 # Share per token of context: its KV entries (128 KiB) over 16 GB of weights, both read from the same memory.

@@ -17,12 +17,20 @@ def test_every_profile_of_the_package_can_be_loaded() -> None:
         assert settings.kv_blocks * settings.block_size >= settings.max_model_len
 
 
+@pytest.mark.parametrize("name", profile_names())
+def test_every_profile_of_the_package_charges_for_context(name: str) -> None:
+    step_time = load_profile(name).step_time
+    assert step_time.decode_per_context_token_s > 0
+    assert step_time.prefill_per_pair_s > 0
+
+
 def test_the_70b_profile_has_the_published_figures() -> None:
     profile = load_profile("llama2-70b-h100-tp4")
-    assert profile.step_time.step_s(sequences=10, context_tokens=9_999) == pytest.approx(
-        0.0288 + 10 * 0.00034
+    # Prompts of 512 tokens, half of 128 generated.
+    assert profile.step_time.step_s(sequences=10, context_tokens=10 * 576) == pytest.approx(
+        0.0288 + 10 * 0.00034, rel=1e-4
     )
-    assert profile.step_time.step_s(prefill_tokens=1_000) == pytest.approx(0.107)
+    assert profile.step_time.step_s(prefill_tokens=1_000) == pytest.approx(0.104)
     assert (profile.kv_tokens, profile.max_num_seqs, profile.max_num_batched_tokens) == (427_000, 256, 2_048)
     assert profile.gpus == 4
 

@@ -15,6 +15,7 @@ from roofline_profiles import SETUPS, engine_setup, profile_name, profile_path, 
 from serve_app.engines.model.hardware import GIB, gpu_names, load_gpu, load_model, model_names
 from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
+from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration.measurements import read_measurements
 from serve_app.lab.calibration.replay import compare, measured, replay
@@ -33,24 +34,29 @@ def setup(model: str = "llama3-70b", gpu: str = "a100", tensor_parallel: int = 4
     return engine_setup(model, gpu, tensor_parallel)
 
 
-def splitwise(gpu: str, column: str) -> dict[tuple[int, int], float]:
-    """Return median seconds by tensor-parallel degree and length of single prompts from 512 tokens."""
+def splitwise(gpu: str, column: str, *keys: str) -> dict[tuple[int, ...], float]:
+    """Return median seconds of the 70B model on a GPU, by the values of the columns `keys`."""
     if not SPLITWISE.exists():
         pytest.skip("the measurements lie beside the project, not in it")
     found = defaultdict(list)
     with SPLITWISE.open() as file:
         for row in csv.DictReader(file):
-            if row["model"] == "llama2-70b" and row["hardware"] == f"{gpu}-80gb" and row["batch_size"] == "1":
-                key = (int(row["tensor_parallel"]), int(row["prompt_size"]))
-                found[key].append(float(row[column]) / 1e3)
-    return {key: statistics.median(times) for key, times in found.items() if key[1] >= 512}
+            if row["model"] == "llama2-70b" and row["hardware"] == f"{gpu}-80gb":
+                found[tuple(int(row[key]) for key in keys)].append(float(row[column]) / 1e3)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def single_prompts(gpu: str, column: str) -> dict[tuple[int, ...], float]:
+    """Return median seconds by tensor-parallel degree and length of single prompts from 512 tokens."""
+    rows = splitwise(gpu, column, "tensor_parallel", "prompt_size", "batch_size")
+    return {key[:2]: seconds for key, seconds in rows.items() if key[1] >= 512 and key[2] == 1}
 
 
 @pytest.mark.parametrize("gpu", PREFILL_ERROR)
 def test_prefills_are_as_far_from_the_measured_ones_as_stated(gpu: str) -> None:
     largest, root_mean_square = PREFILL_ERROR[gpu]
     errors = []
-    for (tensor_parallel, prompt), seconds in splitwise(gpu, "prompt_time").items():
+    for (tensor_parallel, prompt), seconds in single_prompts(gpu, "prompt_time").items():
         model = step_time(setup("llama2-70b", gpu, tensor_parallel))
         errors.append(model.prefill_s(prompt, max_num_batched_tokens=prompt) / seconds - 1)
     assert len(errors) == 15
@@ -65,10 +71,35 @@ def test_decode_steps_stay_below_those_of_an_engine_that_waits_for_its_host(gpu:
         step_time(setup("llama2-70b", gpu, tensor_parallel)).step_s(sequences=1, context_tokens=prompt)
         / seconds
         - 1
-        for (tensor_parallel, prompt), seconds in splitwise(gpu, "token_time").items()
+        for (tensor_parallel, prompt), seconds in single_prompts(gpu, "token_time").items()
     ]
     assert min(errors) == pytest.approx(lowest, abs=0.005)
     assert max(errors) == pytest.approx(highest, abs=0.005)
+
+
+def test_the_fitted_70b_profile_is_as_far_from_the_measured_steps_as_stated() -> None:
+    model = load_profile("llama2-70b-h100-tp4").step_time
+    prefills, decode_steps = [], []
+    rows = splitwise("h100", "prompt_time", "tensor_parallel", "prompt_size", "batch_size")
+    for (tensor_parallel, prompt, batch), seconds in rows.items():
+        if tensor_parallel == 4 and prompt >= 512:
+            pairs = batch * attended_pairs(0, prompt)
+            prefills.append(model.step_s(prefill_tokens=batch * prompt, attended_pairs=pairs) / seconds - 1)
+    rows = splitwise("h100", "token_time", "tensor_parallel", "prompt_size", "batch_size", "token_size")
+    for (tensor_parallel, prompt, batch, output), seconds in rows.items():
+        if tensor_parallel == 4:
+            context = batch * (prompt + output // 2)
+            decode_steps.append(model.step_s(sequences=batch, context_tokens=context) / seconds - 1)
+    for errors, number, stated in ((prefills, 11, 0.056), (decode_steps, 19, 0.026)):
+        assert len(errors) == number
+        assert statistics.fmean(error**2 for error in errors) ** 0.5 == pytest.approx(stated, abs=0.0005)
+
+
+def test_the_context_costs_of_the_fitted_70b_profile_are_the_rooflines() -> None:
+    fitted = load_profile("llama2-70b-h100-tp4").step_time
+    computed = step_time(setup("llama2-70b", "h100", 4))
+    assert fitted.decode_per_context_token_s == pytest.approx(computed.decode_per_context_token_s, rel=1e-3)
+    assert fitted.prefill_per_pair_s == pytest.approx(computed.prefill_per_pair_s, rel=1e-3)
 
 
 def test_a_real_run_on_an_rtx_4090_is_replayed_within_the_stated_error() -> None:
