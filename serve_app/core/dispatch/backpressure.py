@@ -106,7 +106,7 @@ class EngineBackpressure:
         if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
         if replica.pending_prefill_tokens and (
-            self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s
+            self._prefill_backlog_s(replica, chunked=True) > settings.max_prefill_backlog_s
         ):
             return False
         if batch is None and (limit := replica.in_flight_limit) is not None:
@@ -145,9 +145,12 @@ class EngineBackpressure:
         batch = replica.max_num_seqs
         return replica.reported_queue > 0 if batch is None else replica.in_flight >= batch
 
-    def _prefill_backlog_s(self, replica: ReplicaState) -> float:
+    def _prefill_backlog_s(self, replica: ReplicaState, *, chunked: bool = False) -> float:
         """Return the learned time of the prefills in flight, in seconds."""
-        return replica.pending_prefill_tokens * self._costs.of(replica.spec.pool).per_token_s
+        tokens = replica.pending_prefill_tokens
+        if chunked and replica.spec.long_prefill_token_threshold:
+            tokens -= replica.long_prefill_tokens
+        return tokens * self._costs.of(replica.spec.pool).per_token_s
 
 
 # Batch-only mode: when no other class is present, engines receive enough batch work to fill their iterations.

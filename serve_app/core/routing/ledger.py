@@ -699,3 +699,4 @@ def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
     is_long, is_longest = hold.prefill_class >= PrefillClass.LONG, hold.prefill_class is PrefillClass.LONGEST
     state.long_prefills = (long + by * is_long, longest + by * is_longest)
     state.pending_prefill_tokens += by * hold.prefill_tokens
+    state.long_prefill_tokens += by * is_long * hold.prefill_tokens

@@ -104,6 +104,7 @@ class ReplicaState:
     dispatches: int = 0
     dispatches_reported: int = 0
     pending_prefill_tokens: int = 0
+    long_prefill_tokens: int = 0
     tpot_s: float | None = None
     gated: bool = False
     report: ReplicaReport | None = None
