@@ -21,14 +21,8 @@ from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.run import RunSettings, SloByLength, simulate
 from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 
-_NO_LIMIT = 1_000_000_000
-_ROUTER: Mapping[str, object] = {
-    "backpressure.target_waiting": _NO_LIMIT,
-    "backpressure.kv_fill_ratio": float(_NO_LIMIT),
-    "backpressure.kv_gate_ratio": float(_NO_LIMIT),
-    "backpressure.max_prefill_backlog_s": float(_NO_LIMIT),
-}
-"""Settings that reduce the gateway to the choice of a replica."""
+_ROUTER: Mapping[str, object] = {"active_share": 0.0, "routing.spill": False}
+"""Settings that reduce the gateway to the choice of a replica: the one with the fewest requests."""
 
 CONTROLS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "router": ("fcfs", _ROUTER),

@@ -101,9 +101,7 @@ class Scheduler:
         backpressure = settings.effective_backpressure
         self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
         self.ledger = ReplicaLedger(
-            backpressure=self._backpressure,
-            report_limit_s=backpressure.report_limit_s,
-            kv_fill_ratio=backpressure.kv_fill_ratio,
+            backpressure=self._backpressure, report_limit_s=backpressure.report_limit_s
         )
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillTracker(self.ledger, self.prefill_costs, lag := FeedbackDelay())

@@ -58,7 +58,7 @@ def test_with_the_mode_only_the_priorities_are_added(policy: str) -> None:
 
 def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
     """Return the records of one engine with four sequences; its queue may be long in both modes."""
-    engine = plan("s1", "only", max_num_seqs=4)
+    engine = plan("s1", "only", max_num_seqs=4, kv_tokens=100_000)
     if enabled:
         limits = replace(engine.engine, scheduling_policy=SchedulingPolicy.PRIORITY)
         engine = replace(engine, engine=limits)
@@ -66,7 +66,7 @@ def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, Requ
     settings = replace(
         usual,
         routing=RoutingSettings(pools=("only",)),
-        backpressure=replace(usual.backpressure, kv_fill_ratio=10.0, max_prefill_backlog_s=30.0, **wide),
+        backpressure=replace(usual.backpressure, max_prefill_backlog_s=30.0, **wide),
         engine_priority=EnginePrioritySettings(enabled=enabled, batch_share=1.0, **wide),
     )
     return {record.request_id: record for record in Simulation(settings, [engine]).run(requests)}

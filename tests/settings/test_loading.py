@@ -55,12 +55,12 @@ def test_an_advanced_setting_belongs_under_advanced_in_its_block(
 
 def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
     settings = parse(
-        model(scheduler={"backpressure": {"target_waiting": 5, "advanced": {"kv_fill_ratio": 0.8}}}),
+        model(scheduler={"backpressure": {"target_waiting": 5, "advanced": {"max_prefill_backlog_s": 2.0}}}),
         advanced={"channel": {"ports": 2}, "state_interval_s": 5},
         gateway={"advanced": None},
     )
     backpressure = settings.models[0].scheduler.backpressure
-    assert (backpressure.target_waiting, backpressure.kv_fill_ratio) == (5, 0.8)
+    assert (backpressure.target_waiting, backpressure.max_prefill_backlog_s) == (5, 2.0)
     assert (settings.channel.ports, settings.state_interval_s) == (2, 5.0)
 
 

@@ -15,7 +15,8 @@ A replica receives no requests, whatever its queue, while one of these signals s
 
 - its time per output token is above a limit, and has not clearly fallen since;
 - its KV cache is nearly full;
-- the prompt tokens in flight amount to more seconds of prefill than a limit.
+- the prompt tokens in flight amount to more seconds of prefill than a limit, except those of long prefills
+  that the engine computes in chunks: short requests pass them.
 
 KV use alone is not sufficient: it is low while prefill is saturated.
 
@@ -76,14 +77,12 @@ class BackpressureSettings:
     # would need a preemption.
     kv_gate_ratio: Annotated[float, POSITIVE, INTERNAL] = 0.98
     # Seconds of prefill in flight above which a replica receives no more requests, as learned from first
-    # tokens. One request may always be sent, however long its prompt is.
+    # tokens. One request may always be sent, however long its prompt is. Long prefills that the engine
+    # computes in chunks do not count, because others pass them; isolation limits them.
     max_prefill_backlog_s: Annotated[float, POSITIVE, ADVANCED] = 4.0
     # A replica whose last report is older than this many seconds counts as saturated. Replicas report at
     # least twice per second.
     report_limit_s: Annotated[float, POSITIVE, INTERNAL] = 2.5
-    # Share of the KV cache that may be reserved, at the *expected* length of each request. Reserving
-    # `max_tokens` instead would leave much of the cache of a KV-bound replica unused.
-    kv_fill_ratio: Annotated[float, POSITIVE, ADVANCED] = 1.0
 
 
 class EngineBackpressure:
@@ -106,7 +105,7 @@ class EngineBackpressure:
         if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
         if replica.pending_prefill_tokens and (
-            self._prefill_backlog_s(replica, chunked=True) > settings.max_prefill_backlog_s
+            self._prefill_backlog_s(replica, without_chunked=True) > settings.max_prefill_backlog_s
         ):
             return False
         if batch is None and (limit := replica.in_flight_limit) is not None:
@@ -145,10 +144,14 @@ class EngineBackpressure:
         batch = replica.max_num_seqs
         return replica.reported_queue > 0 if batch is None else replica.in_flight >= batch
 
-    def _prefill_backlog_s(self, replica: ReplicaState, *, chunked: bool = False) -> float:
-        """Return the learned time of the prefills in flight, in seconds."""
+    def _prefill_backlog_s(self, replica: ReplicaState, *, without_chunked: bool = False) -> float:
+        """Return the learned time of the prefills in flight, in seconds.
+
+        Args:
+            without_chunked: whether to leave out long prefills that the engine computes in chunks.
+        """
         tokens = replica.pending_prefill_tokens
-        if chunked and replica.spec.long_prefill_token_threshold:
+        if without_chunked and replica.spec.long_prefill_token_threshold:
             tokens -= replica.long_prefill_tokens
         return tokens * self._costs.of(replica.spec.pool).per_token_s
 

@@ -350,16 +350,14 @@ class ReplicaLedger:
 
     Args:
         report_limit_s: age in seconds at which a report becomes stale.
-        kv_fill_ratio: share of the KV cache that holds and reservations may use.
 
     Attributes:
         open: replicas that may accept one more request.
     """
 
-    def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
+    def __init__(self, *, backpressure: Backpressure, report_limit_s: float) -> None:
         self._backpressure = backpressure
         self._report_limit_s = report_limit_s
-        self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
         self.by_adapter = ReplicasByAdapter()
         self.open = OpenReplicas(backpressure, self._replicas, self.by_adapter)
@@ -392,7 +390,7 @@ class ReplicaLedger:
             state.batch = LearnedBatch() if unknown else None
             state.context = None if spec.has_known_context else LearnedContext()
             state.concurrency = ConcurrencyLimit() if unknown else None
-        state.kv_budget = self._kv_budget(spec)
+        state.kv_budget = _kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
         self.contexts.update(state)
@@ -613,7 +611,7 @@ class ReplicaLedger:
             spec,
             self._next_order,
             DecayingRate(_STARTS_TIME_CONSTANT_S, now),
-            kv_budget=self._kv_budget(spec),
+            kv_budget=_kv_budget(spec),
         )
         self._next_order += 1
         self._replicas[spec.replica_id] = state
@@ -652,13 +650,6 @@ class ReplicaLedger:
         if kv.active:
             state.peak_tokens = state.constant_tokens + kv.peak() + int(_SPREAD_MARGIN * kv.spread)
 
-    def _kv_budget(self, spec: ReplicaSpec) -> int:
-        # vLLM does not start unless one request of full length fits, so one may always be sent.
-        if spec.kv_tokens is None:
-            return _NO_LIMIT
-        fill = int(spec.kv_tokens * self._kv_fill_ratio)
-        return max(fill, spec.max_model_len) if spec.has_known_context else fill
-
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:
             # The report was read after the previous report arrived, so it includes everything sent before
@@ -686,6 +677,13 @@ class ReplicaLedger:
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
+
+
+def _kv_budget(spec: ReplicaSpec) -> int:
+    # vLLM does not start unless one request of full length fits, so one may always be sent.
+    if spec.kv_tokens is None:
+        return _NO_LIMIT
+    return max(spec.kv_tokens, spec.max_model_len) if spec.has_known_context else spec.kv_tokens
 
 
 def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:

@@ -9,7 +9,7 @@ from tests.core.routing.prefix.test_affinity import NoBackpressure
 
 
 def ledger(*replica_ids: str, pool: str = "short") -> ReplicaLedger:
-    made = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
+    made = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
     for replica_id in replica_ids:
         made.join(spec(replica_id, pool), 0.0)
         made.report(replica_id, report(), 0.0)
@@ -48,7 +48,7 @@ def test_a_lost_replica_has_no_report_to_expire() -> None:
     assert made.next_report_expiry() is None
     assert made.expire_reports(100.0) == []
     # A replica that joined and never reported can leave, too.
-    silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
+    silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
     silent.join(spec("s"), 0.0)
     silent.lose("s", 1.0)
     assert silent.connected_count == 0

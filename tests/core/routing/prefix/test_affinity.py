@@ -41,7 +41,7 @@ class Fleet:
             PrefillCosts(),
             lambda _category: 4.0,
         )
-        self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
+        self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
         for replica_id in replica_ids:
             joined = spec(replica_id)
             self.ledger.join(joined, 0.0)

@@ -1,0 +1,110 @@
+"""Tenants that fill a replica's KV cache, beside light ones."""
+
+from serve_app.core.commands import Command
+from serve_app.core.events import Event, Finished, FirstToken
+from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
+from serve_app.errors import Outcome
+from tests.builders import ONE_POOL, ManualDriver, dispatched
+
+KV = 10_000
+
+
+class Shared(ManualDriver):
+    """One replica with heavy tenants, each request of which takes a twentieth of the cache."""
+
+    def __init__(self, *, policy: str = "ewsjf", **changes: object) -> None:
+        super().__init__(policy=policy, routing=ONE_POOL, **changes)
+        self.number = 0
+        self.running: list[str] = []
+        self.join("e", "only", max_model_len=KV, kv_tokens=KV, max_num_seqs=256)
+
+    def feed(self, event: Event, *, after_s: float = 0.0) -> list[Command]:
+        commands = super().feed(event, after_s=after_s)
+        for request_id, _ in dispatched(commands):
+            self.running.append(request_id)
+            commands += self.feed(FirstToken(request_id))
+        return commands
+
+    def send(self, tenant: str, prompt_tokens: int = 470) -> str:
+        self.number += 1
+        name = f"{tenant} {self.number}"
+        self.arrive(name, prompt_tokens=prompt_tokens, max_output_tokens=10, tenant=tenant)
+        return name
+
+    def end(self, request_id: str) -> None:
+        self.running.remove(request_id)
+        self.feed(Finished(request_id, Outcome.COMPLETED))
+
+    def light_traffic(self, requests: int = 100) -> None:
+        """Let a tenant send a few requests one after the other while another fills the cache."""
+        for _ in range(requests):
+            running = [self.send("heavy") for _ in range(8)]
+            running.append(self.send("light", 190))
+            for request_id in running:
+                self.end(request_id)
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.ledger["e"].free_tokens
+
+    def is_waiting(self, request_id: str) -> bool:
+        return self.find(request_id).queued
+
+
+def test_a_heavy_tenant_leaves_room_that_a_light_one_gets_at_once() -> None:
+    shared = Shared()
+    shared.light_traffic()
+    waiting = [each for each in (shared.send("heavy") for _ in range(30)) if shared.is_waiting(each)]
+    assert waiting
+    assert 200 <= shared.free < 470 + 1_000
+    assert not shared.is_waiting(shared.send("light", 190))
+
+
+def test_without_light_tenants_nothing_is_kept() -> None:
+    shared = Shared()
+    for _ in range(30):
+        shared.send("heavy")
+    assert shared.free < 500
+
+
+def test_alike_tenants_fill_the_cache() -> None:
+    shared = Shared()
+    for tenant in 5 * "abcd":
+        shared.send(tenant)
+    for _ in range(60):
+        for tenant in "abcd":
+            shared.send(tenant)
+        for request_id in [each for each in shared.running if each[0] in "abcd"][:4]:
+            shared.end(request_id)
+    assert shared.free < 500
+
+
+def test_a_large_request_of_a_heavy_tenant_still_fits_an_idle_replica() -> None:
+    shared = Shared()
+    shared.light_traffic()
+    shared.send("heavy")
+    huge = shared.send("heavy", KV - 20)
+    assert shared.is_waiting(huge)
+    for request_id in list(shared.running):
+        if request_id != huge:
+            shared.end(request_id)
+    assert not shared.is_waiting(huge)
+
+
+def test_other_policies_and_unfair_queues_keep_nothing() -> None:
+    for changes in ({"policy": "fcfs"}, {"fairness": FairnessSettings(mode=FairnessMode.OFF)}):
+        shared = Shared(**changes)  # type: ignore[arg-type]
+        shared.light_traffic()
+        for _ in range(30):
+            shared.send("heavy")
+        assert shared.free < 500
+
+
+def test_a_tenant_that_has_left_has_no_share() -> None:
+    shared = Shared()
+    shared.light_traffic()
+    shared.now += 120.0
+    shared.report("e")
+    for _ in range(30):
+        shared.send("heavy")
+    assert shared.free < 500

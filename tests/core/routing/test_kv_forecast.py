@@ -1,0 +1,149 @@
+"""The forecast of a replica's KV cache, compared with sums over its requests."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.routing.estimation.estimate import TokenEstimate
+from serve_app.core.routing.estimation.output_length import LengthCurve, OutputEstimate, bucket_of
+from serve_app.core.routing.kv_forecast import KvForecast, KvUse
+
+HALF_BLOCK = 8
+
+
+class Known(OutputEstimate):
+    """An answer of known length."""
+
+    def ends(self, age: float) -> tuple[float, ...]:
+        return (self.expected,)
+
+
+def use(prompt_tokens: int, output_tokens: int, *, choices: int = 1, known: bool = True) -> KvUse:
+    output = (Known if known else OutputEstimate)(
+        output_tokens, float(output_tokens), float(output_tokens), longest=float(output_tokens)
+    )
+    estimate = TokenEstimate(
+        prompt_tokens=prompt_tokens,
+        least_prompt_tokens=prompt_tokens,
+        expected_prompt_tokens=prompt_tokens,
+        max_output_tokens=output_tokens,
+        expected_output_tokens=choices * output_tokens,
+        least_output_tokens=output_tokens,
+        output=output,
+    )
+    return KvUse(estimate, choices, "only")
+
+
+def forecast(*uses: KvUse) -> KvForecast:
+    made = KvForecast()
+    made.activate()
+    for each in uses:
+        made.add(each)
+    return made
+
+
+def test_one_request_has_its_peak_at_its_end() -> None:
+    assert forecast(use(100, 64)).peak() == 100 + 64 + HALF_BLOCK
+
+
+def test_choices_grow_together_and_share_their_prompt() -> None:
+    assert forecast(use(100, 64, choices=3)).peak() == 100 + 3 * (64 + HALF_BLOCK)
+
+
+def test_the_peak_is_below_the_final_sizes_if_answers_end_at_different_times() -> None:
+    # At the end of the short answer both use 100 + 64, afterwards only the long one grows.
+    made = forecast(use(100, 64), use(100, 128))
+    assert made.peak() == 2 * (100 + 64 + HALF_BLOCK)
+    assert made.peak() < 164 + 228
+
+
+def test_an_answer_that_began_earlier_is_ahead() -> None:
+    made = forecast(early := use(100, 128))
+    made.advance(64)
+    made.add(use(100, 128))
+    assert made.peak() == 2 * (100 + HALF_BLOCK) + 128 + 64
+    made.remove(early)
+    assert made.peak() == 100 + 128 + HALF_BLOCK
+
+
+def test_an_idle_replica_uses_nothing() -> None:
+    made = forecast(only := use(100, 64))
+    made.remove(only)
+    assert (made.peak(), made.spread) == (0, 0.0)
+
+
+def test_known_lengths_have_no_spread_and_unknown_ones_do() -> None:
+    assert forecast(use(100, 2_000)).spread == 0.0
+    assert forecast(use(100, 2_000, known=False)).spread > 100
+
+
+def test_an_answer_that_outlives_a_point_is_expected_to_become_longer() -> None:
+    made = forecast(slow := use(100, 2_000, known=False))
+    before = sum(point * weight for point, weight in slow.points.items())
+    made.advance(300)
+    assert sum(slow.points.values()) == pytest.approx(1.0)
+    assert min(slow.points) > 300
+    assert sum(point * weight for point, weight in slow.points.items()) > before
+
+
+def test_an_answer_past_its_limit_counts_at_its_limit() -> None:
+    made = forecast(use(100, 64))
+    made.advance(10_000)
+    assert made.peak() <= 100 + 64 + 2 * HALF_BLOCK + 8
+
+
+def test_a_forecast_that_was_not_needed_before_knows_the_ages() -> None:
+    made = KvForecast()
+    made.add(use(100, 128))
+    made.advance(64)
+    made.add(use(100, 128))
+    assert made.peak() == 0
+    made.activate()
+    assert made.peak() == 2 * (100 + HALF_BLOCK) + 128 + 64
+    made.deactivate()
+    assert made.peak() == 0
+
+
+requests = st.tuples(st.integers(1, 2_000), st.integers(1, 1_000), st.integers(1, 3), st.booleans())
+
+
+@given(st.lists(st.tuples(requests, st.floats(0, 200), st.booleans()), max_size=30))
+def test_the_peak_is_the_largest_sum_over_the_points(history: list[tuple[object, float, bool]]) -> None:
+    made = forecast()
+    running: list[KvUse] = []
+    for (prompt, output, choices, known), iterations, ends in history:  # type: ignore[misc]
+        made.advance(iterations)
+        made.add(one := use(prompt, output, choices=choices, known=known))
+        running.append(one)
+        if ends:
+            made.remove(running.pop(len(running) // 2))
+    points = {point for each in running for point in each.points}
+    sums = [
+        sum(
+            weight * (each.prompt_tokens + each.choices * (at - each.start))
+            for each in running
+            for point, weight in each.points.items()
+            if point >= at
+        )
+        for at in points
+    ]
+    assert made.peak() == pytest.approx(max(sums, default=0), abs=1.001)
+    variance = sum(each.variance for each in running)
+    assert made.spread == pytest.approx(math.sqrt(variance), abs=1e-3, rel=1e-6)
+
+
+def curve(lengths: list[int]) -> LengthCurve:
+    made = LengthCurve()
+    for length in lengths:
+        made.observe(bucket_of(length), was_cut=False)
+    return made
+
+
+def test_the_ends_of_an_answer_are_the_quartiles_of_those_that_are_longer() -> None:
+    learned = curve([100] * 50 + [400] * 50)
+    assert [end < 200 for end in learned.ends(0.0, math.inf)] == [True, True, False, False]
+    assert all(300 < end < 500 for end in learned.ends(200.0, math.inf))
+    assert learned.ends(5_000.0, math.inf)[0] > 5_000
+    assert learned.ends(0.0, 150.0) == (*learned.ends(0.0, math.inf)[:2], 150.0, 150.0)
