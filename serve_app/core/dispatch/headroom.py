@@ -53,11 +53,15 @@ class _PoolUse:
 
 
 class TenantHeadroom:
-    """Counts what tenants hold, and determines what must remain free after a request."""
+    """Counts what tenants hold, and determines what must remain free after a request.
+
+    Attributes:
+        is_enabled: whether anything is kept: under fair shares and a policy that promotes.
+    """
 
     def __init__(self, ledger: ReplicaLedger, weights: TenantWeights, *, is_enabled: bool) -> None:
         self._ledger = ledger
-        self._is_enabled = is_enabled
+        self.is_enabled = is_enabled
         self._weights = weights
         self._pools: dict[str, _PoolUse] = {}
         # The tenants with recent requests, by the time of the last one.
@@ -98,7 +102,7 @@ class TenantHeadroom:
     def tokens(self, scheduled: ScheduledRequest, pool: str) -> int:
         """Return the tokens that a request must leave free on its replica; 0 within its tenant's share."""
         use = self._pools.get(pool)
-        if use is None or not use.light_mean or not self._is_enabled:
+        if use is None or not use.light_mean or not self.is_enabled:
             return 0
         tenant = scheduled.request.tenant
         if use.by_tenant.get(tenant, 0) <= self._share(tenant) * use.tokens:

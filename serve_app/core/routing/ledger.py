@@ -353,12 +353,15 @@ class ReplicaLedger:
 
     Attributes:
         open: replicas that may accept one more request.
+        forecasts_peak: whether running requests count at the peak of their use together (`kv_forecast`);
+            otherwise each counts at its final size, for comparisons.
     """
 
     def __init__(self, *, backpressure: Backpressure, report_limit_s: float) -> None:
         self._backpressure = backpressure
         self._report_limit_s = report_limit_s
         self._replicas: dict[str, ReplicaState] = {}
+        self.forecasts_peak = True
         self.by_adapter = ReplicasByAdapter()
         self.open = OpenReplicas(backpressure, self._replicas, self.by_adapter)
         self.contexts = ContextLimits()
@@ -642,7 +645,7 @@ class ReplicaLedger:
             kv.add(added)
         if removed is not None:
             kv.remove(removed)
-        if state.held_tokens > _FORECAST_RATIO * state.kv_budget:
+        if state.held_tokens > _FORECAST_RATIO * state.kv_budget and self.forecasts_peak:
             kv.activate()
         elif state.held_tokens < _NO_FORECAST_RATIO * state.kv_budget:
             kv.deactivate()

@@ -1,0 +1,197 @@
+"""What do the scheduler's decisions earn, each against the variant that lacks only that decision?
+
+Simulated, at rates in requests per second. Every variant of a case gets the same requests at the same times.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from experiments.common.config import as_json
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from experiments.common.rows import Key
+from experiments.decisions.workloads import WORKLOADS, Workload
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import Distribution
+from serve_app.core.policies import make_policy
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
+from serve_app.core.settings_base import settings
+from serve_app.engines.model.profiles import load_profile
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.run import SloByLength
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
+from serve_app.lab.simulation.workload import Disclosure, requests_of
+from serve_app.request import Request, Usage
+
+
+@settings
+class Variant:
+    """One way to decide.
+
+    Attributes:
+        scheduler: settings by dotted path.
+        lengths: knowledge of output lengths: `learned`, `true`, or `none` (nothing is ever learned).
+        forecast: whether the peak of the KV cache is forecast; otherwise requests hold their final size.
+        headroom: whether tenants beyond their share leave headroom.
+        chunks: whether engines compute long prefills in chunks; by default under a policy that isolates.
+    """
+
+    policy: str = "ewsjf"
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    lengths: str = "learned"
+    forecast: bool = True
+    headroom: bool = True
+    chunks: bool | None = None
+
+
+@settings
+class Case:
+    """A workload at some rates, with its variants."""
+
+    workload: str
+    requests: int
+    rates_per_s: tuple[float, ...]
+    variants: Mapping[str, Variant]
+
+
+@settings
+class DecisionsExperiment:
+    """Settings of the experiment.
+
+    Attributes:
+        first_seed: seeds are counted from here, because others were used during development.
+    """
+
+    cases: Mapping[str, Case]
+    seeds: int
+    first_seed: int = 1_000
+
+
+class _Known(OutputEstimate):
+    """An answer of known length."""
+
+    def ends(self, age: float) -> tuple[float, ...]:
+        return (max(self.expected, age),)
+
+
+class _TrueLengths(TokenEstimator):
+    """Estimator that knows how long each answer will be."""
+
+    def __init__(self, estimator: EstimatorSettings, lengths: Mapping[str, int]) -> None:
+        super().__init__(estimator)
+        self._lengths = lengths
+
+    def estimate(self, request: Request) -> TokenEstimate:
+        made, length = super().estimate(request), self._lengths[request.request_id]
+        output = _Known(made.output.limit, float(length), float(length), longest=float(length))
+        return replace(made, expected_output_tokens=length, least_output_tokens=length, output=output)
+
+
+class _UnlearnedLengths(TokenEstimator):
+    """Estimator that learns no output lengths."""
+
+    def observe(self, request: Request, usage: Usage) -> None:
+        super().observe(request, usage)
+        self._output = OutputLengthEstimator()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    case: Case
+    variant: Variant
+    rate_per_s: float
+    seed: int
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.case.workload]
+
+    def play(self) -> Mapping[str, float | None]:
+        """Run all requests to their end, and return the figures."""
+        workload, variant = self.workload, self.variant
+        plans = self._plans()
+        trace = workload.draw(self.seed, self.rate_per_s, self.case.requests)
+        requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+        scheduler = scheduler_settings(variant.policy, workload.fleet.routing, variant.scheduler)
+        estimator: TokenEstimator | None = None
+        if variant.lengths == "true":
+            lengths = {each.request.request_id: each.output_tokens for each in requests}
+            estimator = _TrueLengths(scheduler.estimator, lengths)
+        elif variant.lengths == "none":
+            estimator = _UnlearnedLengths(scheduler.estimator)
+        simulation = Simulation(scheduler, plans, estimator=estimator)
+        simulation.scheduler.ledger.forecasts_peak = variant.forecast
+        simulation.scheduler.headroom.is_enabled &= variant.headroom
+        records = sorted(simulation.run(requests), key=lambda one: (one.arrived_at, one.request_id))
+        return _figures(records, workload.short_at_tokens)
+
+    def _plans(self) -> list[ReplicaPlan]:
+        variant, fleet = self.variant, self.workload.fleet
+        chunks = variant.chunks
+        if chunks is None:
+            chunks = make_policy(variant.policy, table=SIMULATED_POLICIES).isolates
+        threshold = load_profile(fleet.profile).step_time.chunk_tokens() if chunks else 0
+        engine = replace(fleet.engine, long_prefill_token_threshold=threshold)
+        return replace(fleet, engine=engine).plans()
+
+
+def _figures(records: list[RequestRecord], short_at_tokens: int) -> Mapping[str, float | None]:
+    measured = records[len(records) // 10 :]
+    slo = SloByLength(short_at_tokens=short_at_tokens)
+    by_kind = {
+        "short": [one for one in measured if one.prompt_tokens <= short_at_tokens],
+        "long": [one for one in measured if one.prompt_tokens > short_at_tokens],
+        "light": [one for one in measured if one.tenant.startswith("light")],
+        "heavy": [one for one in measured if one.tenant.startswith("heavy")],
+        "people": [one for one in measured if one.tenant == "people"],
+    }
+    figures: dict[str, float | None] = {}
+    for kind, some in by_kind.items():
+        ttft = Distribution.of(one.ttft_s for one in some if one.ttft_s is not None)
+        figures |= {f"{kind}_mean_s": ttft.mean, f"{kind}_p99_s": ttft.p99, f"{kind}_max_s": ttft.max}
+    last = max(one.finished_at for one in records)
+    paces = Distribution.of(one.tpot_s for one in measured if one.tpot_s is not None)
+    return figures | {
+        "goodput": sum(slo.met_by(one) for one in measured) / len(measured),
+        "tpot_s": paces.mean,
+        "tokens_per_s": sum(one.prompt_tokens + one.output_tokens for one in records) / last,
+        "preemptions": sum(one.preemptions for one in records),
+    }
+
+
+def play(experiment: DecisionsExperiment, context: Context) -> Iterator[Measurement]:
+    """Measure every variant of every case at every rate."""
+    if unknown := [each.workload for each in experiment.cases.values() if each.workload not in WORKLOADS]:
+        raise SettingsError(f"no workload {', '.join(unknown)}: there are {', '.join(WORKLOADS)}")
+    seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+    cells = [
+        (name, case, rate, label)
+        for name, case in experiment.cases.items()
+        for rate in case.rates_per_s
+        for label in case.variants
+    ]
+    with progress_bar("decisions", len(cells)) as advance:
+        for name, case, rate, label in cells:
+            key: Key = {"case": name, "rate": rate, "variant": label}
+            if not context.has(key):
+                variant = case.variants[label]
+                runs = [_Run(case, variant, rate, seed) for seed in seeds]
+                figures = list(parallel(_Run.play, runs, context.jobs))
+                yield Measurement(
+                    key=key,
+                    figures={figure: [each[figure] for each in figures] for figure in figures[0]},
+                    seeds=seeds,
+                    traces=generated(case.workload),
+                    settings=as_json(replace(case, variants={label: variant})),
+                )
+            advance()
+
+
+EXPERIMENT = Experiment(settings=DecisionsExperiment, play=play)
