@@ -3,6 +3,7 @@
 Simulated, at rates in requests per second. Every variant of a case gets the same requests at the same times.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,9 @@ from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
 from serve_app.cli.command import progress_bar
+from serve_app.core.admission.retry_reservations import RetryReservations
+from serve_app.core.commands import Conclude
+from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies import make_policy
@@ -21,12 +25,12 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstim
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
 from serve_app.core.settings_base import settings
 from serve_app.engines.model.profiles import load_profile
-from serve_app.errors import SettingsError
+from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from serve_app.lab.simulation.workload import Disclosure, requests_of
 from serve_app.request import Request, Usage
 
@@ -40,6 +44,7 @@ class Variant:
         lengths: knowledge of output lengths: `learned`, `true`, or `none` (nothing is ever learned).
         forecast: whether the peak of the KV cache is forecast; otherwise requests hold their final size.
         headroom: whether tenants beyond their share leave headroom.
+        reservations: whether capacity is reserved for the retries of rejected requests.
         chunks: whether engines compute long prefills in chunks; by default under a policy that isolates.
     """
 
@@ -48,17 +53,24 @@ class Variant:
     lengths: str = "learned"
     forecast: bool = True
     headroom: bool = True
+    reservations: bool = True
     chunks: bool | None = None
 
 
 @settings
 class Case:
-    """A workload at some rates, with its variants."""
+    """A workload at some rates, with its variants.
+
+    Attributes:
+        queue_timeout_s: of all requests; None for no limit. A request that is rejected, because it could not
+            be served in time, retries after its `Retry-After`, three times at most.
+    """
 
     workload: str
     requests: int
     rates_per_s: tuple[float, ...]
     variants: Mapping[str, Variant]
+    queue_timeout_s: float | None = None
 
 
 @settings
@@ -102,6 +114,50 @@ class _UnlearnedLengths(TokenEstimator):
         self._output = OutputLengthEstimator()
 
 
+class _NoReservations(RetryReservations):
+    """Reserves nothing."""
+
+    def reserve(self, *_: object, **_named: object) -> bool:
+        return False
+
+
+class _Clients:
+    """Clients that retry rejected requests after their `Retry-After`."""
+
+    def __init__(self, requests: list[SimulatedRequest]) -> None:
+        self.simulation: Simulation | None = None
+        self.served = 0
+        self._requests = {each.request.request_id: each for each in requests}
+        self._left = dict.fromkeys(self._requests, _RETRIES)
+
+    def on_decision(self, decision: Decision) -> None:
+        """Retry the requests that were rejected."""
+        for command in decision.commands:
+            if not isinstance(command, Conclude):
+                continue
+            self.served += command.conclusion.outcome is Outcome.COMPLETED
+            left, delay_s = self._left[command.request_id], command.conclusion.retry_after_s
+            if delay_s is not None and left:
+                self._retry(self._requests[command.request_id], decision.now + delay_s, left - 1)
+
+    def _retry(self, simulated: SimulatedRequest, at: float, left: int) -> None:
+        assert self.simulation is not None
+        old = simulated.request
+        request_id = f"{old.request_id}+"
+        again = replace(
+            old,
+            submission=replace(old.submission, request_id=request_id),
+            arrived_at=at,
+            expires_at=at + old.expires_at - old.arrived_at,
+        )
+        retry = replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
+        self._requests[request_id], self._left[request_id] = retry, left
+        self.simulation.submit(retry)
+
+
+_RETRIES = 3
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     case: Case
@@ -118,7 +174,8 @@ class _Run:
         workload, variant = self.workload, self.variant
         plans = self._plans()
         trace = workload.draw(self.seed, self.rate_per_s, self.case.requests)
-        requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+        disclosure = Disclosure(queue_timeout_s=self.case.queue_timeout_s or math.inf)
+        requests = list(requests_of(trace, disclosure, plans[0].engine.block_size))
         scheduler = scheduler_settings(variant.policy, workload.fleet.routing, variant.scheduler)
         estimator: TokenEstimator | None = None
         if variant.lengths == "true":
@@ -126,11 +183,17 @@ class _Run:
             estimator = _TrueLengths(scheduler.estimator, lengths)
         elif variant.lengths == "none":
             estimator = _UnlearnedLengths(scheduler.estimator)
-        simulation = Simulation(scheduler, plans, estimator=estimator)
+        clients = _Clients(requests)
+        simulation = clients.simulation = Simulation(
+            scheduler, plans, on_decision=clients.on_decision, estimator=estimator
+        )
+        if not variant.reservations:
+            simulation.scheduler.admission.retry_reservations = _NoReservations()
         simulation.scheduler.ledger.forecasts_peak = variant.forecast
         simulation.scheduler.headroom.is_enabled &= variant.headroom
         records = sorted(simulation.run(requests), key=lambda one: (one.arrived_at, one.request_id))
-        return _figures(records, workload.short_at_tokens)
+        served = {"served": clients.served / len(requests)}
+        return _figures(records, workload.short_at_tokens) | served
 
     def _plans(self) -> list[ReplicaPlan]:
         variant, fleet = self.variant, self.workload.fleet
@@ -142,7 +205,7 @@ class _Run:
         return replace(fleet, engine=engine).plans()
 
 
-def _figures(records: list[RequestRecord], short_at_tokens: int) -> Mapping[str, float | None]:
+def _figures(records: list[RequestRecord], short_at_tokens: int) -> dict[str, float | None]:
     measured = records[len(records) // 10 :]
     slo = SloByLength(short_at_tokens=short_at_tokens)
     by_kind = {
@@ -151,6 +214,7 @@ def _figures(records: list[RequestRecord], short_at_tokens: int) -> Mapping[str,
         "light": [one for one in measured if one.tenant.startswith("light")],
         "heavy": [one for one in measured if one.tenant.startswith("heavy")],
         "people": [one for one in measured if one.tenant == "people"],
+        "program": [one for one in measured if one.tenant == "program"],
     }
     figures: dict[str, float | None] = {}
     for kind, some in by_kind.items():
@@ -162,6 +226,7 @@ def _figures(records: list[RequestRecord], short_at_tokens: int) -> Mapping[str,
         "goodput": sum(slo.met_by(one) for one in measured) / len(measured),
         "tpot_s": paces.mean,
         "tokens_per_s": sum(one.prompt_tokens + one.output_tokens for one in records) / last,
+        "attempts": len(records),
         "preemptions": sum(one.preemptions for one in records),
     }
 

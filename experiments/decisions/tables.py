@@ -43,6 +43,19 @@ _TENANTS: Columns = [
 ]
 _BACKLOG: Columns = [_TOKENS, ("interactive TTFT mean, s", "people_mean_s", 2), ("P99, s", "people_p99_s", 2)]
 
+_RETRIES: Columns = [
+    ("requests served in the end", "served", 3),
+    ("attempts", "attempts", 0),
+    ("short TTFT P99, s", "short_p99_s", 2),
+    ("long P99, s", "long_p99_s", 2),
+]
+_CLASSES: Columns = [
+    ("default class TTFT mean, s", "program_mean_s", 2),
+    ("P99, s", "program_p99_s", 1),
+    ("interactive mean, s", "people_mean_s", 2),
+    ("P99, s", "people_p99_s", 1),
+]
+
 _MEANS = "Simulated; means over seeds with their 95 % intervals"
 _70B = "Llama-2-70B on four H100"
 _8B = "Llama-3.1-8B on an RTX 4090"
@@ -66,8 +79,16 @@ TABLES = {
     "backlog": Table(
         text=_text(_BACKLOG),
         where={"case": ("backlog", "long backlog")},
-        note=f"{_70B}, four replicas, two for long prompts alone. Tokens over the time until the last request "
+        note=f"{_70B}, four replicas, two for long prompts. Tokens over the time until the last request "
         f"ends. {_MEANS}",
+    ),
+    "retries": Table(
+        text=_text(_RETRIES),
+        where={"case": "retries"},
+        note=f"{_70B}, four replicas, a queue timeout of 5 s. {_MEANS}",
+    ),
+    "classes": Table(
+        text=_text(_CLASSES), where={"case": "classes"}, note=f"{_70B}, four replicas. {_MEANS}"
     ),
     "mechanisms": Table(
         text=_text(_SHORT_LONG), where={"case": "mechanisms"}, note=f"{_70B}, four replicas. {_MEANS}"

@@ -107,6 +107,18 @@ def _backlog(seed: int, rate_per_s: float, count: int) -> Trace:
     return Trace(name="backlog", source="generated", requests=tuple(requests))
 
 
+def _classes(seed: int, rate_per_s: float, count: int) -> Trace:
+    """The paper's mix, interactive except for a tenth of the requests."""
+    rng = stream(seed, "decisions classes")
+    requests = tuple(
+        _changed(one, one.arrival_s, "program", PriorityClass.DEFAULT)
+        if rng.random() < 0.1
+        else _changed(one, one.arrival_s, "people", PriorityClass.INTERACTIVE)
+        for one in _paper(rng, rate_per_s, count).requests
+    )
+    return Trace(name="classes", source="generated", requests=requests)
+
+
 def _long_backlog(seed: int, rate_per_s: float, count: int) -> Trace:
     """A backlog of prompts of 2,000 to 12,000 tokens, all of which arrive within a second."""
     del rate_per_s
@@ -143,6 +155,7 @@ WORKLOADS: Mapping[str, Workload] = {
         fleet=_fleet(_8B, 2, kv_tokens=60_000, max_model_len=8_192), short_at_tokens=512, draw=_mixed
     ),
     "paper-mix": Workload(fleet=_fleet(_70B, 4), short_at_tokens=512, draw=_paper_mix),
+    "classes": Workload(fleet=_fleet(_70B, 4), short_at_tokens=512, draw=_classes),
     "backlog": Workload(fleet=_fleet(_70B, 4), short_at_tokens=512, draw=_backlog),
     "long backlog": Workload(fleet=_fleet(_70B, 2), short_at_tokens=512, draw=_long_backlog),
 }

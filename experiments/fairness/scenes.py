@@ -129,14 +129,13 @@ def light(play: Play) -> Figures:
     records = play.serve(play.mix(1.3, play.settings.light_s, f"heavy={count},{others}"))
     lights = _ttft_s(record for record in records if record.tenant != "heavy")
     heavy = _ttft_s(record for record in records if record.tenant == "heavy")
-    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
     return {
         "light_mean_s": lights.mean or 0.0,
         "light_p99_s": lights.p99 or 0.0,
         "heavy_mean_s": heavy.mean or 0.0,
         "heavy_p99_s": heavy.p99 or 0.0,
         "jain": jain_of_tenants(records) or 0.0,
-        "tokens_per_s": tokens / max(record.finished_at for record in records),
+        "tokens_per_s": _throughput(records),
     }
 
 
@@ -154,8 +153,8 @@ def batch(play: Play) -> Figures:
         "alone_p95_s": before.p95 or 0.0,
         "beside_p50_s": beside.p50 or 0.0,
         "beside_p95_s": beside.p95 or 0.0,
-        "tokens_per_s": _throughput(both, span_s),
-        "batch_only_tokens_per_s": _throughput(jobs, span_s),
+        "tokens_per_s": _throughput(both),
+        "batch_only_tokens_per_s": _throughput(jobs),
     }
 
 
@@ -173,7 +172,7 @@ def targets(play: Play) -> Figures:
         "new_mean_s": new.mean or 0.0,
         "new_p95_s": new.p95 or 0.0,
         "new_max_s": new.max or 0.0,
-        "tokens_per_s": _throughput(records, span_s),
+        "tokens_per_s": _throughput(records),
     }
 
 
@@ -186,7 +185,7 @@ def engine_priority(play: Play) -> Figures:
     return {
         "interactive_mean_s": people.mean or 0.0,
         "interactive_p95_s": people.p95 or 0.0,
-        "tokens_per_s": _throughput(records, span_s),
+        "tokens_per_s": _throughput(records),
     }
 
 
@@ -231,17 +230,11 @@ def _measured(records: Iterable[RequestRecord], span_s: float) -> list[RequestRe
     return [record for record in records if record.arrived_at >= span_s / 10]
 
 
-def _throughput(records: Sequence[RequestRecord], span_s: float) -> float:
-    """Return computed tokens per second from after the first tenth to the end of the scene."""
-    began = span_s / 10
-    return sum(_tokens(one, span_s) - _tokens(one, began) for one in records) / (span_s - began)
+def _throughput(records: Sequence[RequestRecord]) -> float:
+    """Return tokens per second until the last request ends: equal work for every policy.
 
-
-def _tokens(record: RequestRecord, until: float) -> float:
-    """Return prompt and output tokens computed by then; the prompt counts from the first token on."""
-    if record.first_token_at is None or until < record.first_token_at:
-        return 0.0
-    if until >= record.finished_at:
-        return record.prompt_tokens + record.output_tokens
-    share = (until - record.first_token_at) / (record.finished_at - record.first_token_at)
-    return record.prompt_tokens + share * record.output_tokens
+    The tokens within a fixed time would depend on which requests a policy serves first: prompt tokens are
+    computed faster than outputs.
+    """
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
+    return tokens / max(record.finished_at for record in records)

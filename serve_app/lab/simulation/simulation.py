@@ -303,11 +303,17 @@ class Simulation:
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Run all requests to completion and return their records."""
-        self._pending_arrivals = len(requests)
+        self._pending_arrivals += len(requests)
         arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
         self.timeline.schedule_all(Phase.ARRIVAL, arrivals)
         self.timeline.run()
         return self.records
+
+    def submit(self, simulated: SimulatedRequest) -> None:
+        """Add a request during the run, such as a retry, which arrives at its `arrived_at`."""
+        self._pending_arrivals += 1
+        at = simulated.request.arrived_at
+        self.timeline.schedule(at, Phase.ARRIVAL, partial(self._arrive, simulated))
 
     @property
     def is_over(self) -> bool:
