@@ -141,18 +141,20 @@ def _changed(one: TraceRequest, arrival_s: float, tenant: str, priority: Priorit
 _BACKLOG_S = 70.0
 
 
-def _fleet(profile: str, replicas: int, **changes: int) -> FleetSettings:
-    return FleetSettings(profile=profile, replicas={ONE_POOL: replicas}, engine=EngineChanges(**changes))
+def _fleet(profile: str, replicas: int, engine: EngineChanges | None = None) -> FleetSettings:
+    return FleetSettings(profile=profile, replicas={ONE_POOL: replicas}, engine=engine or EngineChanges())
 
 
 _8B, _70B = "llama31-8b-rtx4090-tp1", "llama2-70b-h100-tp4"
 WORKLOADS: Mapping[str, Workload] = {
     "tenants": Workload(fleet=_fleet(_8B, 1), short_at_tokens=512, draw=_tenants),
     "long prompts": Workload(
-        fleet=_fleet(_70B, 2, max_model_len=131_072), short_at_tokens=2_048, draw=_long_prompts
+        fleet=_fleet(_70B, 2, EngineChanges(max_model_len=131_072)), short_at_tokens=2_048, draw=_long_prompts
     ),
     "mixed": Workload(
-        fleet=_fleet(_8B, 2, kv_tokens=60_000, max_model_len=8_192), short_at_tokens=512, draw=_mixed
+        fleet=_fleet(_8B, 2, EngineChanges(kv_tokens=60_000, max_model_len=8_192)),
+        short_at_tokens=512,
+        draw=_mixed,
     ),
     "paper-mix": Workload(fleet=_fleet(_70B, 4), short_at_tokens=512, draw=_paper_mix),
     "classes": Workload(fleet=_fleet(_70B, 4), short_at_tokens=512, draw=_classes),

@@ -63,9 +63,6 @@ METRIC_ADVICE = {
         "Recent without a deployment: the process died. The log before it shows the reason."
     ),
     # Scheduler
-    "ewsjf_b_short_changes_total": (
-        "Many per hour: the length mix oscillates around the boundary; see [routing](../routing.md)."
-    ),
     "ewsjf_b_short_tokens": "Check `ewsjf_misroutes_total` before you set it by hand.",
     "ewsjf_blocked_heads": (
         "`kv_cache`, `engines_busy`: add replicas. `no_replica`: no engine is available. `long_prefill`: "

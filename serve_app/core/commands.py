@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.adaptive_b_short import BShortChanged
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import Conclusion
 from serve_app.request import RateLimitStatus, Request
@@ -118,4 +117,4 @@ def conclude_of(
     )
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | EngineSilent | BShortChanged | ContextLearned
+Command = Dispatch | Conclude | ReportStale | ReportFresh | EngineSilent | ContextLearned

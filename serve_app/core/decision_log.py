@@ -133,7 +133,7 @@ def replay(
         raise DecisionLogError(f"this run cannot be replayed: {header.not_replayable}")
     scheduler = Scheduler(header.settings, now=header.now, policies=policies)
     if header.learned is not None:
-        restore_state(scheduler, header.learned, header.now)
+        restore_state(scheduler, header.learned)
     for number, logged in run.decisions:
         commands = tuple(scheduler.handle(logged.event, logged.now))
         if commands != logged.commands:

@@ -1,9 +1,8 @@
 """The learned state of a scheduler, persisted for the next one.
 
-It contains bytes per token, template overhead, output lengths, the cost of a prefill in each pool, an
-adaptive `B_short`, and the share of requests that is scheduled. The tuner persists the learned length queues.
-Requests, replicas and their caches are not included: gateways and replicas report them to every new
-scheduler.
+It contains bytes per token, template overhead, output lengths, the cost of a prefill in each pool, and the
+share of requests that is scheduled. The tuner persists the learned length queues. Requests, replicas and
+their caches are not included: gateways and replicas report them to every new scheduler.
 """
 
 from collections.abc import Mapping
@@ -20,22 +19,19 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
     return {
         "estimator": core.estimator.state(),
         "prefill_costs": core.prefill_costs.state(),
-        "b_short_tokens": core.router.b_short_tokens,
         "active_share": core.pass_through.active_share,
         "configured_active_share": core.settings.active_share,
     }
 
 
-def restore_state(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
+def restore_state(core: Scheduler, document: Mapping[str, Any]) -> None:
     """Restore a result of `learned_state`.
 
     Raises:
         ValueError: a value is missing, out of range or of another version. A part may have been restored.
     """
-    b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
     core.estimator.restore(section(document, "estimator"))
     core.prefill_costs.restore(section(document, "prefill_costs"))
-    core.router.restore(b_short_tokens, now)
     # A share that an operator set at run time applies until the configured share changes.
     if document.get("configured_active_share") == core.settings.active_share:
         core.pass_through.change(number(document, "active_share", at_least=0, at_most=1))
@@ -44,7 +40,7 @@ def restore_state(core: Scheduler, document: Mapping[str, Any], now: float) -> N
 def restore_error(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
     """Return why a scheduler with these settings cannot restore a state, or an empty string if it can."""
     try:
-        restore_state(Scheduler(settings), document, 0.0)
+        restore_state(Scheduler(settings), document)
     except (ValueError, TypeError, OverflowError) as exc:
         return str(exc)
     return ""

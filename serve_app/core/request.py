@@ -51,7 +51,6 @@ class ScheduledRequest:
         above_tokens: longest context limit of the engines that rejected it as too long.
         too_long_for: replicas without a reported context limit that rejected it as too long.
         replica_id: its replica; None while it is queued, and after its end.
-        arrival_mark: the return value of the router's `on_arrival` for it.
         hold: its hold on that replica, in the ledger.
         engine_priority: the priority sent to its engine; None for none.
         prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
@@ -88,7 +87,6 @@ class ScheduledRequest:
     too_long_for: tuple[str, ...] = ()
     queued: bool = False
     replica_id: str | None = None
-    arrival_mark: float = 0.0
     hold: Hold = NO_HOLD
     prefill_class: PrefillClass = PrefillClass.SHORT
     engine_priority: int | None = None

@@ -46,7 +46,7 @@ from serve_app.core.queueing.expiry import ExpiryHeap, earliest
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import RequestTable, ScheduledRequest
 from serve_app.core.retuning import checked_retuning
-from serve_app.core.routing.adaptive_b_short import ArrivedWork
+from serve_app.core.routing.arrived_work import ArrivedWork
 from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.pools import PoolRouter
@@ -187,7 +187,7 @@ class Scheduler:
 
     def queue_snapshot(self, now: float, limit: int = MAX_SUB_QUEUES) -> QueueSnapshot:
         """Return a snapshot of the queue for operators, with at most `limit` sub-queues."""
-        parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
+        parts = self.queue, self.dispatcher, self._policy, self.settings.routing.b_short_tokens
         return take_queue_snapshot(*parts, now, limit)
 
     def __len__(self) -> int:
@@ -353,9 +353,6 @@ class Scheduler:
             self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
             self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
-        if (moved := self.router.adapt(self.ledger, now)) is not None:
-            self._commands.append(moved)
-            self._reject_all(self._rerouting.all_waiting(now))
 
     # Time
 
@@ -414,7 +411,6 @@ class Scheduler:
     def _register(self, scheduled: ScheduledRequest) -> None:
         self._requests.add(scheduled)
         self.admission.keys.on_admission(scheduled, self._now)
-        scheduled.arrival_mark = self.router.on_arrival(scheduled.estimate)
 
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
         self.queue.add(scheduled)
@@ -445,7 +441,6 @@ class Scheduler:
         """Emit the outcome of a request. A request rejected on arrival is not in the table."""
         waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
-            self.router.on_departure(scheduled.estimate, scheduled.arrival_mark)
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:

@@ -390,8 +390,7 @@ def parameters_of(
 
 def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Iterator[Parameter]:
     routing = settings.routing
-    # An adaptive boundary would undo any tuned value.
-    if len(routing.pools) < 2 or routing.adaptive_b_short.enabled:
+    if len(routing.pools) < 2:
         return
     if max_b_short_tokens is None or max_b_short_tokens <= _MIN_B_SHORT_TOKENS:
         return

@@ -62,7 +62,7 @@ def test_a_scheduler_restored_from_json_estimates_and_learns_like_the_original(
     second = scheduler()
     document = json.loads(json.dumps(learned_state(first)))
     assert restore_error(second.settings, document) == ""
-    restore_state(second, document, 0.0)
+    restore_state(second, document)
     assert learned_state(second) == learned_state(first)
     for request, usage in later:
         for core in (first, second):
@@ -92,7 +92,6 @@ def test_a_snapshot_does_not_change() -> None:
         (("estimator",), None, "'estimator' must be a dictionary"),
         (("estimator", "version"), 99, "has version 99, this release reads 1"),
         (("estimator", "text", "prose", "mean"), "4", "'mean' must be a number"),
-        (("b_short_tokens",), 0, "'b_short_tokens' must be a number from 1"),
         (("prefill_costs",), [], "'prefill_costs' must be a dictionary"),
         (("prefill_costs", "version"), 1, "has version 1, this release reads 2"),
         (("prefill_costs", "shared", "sums"), [1.0], "'sums' must be a list of 5 numbers"),

@@ -150,12 +150,6 @@ def test_every_pool_follows_those_of_shorter_contexts() -> None:
     assert "max_model_len 16,384 in large before 8,192 in middle" in message
 
 
-def test_a_border_that_adapts_is_for_two_pools() -> None:
-    scheduler = {"routing": {"advanced": {"adaptive_b_short": {"enabled": True}}}}
-    message = rejection(model(pools=tiers(), scheduler=scheduler))
-    assert "adaptive_b_short balances two pools, got small, middle, large" in message
-
-
 def test_two_models_with_one_name_are_rejected() -> None:
     assert "demo" in rejection(model(), model())
     assert "gpt" in rejection(model(aliases=["gpt"]), model(name="other", aliases=["gpt"]))

@@ -5,7 +5,6 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.policies import POLICIES
-from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings import (
     DEFAULT_WEIGHTS,
@@ -70,12 +69,6 @@ def test_only_what_matters_is_tuned() -> None:
 
 def test_b_short_stays_within_the_context_of_the_short_pool() -> None:
     assert space_of(OURS, max_b_short_tokens=4_096)["b_short_tokens"].high == 4_096
-
-
-def test_an_adaptive_b_short_is_not_tuned() -> None:
-    adaptive = RoutingSettings(adaptive_b_short=AdaptiveBShortSettings(enabled=True))
-    adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
-    assert "b_short_tokens" not in space_of(adapting, max_b_short_tokens=8_192).names
 
 
 def test_a_part_of_the_space_can_be_chosen() -> None:

@@ -1,7 +1,7 @@
 """Routing: the length of a request, the pools that may serve it, and the reservations on each replica.
 
-Read `estimation` (the token budget of a request), then `pools` and `adaptive_b_short` (from a budget to
-pools). `replica`, `replica_state` and `ledger` account for what each replica was sent. `observed` learns
-limits that engines do not report. `prefix` indexes the cached prompts of replicas, and `prefill_cost` learns
-the duration of prefills. All of it is pure, and O(1) for each request.
+Read `estimation` (the token budget of a request), then `pools` (from a budget to pools). `replica`,
+`replica_state` and `ledger` account for what each replica was sent, and `kv_forecast` for its KV cache.
+`observed` learns limits that engines do not report. `prefix` indexes the cached prompts of replicas, and
+`prefill_cost` learns the duration of prefills. All of it is pure.
 """

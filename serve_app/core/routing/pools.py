@@ -6,7 +6,7 @@ configured, and none for the last. The home pool of a request is the first pool 
 not exceed. If the home pool has no capacity, the request spills into the pools above it, the next one first,
 and then into those below it. Pools that cannot hold its budget are excluded.
 
-Routing is O(pools), and its only state is an adaptive `B_short`.
+Routing is O(pools) and has no state.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`,
 and spill when the home pool has no capacity; it has two pools. Ours: any number of pools, and a request is
@@ -14,23 +14,13 @@ bound to a pool only when it is dispatched (late binding). A request is rejected
 bound of its length, so that an upper estimate never rejects what an engine would accept.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import field
+from collections.abc import Callable
 from itertools import groupby
 from typing import Annotated
 
-from serve_app.core.routing.adaptive_b_short import (
-    AdaptiveBShort,
-    AdaptiveBShortSettings,
-    BShortChanged,
-    PoolCapacity,
-)
 from serve_app.core.routing.estimation.estimate import TokenEstimate
-from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import ADVANCED, INTERNAL, at_least, settings, share_below
 from serve_app.request import Request
-
-_ADAPTIVE_POOLS = 2
 
 
 # The part that is written in a file. `RoutingSettings` adds the pools, which are configured elsewhere in the
@@ -54,10 +44,6 @@ class RoutingConfig:
     # Allow a request to use another pool that can hold it if its home pool has no capacity. False isolates
     # the pools strictly.
     spill: Annotated[bool, ADVANCED] = True
-    # Adapt `b_short_tokens`, which is the initial value then, to the traffic. Requires two pools.
-    adaptive_b_short: Annotated[AdaptiveBShortSettings, ADVANCED] = field(
-        default_factory=AdaptiveBShortSettings
-    )
 
 
 @settings(block="routing")
@@ -93,23 +79,6 @@ class RoutingSettings(RoutingConfig):
         given = [self.b_short_tokens, *(each for each in self.boundaries_tokens if each is not None)]
         if given != sorted(given):
             raise ValueError(f"the boundaries between pools must increase, b_short_tokens first, got {given}")
-        self._check_adaptive()
-
-    def _check_adaptive(self) -> None:
-        adaptive = self.adaptive_b_short
-        if not adaptive.enabled:
-            return
-        if len(self.pools) > _ADAPTIVE_POOLS:
-            raise ValueError(
-                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: "
-                "disable it, and set b_short_tokens"
-            )
-        lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
-        if not lowest <= self.b_short_tokens <= highest:
-            raise ValueError(
-                f"b_short_tokens of {self.b_short_tokens} is the initial value, so it must lie between "
-                f"adaptive_b_short.b_short_min and b_short_max, got {lowest} and {adaptive.b_short_max}"
-            )
 
 
 class PoolRouter:
@@ -139,42 +108,9 @@ class PoolRouter:
         self._costs = dict(zip(settings.pools, settings.costs, strict=False))
         self._costs_differ = len(set(settings.costs)) > 1
         self._boundaries = dict(zip(settings.pools[1:-1], settings.boundaries_tokens, strict=False))
-        adapts = settings.adaptive_b_short.enabled and len(settings.pools) == _ADAPTIVE_POOLS
-        self._adaptive = (
-            AdaptiveBShort(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
-        )
 
     def __repr__(self) -> str:
-        return f"<PoolRouter {self.b_short_tokens} {self._adaptive or 'fixed'}>"
-
-    @property
-    def b_short_tokens(self) -> int:
-        """The current `B_short`, in tokens."""
-        return self._settings.b_short_tokens if self._adaptive is None else self._adaptive.b_short_tokens
-
-    def restore(self, b_short_tokens: int, now: float) -> None:
-        """Continue from the value of an earlier process if `B_short` adapts."""
-        if self._adaptive is not None:
-            self._adaptive.restore(b_short_tokens, now)
-
-    def on_arrival(self, estimate: TokenEstimate) -> float:
-        """Add a request to the demand. Return a mark to pass to `on_departure`."""
-        if self._adaptive is None:
-            return 0.0
-        return self._adaptive.demand.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
-
-    def on_departure(self, estimate: TokenEstimate, arrival_mark: float) -> None:
-        """Remove a request that has ended from the demand."""
-        if self._adaptive is not None:
-            self._adaptive.demand.on_departure(estimate.budget_tokens, estimate.expected_tokens, arrival_mark)
-
-    def adapt(self, replicas: Iterable[ReplicaState], now: float) -> BShortChanged | None:
-        """Move `B_short` if that is due. Queued requests must be routed again after a change."""
-        adaptive = self._adaptive
-        if adaptive is None or not adaptive.is_due(now):
-            return None
-        short, long = (self._capacity(pool, replicas) for pool in self.order())
-        return adaptive.adapt(short, long, now)
+        return f"<PoolRouter {self._settings.b_short_tokens}>"
 
     def order(self) -> tuple[str, ...]:
         """Return all pools by context as listed, and by cost if neighbours have the same context."""
@@ -199,7 +135,11 @@ class PoolRouter:
         """
         order = self.order() if self._costs_differ else self._settings.pools
         budget, is_exact = estimate.budget_tokens, request.shape.prompt_tokens is not None
-        home = 0 if budget <= self.b_short_tokens else self._home_above(budget, order, is_exact=is_exact)
+        home = (
+            0
+            if budget <= self._settings.b_short_tokens
+            else self._home_above(budget, order, is_exact=is_exact)
+        )
         holds: list[str] = []
         unknown: str | None = None
         for place in self._preferences[home]:
@@ -239,19 +179,6 @@ class PoolRouter:
         """Return whether a pool of unknown context cannot hold what one with `above_tokens` rejected."""
         longer = (self._context_limit(pool) for pool in order[place + 1 :])
         return place == 0 or any(limit is not None and limit <= above_tokens for limit in longer)
-
-    def _capacity(self, pool: str, replicas: Iterable[ReplicaState]) -> PoolCapacity | None:
-        limit = self._context_limit(pool)
-        members = [state for state in replicas if state.joined and state.spec.pool == pool]
-        if limit is None or not members:
-            return None
-        paces = [state.report.tpot_s for state in members if state.report and state.report.tpot_s]
-        return PoolCapacity(
-            kv_tokens=sum(state.kv_budget for state in members),
-            sequences=sum(state.likely_num_seqs for state in members),
-            context_tokens=limit,
-            tpot_s=sum(paces) / len(paces) if paces else None,
-        )
 
     def _last_resort(
         self, request: Request, estimate: TokenEstimate, above_tokens: int, order: tuple[str, ...]

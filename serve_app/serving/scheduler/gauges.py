@@ -134,7 +134,7 @@ def core_figures(core: Scheduler) -> list[Figures]:
         figure(
             "ewsjf_b_short_tokens",
             "Token budget up to which the first pool is a request's home pool.",
-            core.router.b_short_tokens,
+            core.settings.routing.b_short_tokens,
         ),
         figure(
             "ewsjf_queue_wait_prediction_error_mean_seconds",

@@ -23,7 +23,6 @@ from serve_app.core.commands import (
 )
 from serve_app.core.events import Event
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.adaptive_b_short import BShortChanged
 from serve_app.serving.channel.request_book import GatewayRequest
 
 
@@ -112,14 +111,3 @@ class ChangeLog:
                 logger.info("event=engine_responsive replica=%s", replica_id)
             case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
                 logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
-            case BShortChanged():
-                logger.info(
-                    "event=b_short_changed model=%s before=%d after=%d "
-                    "short_load=%.3f long_load=%.3f speed=%.2f",
-                    self._model,
-                    command.was_tokens,
-                    command.b_short_tokens,
-                    command.short_load,
-                    command.long_load,
-                    command.speed_ratio,
-                )

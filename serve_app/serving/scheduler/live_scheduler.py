@@ -117,7 +117,7 @@ class LiveScheduler:
         self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
-            restore_state(self.core, options.learned, self._now)
+            restore_state(self.core, options.learned)
         self.end_reason = ""
         self.queries: QueryHandler | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}

@@ -16,7 +16,6 @@ from serve_app.core.commands import Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.adaptive_b_short import BShortChanged
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
@@ -71,8 +70,6 @@ class SchedulerMetrics:
         self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
         text = "Changes of tuned values, including the start and the end of trials."
         self._retunings = single("ewsjf_retunings", text)
-        text = "Changes of `b_short_tokens`, the boundary of the first pool."
-        self._b_short_changes = single("ewsjf_b_short_changes", text)
         self._errors = single("ewsjf_scheduler_errors", "Events that the scheduler core failed to handle.")
         text = (
             "Requests whose actual tokens belong to another pool: `long` ones with the first pool as home, "
@@ -134,16 +131,14 @@ class SchedulerMetrics:
         if isinstance(event, Finished):
             if entry.scheduled is not None:
                 core = entry.core
-                pools, b_short_tokens = core.settings.routing.pools, core.router.b_short_tokens
-                self.on_end(entry.scheduled, event.outcome, pools, b_short_tokens)
+                routing = core.settings.routing
+                self.on_end(entry.scheduled, event.outcome, routing.pools, routing.b_short_tokens)
         elif isinstance(event, DispatchFailed):
             self._put_backs[model, event.failure].inc()
         if len(commands) > len(entry.dispatched) + len(entry.concluded):
             for command in commands:
                 if isinstance(command, ReportStale):
                     self._stale_reports.inc()
-                elif isinstance(command, BShortChanged):
-                    self._b_short_changes.inc()
 
     def on_end(
         self, ended: ScheduledRequest, outcome: Outcome, pools: tuple[str, ...], b_short_tokens: int

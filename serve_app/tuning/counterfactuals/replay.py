@@ -92,7 +92,7 @@ class _Replay:
 
     def run(self) -> dict[str, ReplayedRequest]:
         recording, simulation = self._recording, self._simulation
-        restore_state(simulation.scheduler, recording.learned, 0.0)
+        restore_state(simulation.scheduler, recording.learned)
         for tokens in recording.earlier_prompt_tokens:
             simulation.scheduler.isolation.observe(tokens)
         for change in recording.changes:

@@ -93,7 +93,7 @@ def test_a_large_request_of_a_heavy_tenant_still_fits_an_idle_replica() -> None:
 
 def test_other_policies_and_unfair_queues_keep_nothing() -> None:
     for changes in ({"policy": "fcfs"}, {"fairness": FairnessSettings(mode=FairnessMode.OFF)}):
-        shared = Shared(**changes)  # type: ignore[arg-type]
+        shared = Shared(**changes)
         shared.light_traffic()
         for _ in range(30):
             shared.send("heavy")

@@ -1,4 +1,4 @@
-from serve_app.core.routing.adaptive_b_short import ArrivedWork
+from serve_app.core.routing.arrived_work import ArrivedWork
 from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.request import PriorityClass

@@ -110,10 +110,12 @@ requests = st.tuples(st.integers(1, 2_000), st.integers(1, 1_000), st.integers(1
 
 
 @given(st.lists(st.tuples(requests, st.floats(0, 200), st.booleans()), max_size=30))
-def test_the_peak_is_the_largest_sum_over_the_points(history: list[tuple[object, float, bool]]) -> None:
+def test_the_peak_is_the_largest_sum_over_the_points(
+    history: list[tuple[tuple[int, int, int, bool], float, bool]],
+) -> None:
     made = forecast()
     running: list[KvUse] = []
-    for (prompt, output, choices, known), iterations, ends in history:  # type: ignore[misc]
+    for (prompt, output, choices, known), iterations, ends in history:
         made.advance(iterations)
         made.add(one := use(prompt, output, choices=choices, known=known))
         running.append(one)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from tests.builders import request
 from tests.core.routing.test_pools import estimate, estimated_request
@@ -84,10 +83,6 @@ def test_a_rejected_request_goes_to_a_longer_pool() -> None:
         ({"pools": ("a", "b", "c"), "boundaries_tokens": (8_000,)}, r"must increase.*\[8192, 8000\]"),
         ({"costs": (1.0,)}, "one positive value for each pool"),
         ({"costs": (1.0, 0.0)}, "one positive value for each pool"),
-        (
-            {"pools": ("a", "b", "c"), "adaptive_b_short": AdaptiveBShortSettings(enabled=True)},
-            "balances two pools, got a, b, c",
-        ),
     ],
 )
 def test_incompatible_settings_are_rejected(changes: dict[str, object], message: str) -> None:

@@ -1,13 +1,8 @@
-import pytest
-
-from serve_app.core.routing.adaptive_b_short import AdaptiveBShort, AdaptiveBShortSettings, PoolCapacity
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.estimation.output_length import OutputEstimate
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
-from serve_app.core.routing.rate import DecayingRate
-from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PromptShape, Request
-from tests.builders import report, request, spec
+from tests.builders import request
 
 LIMITS = {"short": 1_000, "long": 4_000}
 
@@ -75,82 +70,6 @@ def test_a_pool_without_replicas_may_be_a_home_but_no_request_spills_into_it() -
     assert router({"short": 1_000}).route(estimated_request(), estimate(700)) == ("long", "short")
     assert router({"short": 1_000}).route(estimated_request(), estimate(100)) == ("short",)
     assert router({}).longest_context() is None
-
-
-ADAPTIVE = AdaptiveBShortSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
-
-
-def replicas(*pools: str) -> list[ReplicaState]:
-    return [
-        ReplicaState(
-            spec(f"r{number}", pool), number, DecayingRate(1.0, 0.0), kv_budget=10_000, report=report()
-        )
-        for number, pool in enumerate(pools)
-    ]
-
-
-def test_an_adaptive_b_short_moves_to_where_the_pools_loads_are_even() -> None:
-    adaptive = router(adaptive_b_short=ADAPTIVE)
-    for prompt_tokens in (50, 150) * 50:
-        adaptive.on_arrival(estimate(prompt_tokens))
-    fleet = replicas("short", "long")
-    moves = [move for now in range(5) if (move := adaptive.adapt(fleet, float(now))) is not None]
-    assert [move.was_tokens for move in moves][:1] == [600]
-    # Budgets are 150 and 250.
-    assert 150 <= adaptive.b_short_tokens < 250
-    assert adaptive.route(estimated_request(), estimate(50)) == ("short", "long")
-    assert adaptive.route(estimated_request(), estimate(150)) == ("long", "short")
-
-
-def test_lost_replicas_are_no_capacity_and_without_a_pool_b_short_stays() -> None:
-    adaptive = router(adaptive_b_short=ADAPTIVE)
-    for prompt_tokens in (50, 150) * 50:
-        adaptive.on_arrival(estimate(prompt_tokens))
-    fleet = replicas("short", "long")
-    fleet[1].joined = False
-    assert [adaptive.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
-
-
-def test_a_fixed_b_short_and_that_of_a_single_pool_never_move() -> None:
-    for settled in (router(), router(pools=("short",), adaptive_b_short=ADAPTIVE)):
-        for _ in range(200):
-            settled.on_arrival(estimate(100))
-        fleet = replicas("short", "long")
-        assert [settled.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
-        settled.restore(100, 5.0)
-        assert settled.b_short_tokens == 600
-    adaptive = router(adaptive_b_short=ADAPTIVE)
-    adaptive.restore(100, 5.0)
-    assert adaptive.b_short_tokens == 100
-
-
-def test_an_adaptive_b_short_counts_the_replicas_of_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[PoolCapacity | None] = []
-
-    def record(_self: object, short: PoolCapacity | None, long: PoolCapacity | None, _now: float) -> None:
-        seen.extend((short, long))
-
-    monkeypatch.setattr(AdaptiveBShort, "adapt", record)
-    adapting = router(adaptive_b_short=AdaptiveBShortSettings(enabled=True, b_short_min=1))
-    replicas = [
-        ReplicaState(
-            spec(name, pool), order, DecayingRate(10.0, 0.0), kv_budget=budget, joined=name != "gone"
-        )
-        for order, (name, pool, budget) in enumerate(
-            (("s1", "short", 100), ("s2", "short", 200), ("gone", "short", 400), ("l1", "long", 1_000))
-        )
-    ]
-    for state, tpot_s in zip(replicas, (0.02, 0.04, 0.3, None), strict=True):
-        state.report = report(running=1, tpot_s=tpot_s)
-    adapting.adapt(replicas, 1.0)
-    short, long = seen
-    assert short is not None
-    assert long is not None
-    assert (short.kv_tokens, short.sequences, short.context_tokens) == (300, 16, 1_000)
-    assert short.tpot_s == pytest.approx(0.03)
-    assert (long.kv_tokens, long.sequences, long.context_tokens, long.tpot_s) == (1_000, 8, 4_000, None)
-    adapting.adapt(replicas[:3], 100.0)
-    assert seen[3] is None
 
 
 def test_a_request_without_max_tokens_needs_one_token_beside_its_prompt() -> None:

@@ -203,11 +203,11 @@ async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "app/m")
-    store.save({"estimator": {"version": 1}, "prefill_costs": {}})
+    store.save({"estimator": {"version": 99}, "prefill_costs": {}})
     actor = cluster.actor(str(tmp_path))
     await actor.check_health()
     await until(lambda: Path(f"{store.path}.rejected").exists())
-    assert "'b_short_tokens' must be a number from 1" in caplog.text
+    assert "has version 99, this release reads 1" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
     )

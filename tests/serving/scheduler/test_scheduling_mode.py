@@ -116,8 +116,8 @@ def test_a_choice_holds_after_a_restart_until_the_configuration_changes() -> Non
     before.pass_through.change(0.2)
     kept = learned_state(before)
     same, other = Scheduler(settings()), Scheduler(settings(active_share=0.5))
-    restore_state(same, kept, 0.0)
-    restore_state(other, kept, 0.0)
+    restore_state(same, kept)
+    restore_state(other, kept)
     assert (same.pass_through.active_share, other.pass_through.active_share) == (0.2, 0.5)
 
 
@@ -126,5 +126,5 @@ def test_a_state_of_a_version_before_the_mode_is_taken_over() -> None:
     for name in ("active_share", "configured_active_share"):
         kept.pop(name)
     later = Scheduler(settings(active_share=0.5))
-    restore_state(later, kept, 0.0)
+    restore_state(later, kept)
     assert later.pass_through.active_share == 0.5
