@@ -1,11 +1,14 @@
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.events import Finished, FirstToken, Woke
+from serve_app.core.events import Finished, FirstToken, ReplicaJoined, Woke
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from tests.builders import ManualDriver, dispatched, one_replica
+from tests.builders import ONE_POOL, ManualDriver, dispatched, one_replica, spec
 
 
 def make_driver(**changes: Any) -> ManualDriver:
@@ -49,6 +52,20 @@ def test_prefill_work_in_flight_counts_though_the_cache_is_nearly_empty() -> Non
     assert dispatched(driver.arrive("huge", prompt_tokens=60_000)) == [("huge", "r1")]
     assert driver.arrive("small") == []
     assert dispatched(driver.feed(FirstToken("huge"))) == [("small", "r1")]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "passes"), [(256, True), (0, False)])
+def test_short_requests_pass_a_long_prefill_that_the_engine_computes_in_chunks(
+    chunk_tokens: int, passes: bool
+) -> None:
+    backpressure = BackpressureSettings(max_prefill_backlog_s=4.0)
+    driver = ManualDriver(routing=ONE_POOL, policy="ewsjf", backpressure=backpressure)
+    known = spec("r1", "only", kv_tokens=500_000, max_model_len=100_000)
+    driver.feed(ReplicaJoined(replace(known, long_prefill_token_threshold=chunk_tokens)))
+    driver.report("r1")
+    # Six seconds at the prior of 0.1 ms per token.
+    assert dispatched(driver.arrive("huge", prompt_tokens=60_000)) == [("huge", "r1")]
+    assert bool(driver.arrive("small")) is passes
 
 
 def test_unobserved_prefills_do_not_count_as_in_flight_until_the_answer_ends() -> None:
