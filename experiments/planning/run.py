@@ -6,7 +6,7 @@ profiles, and both baselines. `grid` does the same on synthetic mixes of short a
 
 import csv
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class PlanCase:
         name: of its row.
         title: of its line in the table.
         requests: in each run.
+        stand_in_replicas: larger undivided fleets are simulated at a share of their size and rate.
     """
 
     name: str
@@ -43,16 +44,19 @@ class PlanCase:
     ttft_s: float = 2.0
     tpot_s: float = 0.08
     short_profiles: tuple[str, ...] = ()
+    long_profiles: tuple[str, ...] = ()
     b_short_tokens: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
     worst_case_slots: int | None = None
     variants: bool = True
     candidates: int = 2
+    stand_in_replicas: int = 8
 
     def options(self) -> FleetOptions:
         """Return the planner's choices."""
         return FleetOptions(
             profile=self.profile,
             short_profiles=self.short_profiles,
+            long_profiles=self.long_profiles,
             b_short_tokens=self.b_short_tokens,
             worst_case_slots=self.worst_case_slots,
             variants=self.variants,
@@ -138,16 +142,11 @@ class MixGrid:
 
 @settings
 class PlanningExperiment:
-    """Settings of the experiment.
-
-    Attributes:
-        stand_in_replicas: larger undivided fleets are simulated at a share of their size and rate.
-    """
+    """Settings of the experiment."""
 
     cases: tuple[PlanCase, ...]
     grid: MixGrid
     seeds: int
-    stand_in_replicas: int
 
 
 # Lengths of the grid vary by a third around their means.
@@ -156,39 +155,37 @@ _LEAST, _MOST = 2 / 3, 4 / 3
 
 def play(experiment: PlanningExperiment, context: Context) -> Iterator[Measurement]:
     """Plan the cases, then the grid."""
-    effort = Effort(
-        seeds=range(experiment.seeds), max_simulated_replicas=experiment.stand_in_replicas, jobs=context.jobs
-    )
+    seeds = range(experiment.seeds)
     mixes = list(experiment.grid.mixes())
     with progress_bar("plans", len(experiment.cases) + len(mixes)) as advance:
         for case in experiment.cases:
             if not context.has({"case": case.name}):
                 yield Measurement(
                     key={"case": case.name},
-                    seeds=effort.seeds,
+                    seeds=seeds,
                     traces=trace_sources(case.trace),
-                    figures=_planned(case, case.trace, effort),
-                    settings=_settings(case, effort),
+                    figures=_planned(case, case.trace, seeds, context.jobs),
+                    settings=asdict(case),
                 )
             advance()
         for mix in mixes:
             if not context.has({"mix": mix.name}):
-                yield _of_grid(experiment.grid, mix, effort)
+                yield _of_grid(experiment.grid, mix, seeds, context.jobs)
             advance()
 
 
-def _of_grid(grid: MixGrid, mix: Mix, effort: Effort) -> Measurement:
+def _of_grid(grid: MixGrid, mix: Mix, seeds: Sequence[int], jobs: int) -> Measurement:
     case = grid.case(mix)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mix.csv"
         write_mix(path, mix, case)
-        figures = _planned(case, str(path), effort)
+        figures = _planned(case, str(path), seeds, jobs)
     return Measurement(
         key={"mix": mix.name},
-        seeds=effort.seeds,
+        seeds=seeds,
         traces=generated("mixes of two kinds"),
         figures=figures,
-        settings=_settings(case, effort) | {"mix": asdict(mix)},
+        settings=asdict(case) | {"mix": asdict(mix)},
     )
 
 
@@ -204,8 +201,9 @@ def write_mix(path: Path, mix: Mix, case: PlanCase) -> None:
             rows.writerow((f"{number / case.rate_per_s:.6f}", *drawn))
 
 
-def _planned(case: PlanCase, trace: str, effort: Effort) -> dict[str, Any]:
+def _planned(case: PlanCase, trace: str, seeds: Sequence[int], jobs: int) -> dict[str, Any]:
     """Return the chosen fleets, and the closed forms beside the simulated results."""
+    effort = Effort(seeds=seeds, max_simulated_replicas=case.stand_in_replicas, jobs=jobs)
     plan = make_plan(case.options(), case.demand(trace), CostTable.load(), effort)
     found = plan_as_json(plan.result)
     return {
@@ -215,11 +213,8 @@ def _planned(case: PlanCase, trace: str, effort: Effort) -> dict[str, Any]:
         "requests": plan.demand.trace.requests,
         "dropped": plan.workload.dropped,
         "runs": plan.verifier.played,
+        "meets_at_double_scale": {name: one.meets for name, one in plan.double_scale.items()},
     }
-
-
-def _settings(case: PlanCase, effort: Effort) -> dict[str, Any]:
-    return {**asdict(case), "stand_in_replicas": effort.max_simulated_replicas}
 
 
 EXPERIMENT = Experiment(settings=PlanningExperiment, play=play)

@@ -49,6 +49,14 @@ def _plan(fleets: Mapping[str, Any]) -> Any:
 
 def test_a_fleet_that_does_not_exist_is_named_and_nothing_is_compared_with_it() -> None:
     one = _plan({"paged-homogeneous": _fleet(8)})
-    assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - |" in TABLES[
+    assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - | - |" in TABLES[
         "cases"
     ].written([one])
+
+
+def test_dollars_have_the_resolution_of_their_saving_and_the_printed_figure() -> None:
+    saving = {"simulated": -0.25, "resolution": 0.05}
+    pools = _fleet(10, savings={"paged-homogeneous": saving})
+    paged = _fleet(8, usd_per_hour=1_000.0)
+    plan = replace(_plan({"paged-homogeneous": paged, "pools": pools}), key={"case": "lmsys-mi300x"})
+    assert "| a demand | - | -2.19 ± 0.44 M | 15.4 M |" in TABLES["dollars"].written([plan])
