@@ -428,12 +428,15 @@ class Dispatcher:
             if destination.replica_id is not None:
                 return f"it is bound to replica {destination.replica_id}, which accepts no requests now"
             return f"no replica with the adapter {destination.adapter} accepts requests now"
-        not_avoided = self._query(head, by_tokens)
+        with_headroom = replace(by_tokens, headroom=self._headroom.tokens(head, pool))
+        kept = f"the last {with_headroom.headroom:,} KV tokens of each replica are kept for other tenants"
+        not_avoided = self._query(head, with_headroom)
         with_isolation = replace(not_avoided, long_limits=self._limits(head, now))
         is_batch = head.request.priority is PriorityClass.BATCH
         with_empty_queue = replace(with_isolation, needs_empty_engine_queue=is_batch)
         for query, reason in (
             (by_tokens, f"no open replica has {tokens:,} free KV tokens{reserved}"),
+            (with_headroom, f"its tenant holds more than its share, and {kept}"),
             (not_avoided, "it has failed on every open replica, or each has another request in quarantine"),
             (with_isolation, "every open replica has the maximum number of long prefills in flight"),
             (with_empty_queue, "batch work waits for an engine with an empty queue"),

@@ -56,6 +56,7 @@ def test_a_heavy_tenant_leaves_room_that_a_light_one_gets_at_once() -> None:
     shared.light_traffic()
     waiting = [each for each in (shared.send("heavy") for _ in range(30)) if shared.is_waiting(each)]
     assert waiting
+    assert "its tenant holds more than its share" in shared.wait_reasons(waiting[0])
     assert 200 <= shared.free < 470 + 1_000
     assert not shared.is_waiting(shared.send("light", 190))
 
