@@ -68,7 +68,7 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
     slots = sum(_slots(state, mean_tokens) for state in ready)
     busy = sum(state.in_flight for state in ready)
     kv_tokens = sum(state.kv_budget for state in ready)
-    held = sum(state.held_tokens for state in ready)
+    peak = sum(state.peak_tokens for state in ready)
     return PoolView(
         ready=len(ready),
         replica_ids=tuple(state.spec.replica_id for state in ready),
@@ -83,7 +83,7 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
         in_flight=in_flight,
         slots=slots,
         # An engine has a few queued requests beyond its batch, which are no reason for another engine.
-        full_ratio=min(1.0, max(busy / slots if slots else 0.0, held / kv_tokens if kv_tokens else 0.0)),
+        full_ratio=min(1.0, max(busy / slots if slots else 0.0, peak / kv_tokens if kv_tokens else 0.0)),
         prefill_token_s=_prefill_token_s(scheduler, pool, ready),
         stated=_stated(ready),
         reports=tuple(_reports(ready)),
@@ -120,7 +120,7 @@ def _can_scale_out_help(scheduler: Scheduler, head: ScheduledRequest, pool: str)
 def _mean_tokens(ready: list[ReplicaState], waiting_tokens: int, waiting_requests: int) -> float:
     """Return the mean KV tokens of a running or queued request; 1 if there is none."""
     requests = waiting_requests + sum(state.in_flight for state in ready)
-    tokens = waiting_tokens + sum(state.held_tokens for state in ready)
+    tokens = waiting_tokens + sum(state.peak_tokens for state in ready)
     return max(1.0, tokens / requests) if requests else 1.0
 
 

@@ -69,7 +69,7 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
 _MAX_REPLICAS = 100
 SUB_QUEUES_SHOWN = 60
 _MAX_TENANTS = 50
-_SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
+_SUMMED = ("in_flight", "peak_tokens", "waiting_in_engine", "running")
 
 
 def reserved(state: ReplicaState | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def reserved(state: ReplicaState | None) -> dict[str, Any]:
     if state is None:
         return {}
     return {
-        "held_tokens": state.held_tokens,
+        "peak_tokens": state.peak_tokens,
         "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
         "reserved_tokens": state.reserved_tokens,
         "pending_prefill_tokens": state.pending_prefill_tokens,
@@ -122,7 +122,7 @@ def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
         "kv_usage_ratio": report.get("kv_usage_ratio"),
         "tpot_s": report.get("tpot_s"),
         "max_model_len": shown.get("max_model_len"),
-        "held_tokens": shown.get("held_tokens", 0),
+        "peak_tokens": shown.get("peak_tokens", 0),
         "budget_tokens": shown.get("budget_tokens"),
         "pending_prefill_tokens": shown.get("pending_prefill_tokens", 0),
     }

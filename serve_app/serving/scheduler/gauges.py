@@ -228,7 +228,7 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
             capacity[pool,] = sum(each.in_flight for each in members) / sequences
         sized = [each for each in members if each.spec.kv_tokens is not None]
         if kv_tokens := sum(each.kv_budget for each in sized):
-            reserved[pool,] = sum(each.held_tokens for each in sized) / kv_tokens
+            reserved[pool,] = sum(each.peak_tokens for each in sized) / kv_tokens
     return [
         Figures(
             "ewsjf_pool_replicas",
@@ -250,7 +250,7 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
         ),
         Figures(
             "ewsjf_pool_kv_reserved_ratio",
-            "Reserved share of a pool's KV cache; absent if its engines do not report the size.",
+            "Share of a pool's KV cache at the forecast peak; absent if its engines do not report the size.",
             ("pool",),
             reserved,
         ),

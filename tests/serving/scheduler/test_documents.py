@@ -17,7 +17,7 @@ REPORT: dict[str, Any] = {
 
 
 def replica(pool: str = "short", report: dict[str, Any] | None = REPORT, **changes: Any) -> dict[str, Any]:
-    held = {"held_tokens": 300, "budget_tokens": 1_000, "pending_prefill_tokens": 40}
+    held = {"peak_tokens": 300, "budget_tokens": 1_000, "pending_prefill_tokens": 40}
     spec = {"pool": pool, "max_num_seqs": 16, "max_model_len": 2_048, "in_flight": 5, "stale": False}
     document = {**spec, **held, "report": report, **changes}
     return {**document, "state": replica_state(document)}
@@ -49,7 +49,7 @@ def test_pools_are_summed_over_all_replicas() -> None:
     fleet = {"a": replica(), "b": replica(report={**REPORT, "kv_usage_ratio": 0.7}), "c": replica(stale=True)}
     short, long = shown(fleet)["pools"]
     assert (short["replicas"], short["ready"], short["in_flight"], short["running"]) == (3, 2, 15, 12)
-    assert (short["held_tokens"], short["budget_tokens"]) == (900, 3_000)
+    assert (short["peak_tokens"], short["budget_tokens"]) == (900, 3_000)
     assert short["kv_usage_ratio"] == pytest.approx((0.5 + 0.7 + 0.5) / 3)
     assert (long["replicas"], long["kv_usage_ratio"]) == (0, None)
 
@@ -57,7 +57,7 @@ def test_pools_are_summed_over_all_replicas() -> None:
 def test_a_pool_whose_engines_do_not_report_their_cache_has_no_budget() -> None:
     fleet = {"a": replica(), "b": replica(budget_tokens=None, report={**REPORT, "kv_usage_ratio": None})}
     short = shown(fleet)["pools"][0]
-    assert (short["held_tokens"], short["budget_tokens"], short["kv_usage_ratio"]) == (600, None, 0.5)
+    assert (short["peak_tokens"], short["budget_tokens"], short["kv_usage_ratio"]) == (600, None, 0.5)
 
 
 def test_of_a_large_fleet_those_that_need_attention_are_shown() -> None:

@@ -12,10 +12,10 @@ export function render(model) {
     h("div", { class: "card" }, replicaTable(model)));
 }
 
-function reserved({ held_tokens: held, budget_tokens: budget }) {
-  if (budget === null) return `${compact(held)}, limit not reported`;
+function reserved({ peak_tokens: peak, budget_tokens: budget }) {
+  if (budget === null) return `${compact(peak)}, limit not reported`;
   if (!budget) return NONE;
-  return h("span", { class: "meter" }, bar(held / budget), `${compact(held)} of ${compact(budget)} (${percent(held / budget)})`);
+  return h("span", { class: "meter" }, bar(peak / budget), `${compact(peak)} of ${compact(budget)} (${percent(peak / budget)})`);
 }
 
 const used = (ratio) => (ratio === null || ratio === undefined
@@ -24,7 +24,7 @@ const used = (ratio) => (ratio === null || ratio === undefined
 
 function poolTable(model) {
   const scaling = model.scaling?.pools ?? {};
-  const columns = [["Pool"], ["Ready", "figure"], ["Desired", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["In-flight tokens", "meters"], ["KV cache used (mean)", "meters"]];
+  const columns = [["Pool"], ["Ready", "figure"], ["Desired", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["KV peak", "meters"], ["KV cache used (mean)", "meters"]];
   const rows = model.pools.map((pool) => ({
     key: pool.pool,
     kind: pool.ready < pool.replicas || !pool.replicas ? "attention" : "",
@@ -41,7 +41,7 @@ const desired = (decision) => decision
   : NONE;
 
 function replicaTable(model) {
-  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["In-flight tokens", "meters"], ["KV cache used", "meters"], ["TPOT", "figure"]];
+  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["KV peak", "meters"], ["KV cache used", "meters"], ["TPOT", "figure"]];
   const rows = model.replicas.map((each) => ({
     key: each.replica,
     kind: each.state === "ready" ? "" : "attention",
