@@ -57,6 +57,7 @@ class ScheduledRequest:
         cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
         dispatch_number: number of requests sent to that replica by then, this one included.
         prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
+        prefilled_before: prompt tokens that the replica had computed by the dispatch, in total.
         started_at: time at which its answer started; None if an earlier scheduler observed it.
         charged: service charged to its tenant for it.
         key_charge: tokens charged to the limit of its key; None without such a limit.
@@ -94,6 +95,7 @@ class ScheduledRequest:
     dispatched_at: float = 0.0
     dispatch_number: int = 0
     prefilled_alone: bool = False
+    prefilled_before: int = 0
     started: bool = False
     started_at: float | None = None
     charged: float = 0.0

@@ -185,9 +185,9 @@ class RecordingMachine(RuleBasedStateMachine):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
         if known.spec.max_num_seqs is None:
-            # Up to the limit that latency controls, which has its own tests.
-            limit = state.in_flight_limit
-            if limit is None or len(running) + 1 > limit or head.request.priority is BATCH:
+            # Up to the limits that are learned, which have their own tests.
+            backpressure = self.scheduler.ledger.open.is_open(state, self.now)
+            if not backpressure or state.adaptive_limits is None or head.request.priority is BATCH:
                 return False
         elif not self.has_short_queue(known.spec.max_num_seqs, running, head, state):
             return False

@@ -21,8 +21,8 @@ A replica receives no requests, whatever its queue, while one of these signals s
 KV use alone is not sufficient: it is low while prefill is saturated.
 
 The time per output token of an engine that does not report it is measured from its streamed answers
-(`core.routing.observed`). An engine whose reports do not include its queue has a concurrency limit instead:
-the size of its batch if that is known, else a limit that adapts to its latency (`core.routing.observed`).
+(`core.routing.observed`). An engine whose reports do not include its queue has limits that are learned from
+the starts of its answers instead, in the same module.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.
@@ -108,8 +108,11 @@ class EngineBackpressure:
             self._prefill_backlog_s(replica, without_chunked=True) > settings.max_prefill_backlog_s
         ):
             return False
-        if batch is None and (limit := replica.in_flight_limit) is not None:
-            return replica.in_flight + 1 <= limit
+        if (limits := replica.adaptive_limits) is not None:
+            streamed = replica.hang_detector.outstanding
+            return replica.unstarted - streamed < int(limits.unstreamed) and streamed - replica.long_prefills[
+                0
+            ] < int(limits.window)
         # Long prefills have their own limit, and are in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
             return True

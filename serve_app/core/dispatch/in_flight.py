@@ -13,6 +13,7 @@ from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.observed import AnswerStart
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
@@ -64,6 +65,7 @@ class InFlight:
         replica = self._ledger[replica_id]
         self._headroom.on_hold(scheduled, use.pool, now)
         scheduled.dispatch_number = replica.dispatches
+        scheduled.prefilled_before = replica.prefill_dispatched - replica.pending_prefill_tokens
         self.engine_time.on_dispatch(scheduled, replica, now)
         if (adapter := scheduled.request.spec.adapter) is not None:
             replica.record_adapter(adapter)
@@ -83,19 +85,19 @@ class InFlight:
         self.engine_time.on_first_token(scheduled, replica, now)
         # An answer that is not streamed starts at its end, long after its prefill.
         if streamed:
-            self._observe_latency(scheduled, scheduled.prefill_tokens, now)
+            self._observe_start(scheduled, replica, now)
             self._prefills.on_first_token(scheduled, replica, now)
         scheduled.hold = self._ledger.start(scheduled.replica_id, scheduled.hold, now)
         self._suspensions.on_success(scheduled, replica, now)
 
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
         """Learn from a complete answer. `release` follows."""
+        assert scheduled.replica_id is not None
         if usage is not None and scheduled.request.spec.streamed:
             self._observe_pace(scheduled, usage.output_tokens, now)
         elif usage is not None:
             work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-            self._observe_latency(scheduled, work, now)
-        assert scheduled.replica_id is not None
+            self._ledger.observe_whole_answer(scheduled.replica_id, work, now - scheduled.dispatched_at, now)
         replica = self._ledger[scheduled.replica_id]
         replica.hang_detector.on_progress(now)
         self._suspensions.on_success(scheduled, replica, now)
@@ -113,11 +115,24 @@ class InFlight:
         scheduled.replica_id, scheduled.hold = None, NO_HOLD
         scheduled.started, scheduled.started_at = False, None
 
-    def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
-        """Learn the latency of an answer that has started, with its first token or as a whole."""
-        assert scheduled.replica_id is not None
-        streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
-        self._ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
+    def _observe_start(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        """Learn the limits of an engine of unknown load from a first token."""
+        if replica.observed is None or replica.reports_queue:
+            return
+        in_flight_tokens = replica.prefill_dispatched - scheduled.prefilled_before
+        outstanding = replica.hang_detector.outstanding
+        start = AnswerStart(
+            seconds=now - scheduled.dispatched_at,
+            explained_s=self._prefills.costs.of(replica.spec.pool).seconds(in_flight_tokens),
+            iteration_s=replica.report.tpot_s if replica.report else None,
+            overtaken=scheduled.dispatch_number < replica.last_started,
+            running=replica.in_flight - outstanding,
+            unstarted=outstanding + 1,
+            peak_tokens=replica.peak_tokens,
+        )
+        replica.last_started = max(replica.last_started, scheduled.dispatch_number)
+        others = replica.pending_prefill_tokens - scheduled.hold.prefill_tokens
+        self._ledger.observe_start(replica.spec.replica_id, start, others, now)
 
     def _observe_pace(self, scheduled: ScheduledRequest, output_tokens: int, now: float) -> None:
         """Learn the pace of a completed stream. With several choices, the pace of each one is unknown."""

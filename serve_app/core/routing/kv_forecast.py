@@ -149,6 +149,10 @@ class KvForecast:
                     self._slope[point] += slope
                     self._base[point] += base
 
+    def used(self) -> int:
+        """Return the use of the cache now, in tokens. It takes time in proportion to the requests."""
+        return round(sum(use.prompt_tokens + use.choices * (self.clock - use.start) for use in self._uses))
+
     def peak(self) -> int:
         """Return the highest expected use from now on, in tokens."""
         slope = base = highest = 0.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from serve_app.core.routing.kv_forecast import KvUse
-from serve_app.core.routing.observed import ConcurrencyLimit, LearnedBatch, LearnedContext
+from serve_app.core.routing.observed import AnswerStart, LearnedBatch, LearnedContext, ObservedLimits
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -392,7 +392,7 @@ class ReplicaLedger:
             unknown = spec.max_num_seqs is None
             state.batch = LearnedBatch() if unknown else None
             state.context = None if spec.has_known_context else LearnedContext()
-            state.concurrency = ConcurrencyLimit() if unknown else None
+            state.observed = ObservedLimits() if unknown else None
         state.kv_budget = _kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
@@ -463,13 +463,30 @@ class ReplicaLedger:
             return reported_at + self._report_limit_s
         return None
 
-    def observe_latency(
-        self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
-    ) -> None:
-        """Learn from an answer that started `seconds` after its dispatch; see `observed.ConcurrencyLimit`."""
+    def observe_start(self, replica_id: str, start: AnswerStart, unstarted_tokens: int, now: float) -> None:
+        """Learn from the start of a streamed answer; see `observed.ObservedLimits`.
+
+        Args:
+            unstarted_tokens: prompt tokens of the requests without a first token, without this one.
+        """
         state = self._replicas[replica_id]
-        if state.in_flight_limit is not None and state.concurrency is not None:
-            state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
+        limits = state.observed
+        if limits is None or state.reports_queue:
+            return
+        if limits.on_start(start, now):
+            self._forecast(state, now)
+            limits.on_full(start.running, max(0, state.kv.used() - unstarted_tokens), now)
+        if state.spec.kv_tokens is None:
+            state.kv_budget = _NO_LIMIT if limits.kv_tokens is None else int(limits.kv_tokens)
+        self._forecast(state, now)
+        self.open.update(state, now)
+
+    def observe_whole_answer(self, replica_id: str, tokens: int, seconds: float, now: float) -> None:
+        """Learn from an answer that was not streamed; see `observed.ObservedLimits`."""
+        state = self._replicas[replica_id]
+        if state.adaptive_limits is not None:
+            in_flight = state.unstarted - state.hang_detector.outstanding
+            state.adaptive_limits.on_whole_answer(tokens, seconds, now, in_flight=in_flight)
             self.open.update(state, now)
 
     # Requests
@@ -536,6 +553,9 @@ class ReplicaLedger:
             if ran:
                 state.starts.add(1.0, now)
         self._clamp_unseen(state)
+        if not state.in_flight:
+            # An idle engine accepts any request, whatever size its cache was learned to have.
+            state.kv_budget = _kv_budget(state.spec)
         self.open.update(state, now)
         self._remove_if_done(state)
 
@@ -635,11 +655,8 @@ class ReplicaLedger:
         self, state: ReplicaState, now: float, *, added: KvUse | None = None, removed: KvUse | None = None
     ) -> None:
         """Update the peak of a replica's KV cache, after a request was added or removed."""
-        if state.kv_budget >= _NO_LIMIT:
-            state.peak_tokens = state.held_tokens
-            return
-        kv = state.kv
-        kv.advance((now - state.kv_at) / (state.tpot_s or _USUAL_TPOT_S))
+        kv, tpot_s = state.kv, state.tpot_s or (state.report.tpot_s if state.report else None)
+        kv.advance((now - state.kv_at) / (tpot_s or _USUAL_TPOT_S))
         state.kv_at = now
         if added is not None:
             kv.add(added)
@@ -701,3 +718,4 @@ def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
     state.long_prefills = (long + by * is_long, longest + by * is_longest)
     state.pending_prefill_tokens += by * hold.prefill_tokens
     state.long_prefill_tokens += by * is_long * hold.prefill_tokens
+    state.prefill_dispatched += hold.prefill_tokens if by > 0 else 0

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from serve_app.core.routing.kv_forecast import KvForecast, KvUse
 from serve_app.core.routing.observed import (
-    ConcurrencyLimit,
     HangDetector,
     LearnedBatch,
     LearnedContext,
     MeasuredPace,
+    ObservedLimits,
 )
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -76,7 +76,10 @@ class ReplicaState:
         context: learns its context limit; None if that is reported.
         pace: measures its time per output token from answers; used while none is reported.
         hang_detector: detects whether it hangs.
-        concurrency: its adaptive concurrency limit; used while neither its queue nor its batch size is known.
+        observed: learns its limits from its answers; used while it does not report its queue. None if its
+            batch size is reported.
+        prefill_dispatched: prompt tokens of all requests sent, in total.
+        last_started: the highest dispatch number of a streamed request whose answer has started.
         recent_adapters: LoRA adapters of its recent requests, the last one first.
     """
 
@@ -116,7 +119,9 @@ class ReplicaState:
     hang_detector: HangDetector = field(default_factory=HangDetector)
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
-    concurrency: ConcurrencyLimit | None = None
+    observed: ObservedLimits | None = None
+    prefill_dispatched: int = 0
+    last_started: int = 0
     recent_adapters: tuple[str, ...] = ()
 
     def record_adapter(self, adapter: str) -> None:
@@ -152,17 +157,20 @@ class ReplicaState:
     @property
     def max_num_seqs(self) -> int | None:
         """Its batch size, reported or learned; None while it is unknown."""
-        stated = self.spec.max_num_seqs
-        return self.batch.size if stated is None and self.batch is not None else stated
+        if self.spec.max_num_seqs is not None or self.batch is None:
+            return self.spec.max_num_seqs
+        if self.observed is not None and not self.reports_queue:
+            return self.observed.batch
+        return self.batch.size
 
     @property
     def likely_num_seqs(self) -> int:
         """Its batch size for predictions; an assumption while it is unknown."""
         if (known := self.max_num_seqs) is not None:
             return known
-        if self.reports_queue or self.concurrency is None:
+        if (limits := self.adaptive_limits) is None:
             return _LIKELY_NUM_SEQS
-        return max(1, int(self.concurrency.limit))
+        return limits.most_running + int(limits.window)
 
     @property
     def reports_queue(self) -> bool:
@@ -170,11 +178,9 @@ class ReplicaState:
         return self.report is None or self.report.waiting is not None
 
     @property
-    def in_flight_limit(self) -> float | None:
-        """Its concurrency limit if it reports neither its queue nor its batch size; else None."""
-        if self.reports_queue or self.concurrency is None or self.max_num_seqs is not None:
-            return None
-        return self.concurrency.limit
+    def adaptive_limits(self) -> ObservedLimits | None:
+        """The limits learned from its answers if neither its queue nor its batch size is known; else None."""
+        return None if self.reports_queue or self.max_num_seqs is not None else self.observed
 
     @property
     def reported_queue(self) -> int:
