@@ -35,7 +35,7 @@ def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
                     key=key,
                     figures={figure: [run[figure] for run in figures] for figure in figures[0]},
                     seeds=seeds,
-                    traces=generated("paper-mix"),
+                    traces=generated("paper-mix" if not scene.startswith("silent") else "short and long"),
                     settings=as_json(replace(settings, scenes={scene: {name: variant}})),
                 )
             advance()

@@ -6,13 +6,16 @@ from typing import Annotated, Any
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution, jain_index, jain_of_tenants
+from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.batch import saturated_rate_per_s
 from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.run import SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
+from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation, SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.workloads.generators import LognormalLengths, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest, merge, scale_to_rate
 from serve_app.request import PriorityClass
 
@@ -26,12 +29,22 @@ class Variant:
         scheduler: settings by dotted path.
         engine: changes to every engine.
         simulation: delay of reports.
+        limits: in the scenes of silent engines, whether their limits are configured.
+        load: in the scene `silent`, the load of the engines with configured limits.
+        profile: in the scenes of silent engines, the profile of the engines.
+        replicas: their number.
+        burst: in the scene `silent-burst`, the number of requests.
     """
 
     policy: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     engine: EngineChanges = field(default_factory=EngineChanges)
     simulation: SimulationSettings = field(default_factory=SimulationSettings)
+    limits: bool = True
+    load: float = 1.0
+    profile: str = "llama31-8b-rtx4090-tp1"
+    replicas: int = 2
+    burst: int = 200
 
 
 @settings
@@ -189,12 +202,119 @@ def engine_priority(play: Play) -> Figures:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentReplica(ReplicaPlan):
+    """An engine without metrics, whose limits may be configured."""
+
+    limits: bool
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """Its registration."""
+        engine = self.engine
+        return ReplicaSpec(
+            replica_id=self.replica_id,
+            pool=self.pool,
+            max_model_len=engine.max_model_len,
+            kv_tokens=engine.kv_blocks * engine.block_size if self.limits else None,
+            max_num_seqs=engine.max_num_seqs if self.limits else None,
+        )
+
+
+# Mean rate of the mix `silent` at load 1.0, by measurement: requests per second of one engine.
+_MIX_RATE_PER_S = 6.05
+_SHORT_TOKENS = 512
+
+
+def silent(play: Play) -> Figures:
+    """Run a mix on engines without metrics: four of five prompts are short, one is long."""
+    rng = stream(play.seed, "mix of silent engines")
+    count = round(play.variant.load * _MIX_RATE_PER_S * play.variant.replicas * 4 * play.settings.span_s)
+    gaps_s = rng.exponential(1 / (play.variant.load * _MIX_RATE_PER_S * play.variant.replicas), count)
+    arrivals, is_long = gaps_s.cumsum(), rng.random(count) < 0.2
+    prompts = (rng.integers(50, 301, count), rng.integers(2_000, 6_001, count))
+    outputs = LognormalLengths(mean=150, cv=0.7, max_tokens=600).sample(count, rng)
+    records = _serve_silent(
+        play,
+        [
+            TraceRequest(
+                arrival_s=float(arrivals[each]),
+                prompt_tokens=int(prompts[int(is_long[each])][each]),
+                output_tokens=int(outputs[each]),
+                tenant=f"t{each % 8}",
+            )
+            for each in range(count)
+        ],
+    )
+    records = [one for one in records if one.arrived_at >= arrivals[count // 10]]
+    slo = SloByLength(short_at_tokens=_SHORT_TOKENS)
+    short = _ttft_s(one for one in records if one.prompt_tokens <= _SHORT_TOKENS)
+    long = _ttft_s(one for one in records if one.prompt_tokens > _SHORT_TOKENS)
+    span_s = max(one.finished_at for one in records) - min(one.arrived_at for one in records)
+    return {
+        "short_mean_s": short.mean or 0.0,
+        "short_p99_s": short.p99 or 0.0,
+        "long_mean_s": long.mean or 0.0,
+        "long_p99_s": long.p99 or 0.0,
+        "goodput_per_s": sum(slo.met_by(one) for one in records) / span_s,
+        "met_ratio": sum(slo.met_by(one) for one in records) / len(records),
+    }
+
+
+def silent_burst(play: Play) -> Figures:
+    """Run a burst of one user on engines without metrics, and one request of a later user."""
+    rng = stream(play.seed, "burst on silent engines")
+    count = play.variant.burst
+    prompts = rng.integers(50, 301, count)
+    outputs = LognormalLengths(mean=150, cv=0.7, max_tokens=600).sample(count, rng)
+    burst = [
+        TraceRequest(
+            arrival_s=1.0 + 1e-4 * each,
+            prompt_tokens=int(prompts[each]),
+            output_tokens=int(outputs[each]),
+            tenant="burst",
+        )
+        for each in range(count)
+    ]
+    figures = {}
+    for after_s in (0.5, 1.0, 3.0):
+        late = TraceRequest(arrival_s=1.0 + after_s, prompt_tokens=120, output_tokens=100, tenant="late")
+        records = _serve_silent(play, sorted([*burst, late], key=lambda one: one.arrival_s))
+        figures[f"late_{after_s:g}_s"] = _ttft_s(one for one in records if one.tenant == "late").mean or 0.0
+        figures["burst_mean_s"] = _ttft_s(one for one in records if one.tenant == "burst").mean or 0.0
+    return figures
+
+
+def _serve_silent(play: Play, requests: Sequence[TraceRequest]) -> list[RequestRecord]:
+    variant = play.variant
+    fleet = FleetSettings(
+        profile=variant.profile, replicas={ONE_POOL: variant.replicas}, engine=variant.engine
+    )
+    plans = [
+        SilentReplica(
+            replica_id=plan.replica_id,
+            pool=plan.pool,
+            engine=plan.engine,
+            step_time=plan.step_time,
+            reports_load=False,
+            limits=variant.limits,
+        )
+        for plan in fleet.plans(isolated=True)
+    ]
+    trace = Trace(name="silent", source="silent engines", requests=tuple(requests))
+    simulated = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+    scheduler = scheduler_settings("ewsjf", fleet.routing, variant.scheduler)
+    return Simulation(scheduler, plans, variant.simulation).run(simulated)
+
+
 SCENES: Mapping[str, Callable[[Play], Figures]] = {
     "weights": weights,
     "light": light,
     "batch": batch,
     "targets": targets,
     "engine-priority": engine_priority,
+    "silent": silent,
+    "silent-burst": silent_burst,
 }
 
 

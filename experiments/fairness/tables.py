@@ -69,6 +69,20 @@ _PRIORITY: Columns = [
     _RATE,
 ]
 
+_SILENT: Columns = [
+    ("short: TTFT mean, s", "short_mean_s", 3),
+    ("short: P99, s", "short_p99_s", 2),
+    ("long: mean, s", "long_mean_s", 2),
+    ("goodput, 1/s", "goodput_per_s", 1),
+    ("within SLO", "met_ratio", 3),
+]
+_SILENT_BURST: Columns = [
+    ("burst: TTFT mean, s", "burst_mean_s", 2),
+    ("late user after 0.5 s: TTFT, s", "late_0.5_s", 2),
+    ("1 s", "late_1_s", 2),
+    ("3 s", "late_3_s", 2),
+]
+
 _ENGINES = "Simulated, Llama-2-70B on four H100"
 _MEANS = "means over seeds with their 95 % intervals"
 _LIGHT_NOTE = f"{_ENGINES}, four replicas, load 1.3; {_MEANS}"
@@ -95,5 +109,16 @@ TABLES = {
         where={"scene": "engine-priority"},
         note=f"{_ENGINES}, one replica. Feedback: fresh is 1 ms and 5 reports per second, late is 0.3 s and "
         f"1 report per second; {_MEANS}",
+    ),
+    "silent": Table(
+        text=_text("load, limits", _SILENT),
+        where={"scene": "silent"},
+        note="Simulated, two engines of an 8B model without metrics; goodput counts requests within a TTFT "
+        f"of 1 s (long 10 s) and 100 ms per output token; {_MEANS}",
+    ),
+    "silent-burst": Table(
+        text=_text("engines, limits", _SILENT_BURST),
+        where={"scene": "silent-burst"},
+        note=f"Simulated; bursts of 200, 40 and 500 requests; {_MEANS}",
     ),
 }
