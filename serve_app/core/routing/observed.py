@@ -81,8 +81,8 @@ class HangDetector:
 # - An answer is *late* if it took longer to start than the engine needs for all prompt tokens that were in
 #   flight with it, at the learned cost of a prefill. An overtaken request does not count: engines begin
 #   requests in order, so the engine was computing its prompt.
-# - `_LATE_IN_A_ROW` late answers in a row show that the engine was *full*. The window becomes `_LEAST_WINDOW`,
-#   and the sequences and KV tokens in use are an observation of its capacity.
+# - `_LATE_IN_A_ROW` late answers in a row show that the engine was *full*. The window becomes
+#   `_LEAST_WINDOW`, and the sequences and KV tokens in use are an observation of its capacity.
 #
 # The observations tell which resource was exhausted: the one whose use was the same each time.
 #

@@ -48,6 +48,13 @@ def test_one_request_has_its_peak_at_its_end() -> None:
     assert forecast(use(100, 64)).peak() == 100 + 64 + HALF_BLOCK
 
 
+def test_the_use_grows_with_each_iteration_whether_the_peak_is_forecast_or_not() -> None:
+    made = forecast(use(100, 64), use(200, 640, choices=2))
+    made.deactivate()
+    made.advance(10.0)
+    assert made.used() == 100 + 10 + 200 + 2 * 10 + 3 * HALF_BLOCK
+
+
 def test_choices_grow_together_and_share_their_prompt() -> None:
     assert forecast(use(100, 64, choices=3)).peak() == 100 + 3 * (64 + HALF_BLOCK)
 
