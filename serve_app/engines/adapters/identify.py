@@ -6,12 +6,14 @@ metrics or, if metrics are disabled, by a page that only this server has.
 
 from collections.abc import Awaitable, Callable
 
-from serve_app.engines.adapters import llama_cpp, others, sglang, tensorrt_llm, vllm
+from serve_app.engines.adapters import dynamo, llama_cpp, others, sglang, tensorrt_llm, vllm
 from serve_app.engines.adapters.server import ControlPages, EngineServer, Get
 
 _Describe = Callable[[ControlPages], Awaitable[EngineServer]]
 
 _BY_METRICS: tuple[tuple[bytes, _Describe], ...] = (
+    # Before the engines behind it, whose metrics may be on the same page.
+    (b"\n" + dynamo.FRONTEND, dynamo.describe),
     (vllm.RUNNING, vllm.describe),
     *((name, sglang.describe) for name in sglang.RUNNING),
     (llama_cpp.RUNNING, llama_cpp.describe),

@@ -13,6 +13,7 @@ from serve_app.engines.adapters.server import (
     EngineServer,
     ReportedLimits,
     limitations_of,
+    listed_context,
     parse_nothing,
     positive_int,
 )
@@ -88,8 +89,4 @@ async def _context(pages: ControlPages) -> int | None:
     """Return the context limit of one slot in tokens."""
     settings = (await pages.json("/props")).get("default_generation_settings")
     context = positive_int(settings.get("n_ctx")) if isinstance(settings, dict) else None
-    if context is not None:
-        return context
-    metas = [entry.get("meta") for entry in await pages.raw_models()]
-    listed = [positive_int(meta.get("n_ctx")) for meta in metas if isinstance(meta, dict)]
-    return min((each for each in listed if each is not None), default=None)
+    return context or listed_context(await pages.models())

@@ -7,7 +7,6 @@ from serve_app.engines.adapters.server import (
     EngineServer,
     ReportedLimits,
     limitations_of,
-    listed_context,
     positive_int,
 )
 
@@ -85,8 +84,9 @@ async def describe_ollama(pages: ControlPages) -> EngineServer:
 async def describe_unknown(pages: ControlPages) -> EngineServer:
     """Describe a server by its model list only."""
     listings = await pages.models()
-    # Some servers list a context limit like vLLM does.
-    limits = ReportedLimits(max_model_len=listed_context(listings))
+    # A list with several limits is that of a proxy, whose models are not on one engine.
+    contexts = {listing.max_model_len for listing in listings}
+    limits = ReportedLimits(max_model_len=contexts.pop() if len(contexts) == 1 else None)
     return EngineServer(
         kind="OpenAI-compatible",
         models=listings,

@@ -18,6 +18,9 @@ class PageResponse:
 
 
 _MODELS = "/v1/models"
+# Fields of an entry of the model list with the context limit: vLLM and SGLang; Dynamo; OpenRouter and many
+# others; Mistral. Dynamo lists 0 while it does not know it.
+_CONTEXT_FIELDS = ("max_model_len", "context_window", "context_length", "max_context_length")
 
 # Fetches a path such as `/v1/models`. Raises `EngineError` if the server does not answer.
 Get = Callable[[str], Awaitable[PageResponse]]
@@ -131,12 +134,12 @@ class EngineServer:
 
 
 _LIMITATIONS = {
-    "waiting": "queue length: concurrency is limited by latency instead (AIMD)",
+    "waiting": "queue length: in-flight requests are limited by the starts of their answers instead",
     "running": "batch size: in-flight requests are counted instead",
     "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
     "token_gaps": "time per output token: it is measured from streamed responses",
     "max_model_len": "context limit (max_model_len): it is learned from requests that the server rejects",
-    "kv_tokens": "KV cache size (kv_tokens): only the number of requests is limited",
+    "kv_tokens": "KV cache size (kv_tokens): it is learned if the queue is not exposed either",
     "max_num_seqs": "maximum batch size (max_num_seqs): it is learned while the server is saturated",
 }
 
@@ -237,7 +240,7 @@ class ControlPages:
             ModelListing(
                 model=name,
                 base=parent if isinstance(parent := entry.get("parent"), str) else None,
-                max_model_len=positive_int(entry.get("max_model_len")),
+                max_model_len=_context_of(entry),
             )
             for entry in await self.raw_models()
             for name in _names(entry)
@@ -254,6 +257,15 @@ def _names(entry: Mapping[str, Any]) -> list[str]:
     aliases = entry.get("aliases")
     others = [alias for alias in aliases if isinstance(alias, str)] if isinstance(aliases, list) else []
     return list(dict.fromkeys([entry["id"], *others]))
+
+
+def _context_of(entry: Mapping[str, Any]) -> int | None:
+    """Return the context limit of one model in tokens; None if the list does not have it."""
+    meta = entry.get("meta")
+    stated = [positive_int(entry.get(name)) for name in _CONTEXT_FIELDS]
+    # The context of a llama.cpp slot. Not `n_ctx_train`, the length of the training.
+    stated.append(positive_int(meta.get("n_ctx")) if isinstance(meta, dict) else None)
+    return min((limit for limit in stated if limit is not None), default=None)
 
 
 def _parsed(body: bytes) -> Any:

@@ -84,6 +84,10 @@ SERVERS: dict[str, dict[str, object]] = {
         b'{"id":0,"is_processing":true,"n_ctx":4096},{"id":1,"is_processing":true,"n_ctx":4096},'
         b'{"id":2,"is_processing":true,"n_ctx":4096},{"id":3,"is_processing":false,"n_ctx":4096}]',
     },
+    "Dynamo": {
+        "/v1/models": models("llama", owner="nvidia", context_window=4096),
+        "/metrics": recorded("dynamo-documented.txt"),
+    },
     "Ollama": {
         "/v1/models": models("llama:latest", owner="library"),
         "/api/version": {"version": "0.15.0"},

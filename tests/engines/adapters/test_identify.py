@@ -14,6 +14,32 @@ def test_an_unknown_server_is_served_by_its_list_of_models() -> None:
     assert found.read(b"anything").waiting is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"context_window": 2048}, 2048),
+        ({"context_length": 2048}, 2048),
+        ({"max_context_length": 2048}, 2048),
+        ({"meta": {"n_ctx": 2048, "n_ctx_train": 131_072}}, 2048),
+        ({"max_model_len": 2048, "context_length": 4096}, 2048),
+        ({"context_window": 0}, None),
+        ({"meta": {"n_ctx_train": 131_072}}, None),
+        ({"context_length": "2048"}, None),
+    ],
+)
+def test_the_context_has_several_names_in_model_lists(
+    fields: dict[str, object], expected: int | None
+) -> None:
+    found = asyncio.run(identify(server({"/v1/models": models("m", owner="me", **fields)})))
+    assert found.limits.max_model_len == expected
+
+
+def test_a_list_with_several_contexts_states_none_of_them() -> None:
+    entries = [{"id": "a", "context_length": 4096}, {"id": "b", "context_length": 8192}]
+    found = asyncio.run(identify(server({"/v1/models": {"data": entries}})))
+    assert found.limits.max_model_len is None
+
+
 def test_no_page_is_requested_twice() -> None:
     log: list[str] = []
     pages = {"/v1/models": models("m", owner="vllm"), "/metrics": recorded("vllm-0.32.0-idle.txt")}

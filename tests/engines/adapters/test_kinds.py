@@ -9,6 +9,7 @@ from serve_app.engines.adapters import (
     EngineReading,
     EngineServer,
     ReportedLimits,
+    dynamo,
     identify,
     llama_cpp,
     others,
@@ -41,6 +42,7 @@ def load_of(name: str) -> EngineReading:
         ("TGI", "TGI", "3.3.4"),
         ("llama.cpp", "llama.cpp", "b11434-0c1d2e3"),
         ("llama.cpp without `--metrics`", "llama.cpp", "b11434-0c1d2e3"),
+        ("Dynamo", "Dynamo", None),
         ("Ollama", "Ollama", "0.15.0"),
         ("any other", "OpenAI-compatible", None),
     ],
@@ -88,6 +90,7 @@ def test_a_server_is_known_by_its_pages(name: str, kind: str, version: str | Non
         ("TGI", EngineReading(waiting=4, running=8, token_gaps=50, token_gaps_s=1.5)),
         ("llama.cpp", EngineReading(waiting=2, running=4, token_gaps=500, token_gaps_s=25.0)),
         ("llama.cpp without `--metrics`", EngineReading(running=3, max_num_seqs=4)),
+        ("Dynamo", EngineReading(kv_tokens=120_000, max_num_seqs=128, token_gaps=400, token_gaps_s=8.0)),
     ],
 )
 def test_the_load_is_read_from_its_page(name: str, expected: EngineReading) -> None:
@@ -101,6 +104,7 @@ def test_the_load_is_read_from_its_page(name: str, expected: EngineReading) -> N
         ("TensorRT-LLM (`trtllm-serve`)", ReportedLimits(kv_tokens=32_000, max_num_seqs=64)),
         ("TGI", ReportedLimits(max_model_len=4096)),
         ("llama.cpp", ReportedLimits(max_model_len=4096, max_num_seqs=4)),
+        ("Dynamo", ReportedLimits(max_model_len=4096, kv_tokens=120_000, max_num_seqs=128)),
         ("Ollama", ReportedLimits(max_model_len=4096)),
         ("any other", ReportedLimits()),
     ],
@@ -173,6 +177,37 @@ def test_older_triton_counts_active_unscheduled_requests_as_waiting() -> None:
     assert tensorrt_llm.read_triton(page).waiting == 7
 
 
+def without(page: bytes, name: bytes) -> bytes:
+    return b"\n".join(line for line in page.splitlines() if name not in line)
+
+
+def test_dynamo_states_the_limits_of_one_worker() -> None:
+    page = page_of(SERVERS["Dynamo"], "/metrics")
+    stated = b"# TYPE dynamo_frontend_model_workers gauge\ndynamo_frontend_model_workers{} 3\n"
+    assert dynamo.read(page + stated).kv_tokens == 3 * 60_000
+    # Without a number of workers it is one.
+    alone = dynamo.read(without(page, b"worker_active"))
+    assert (alone.kv_tokens, alone.max_num_seqs) == (60_000, 64)
+
+
+def test_dynamo_before_its_first_worker_states_nothing() -> None:
+    page = without(page_of(SERVERS["Dynamo"], "/metrics"), b"_model_")
+    found = described({"/v1/models": models("m", owner="nvidia", context_window=0), "/metrics": page})
+    assert found.limits == ReportedLimits()
+
+
+def test_dynamo_with_models_of_different_limits_states_none_of_them() -> None:
+    page = page_of(SERVERS["Dynamo"], "/metrics")
+    line = b'dynamo_frontend_model_max_num_seqs{model="llama"} 64\n'
+    several = page.replace(line, line + line.replace(b"llama", b"other").replace(b"64", b"32"))
+    assert dynamo.read(several).max_num_seqs is None
+
+
+def test_the_context_of_dynamo_is_in_its_metrics_too() -> None:
+    pages = {**SERVERS["Dynamo"], "/v1/models": models("llama", owner="nvidia", context_window=0)}
+    assert described(pages).limits.max_model_len == 8192
+
+
 def test_llama_cpp_is_served_by_its_aliases_too() -> None:
     assert [each.model for each in described(SERVERS["llama.cpp"]).models] == ["llama", "small"]
 
@@ -195,6 +230,7 @@ def test_another_owner_of_a_library_is_not_ollama() -> None:
         (sglang.read_loads, b'{"loads": 3}'),
         (tensorrt_llm.read, b"nothing 1\n"),
         (tensorrt_llm.read_triton, b"nothing 1\n"),
+        (dynamo.read, b"nothing 1\n"),
         (llama_cpp.read_metrics, b"nothing 1\n"),
         (llama_cpp.read_slots, b'{"error": {}}'),
     ],
