@@ -113,8 +113,8 @@ TABLES = {
     "silent": Table(
         text=_text("load, limits", _SILENT),
         where={"scene": "silent"},
-        note="Simulated, two engines of an 8B model without metrics; goodput counts requests within a TTFT "
-        f"of 1 s (long 10 s) and 100 ms per output token; {_MEANS}",
+        note="Simulated, two engines of an 8B model without metrics. Goodput: within a TTFT of 1 s "
+        f"(long 10 s) and 100 ms per output token; {_MEANS}",
     ),
     "silent-burst": Table(
         text=_text("engines, limits", _SILENT_BURST),
