@@ -91,9 +91,6 @@ TABLES = {
         text=_text(_CLASSES), where={"case": "classes"}, note=f"{_70B}, four replicas. {_MEANS}"
     ),
     "mechanisms": Table(
-        text=_text(_SHORT_LONG), where={"case": "mechanisms"}, note=f"{_70B}, four replicas. {_MEANS}"
-    ),
-    "mechanisms-all": Table(
         text=_text([*_SHORT_LONG, _GOODPUT, _TOKENS]),
         where={"case": "mechanisms"},
         note=f"{_70B}, four replicas. {_MEANS}",
