@@ -110,9 +110,9 @@ class EngineBackpressure:
             return False
         if (limits := replica.adaptive_limits) is not None:
             streamed = replica.hang_detector.outstanding
-            return replica.unstarted - streamed < int(limits.unstreamed) and streamed - replica.long_prefills[
-                0
-            ] < int(limits.window)
+            if replica.unstarted - streamed >= int(limits.unstreamed):
+                return False
+            return streamed - replica.long_prefills[0] < int(limits.window)
         # Long prefills have their own limit, and are in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
             return True
