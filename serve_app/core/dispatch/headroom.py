@@ -93,11 +93,10 @@ class TenantHeadroom:
         assert kv_use is not None
         use = self._pools[kv_use.pool]
         use.tokens -= tokens
-        left = use.by_tenant[tenant] - tokens
+        # A request may need no tokens, so a tenant without any may still have requests.
+        left = use.by_tenant.pop(tenant, 0) - tokens
         if left:
             use.by_tenant[tenant] = left
-        else:
-            del use.by_tenant[tenant]
 
     def tokens(self, scheduled: ScheduledRequest, pool: str) -> int:
         """Return the tokens that a request must leave free on its replica; 0 within its tenant's share."""

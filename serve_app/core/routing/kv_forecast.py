@@ -11,9 +11,10 @@ point weighs its share of the request:
     use(c) = sum over the points at or after c of  weight * (prompt + choices * (c - start))
     peak = max over the points c of use(c)
 
-where `c` counts iterations of the replica. An answer that outlives its first point gets new points, those of
-answers of at least its age. `spread` is the standard deviation of the sum of all final sizes, from which the
-ledger takes its margin: where nothing is known it is large, where lengths are known it is 0.
+where `c` counts iterations of the replica. An answer that outlives a point counts at its later ones, and
+after the last one at new points, those of answers of at least its age. `spread` is the standard deviation of
+the sum of all final sizes, from which the ledger takes its margin: it is large if nothing is known, and 0 if
+the lengths are known.
 
 Source: the peak of future memory of Past-Future scheduling (Gong et al., ASPLOS 2025), which samples one
 length per request. The points instead of samples, and the margin, are ours.

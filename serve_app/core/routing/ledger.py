@@ -509,7 +509,6 @@ class ReplicaLedger:
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
-        state.constant_tokens += hold.tokens if hold.use is None else 0
         self._forecast(state, now, added=hold.use)
         _count_prefill(state, hold, 1)
         state.quarantined += hold.quarantined
@@ -544,7 +543,6 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
-        state.constant_tokens -= hold.tokens if hold.use is None else 0
         self._forecast(state, now, removed=hold.use)
         state.quarantined -= hold.quarantined
         _count_prefill(state, hold, -1)
@@ -668,7 +666,7 @@ class ReplicaLedger:
             kv.deactivate()
         state.peak_tokens = state.held_tokens
         if kv.active:
-            state.peak_tokens = state.constant_tokens + kv.peak() + int(_SPREAD_MARGIN * kv.spread)
+            state.peak_tokens = kv.peak() + int(_SPREAD_MARGIN * kv.spread)
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:

@@ -35,7 +35,7 @@ class Hold:
         prefill_class: class of its prefill until that ends; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
         quarantined: whether an engine was lost under the request before, and its answer has not started.
-        use: its use of the KV cache over time; None if only its size is known.
+        use: its use of the KV cache over time; None before its dispatch.
     """
 
     tokens: int
@@ -101,7 +101,6 @@ class ReplicaState:
     kv: KvForecast = field(default_factory=KvForecast)
     kv_at: float = 0.0
     peak_tokens: int = 0
-    constant_tokens: int = 0
     reserved_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0

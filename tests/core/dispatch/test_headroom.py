@@ -4,6 +4,7 @@ from serve_app.core.commands import Command
 from serve_app.core.events import Event, Finished, FirstToken
 from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
 from serve_app.errors import Outcome
+from serve_app.request import Usage
 from tests.builders import ONE_POOL, ManualDriver, dispatched
 
 KV = 10_000
@@ -99,6 +100,27 @@ def test_other_policies_and_unfair_queues_keep_nothing() -> None:
         for _ in range(30):
             shared.send("heavy")
         assert shared.free < 500
+
+
+def test_requests_that_need_no_tokens_are_counted() -> None:
+    shared = Shared()
+    for number in range(2):
+        shared.arrive(f"empty {number}", prompt_tokens=0, max_output_tokens=0)
+    for request_id in list(shared.running):
+        shared.end(request_id)
+    assert shared.free == KV
+
+
+def test_answers_without_a_limit_fill_the_cache_after_others_were_cut_off() -> None:
+    shared = Shared()
+    for number in range(60):
+        shared.arrive(f"cut {number}", prompt_tokens=10, max_output_tokens=100)
+        shared.running.remove(f"cut {number}")
+        usage = Usage(prompt_tokens=10, output_tokens=100)
+        shared.feed(Finished(f"cut {number}", Outcome.COMPLETED, usage))
+    for number in range(30):
+        shared.arrive(f"open {number}", prompt_tokens=900, max_output_tokens=None)
+    assert 0 <= shared.free < 900 + 1_024
 
 
 def test_a_tenant_that_has_left_has_no_share() -> None:

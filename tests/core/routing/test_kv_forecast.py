@@ -150,6 +150,15 @@ def curve(lengths: list[int]) -> LengthCurve:
     return made
 
 
+def test_answers_that_were_all_cut_off_have_finite_ends_without_a_limit() -> None:
+    cut = LengthCurve()
+    for _ in range(60):
+        cut.observe(bucket_of(100), was_cut=True)
+    assert set(cut.ends(0.0, math.inf)) == {1_024.0}
+    assert set(cut.ends(0.0, 100.0)) == {100.0}
+    assert min(cut.ends(2_000.0, math.inf)) > 2_000
+
+
 def test_the_ends_of_an_answer_are_the_quartiles_of_those_that_are_longer() -> None:
     learned = curve([100] * 50 + [400] * 50)
     assert [end < 200 for end in learned.ends(0.0, math.inf)] == [True, True, False, False]

@@ -136,7 +136,10 @@ class LengthCurve:
         if before <= _FEWEST:
             # No answer was this long.
             return (min(limit, _LONGER * max(1.0, age)),)
-        return tuple(min(limit, self._length_at(1.0 - before * (1.0 - share))) for share in _POINTS)
+        # Answers that were all cut off show no end: they count up to the quantile.
+        beyond = max(float(self._quantile), _LONGER * age)
+        ends = (self._length_at(1.0 - before * (1.0 - share), beyond) for share in _POINTS)
+        return tuple(min(limit, end) for end in ends)
 
     def _ended_by(self, tokens: float) -> float:
         """Return the probability that an answer ends within this length, interpolated within its bucket."""
@@ -147,11 +150,11 @@ class LengthCurve:
         before = self._deaths[index - 1] if index else 0.0
         return before + (self._deaths[index] - before) * min(1.0, (tokens - lower) / _WIDTHS[index])
 
-    def _length_at(self, probability: float) -> float:
-        """Return the length within which answers end with this probability; infinite if none ever did."""
+    def _length_at(self, probability: float, beyond: float) -> float:
+        """Return the length within which answers end with this probability; `beyond` if that is unknown."""
         index = bisect.bisect_left(self._deaths, probability)
         if index == _BUCKETS:
-            return math.inf
+            return beyond
         before = self._deaths[index - 1] if index else 0.0
         lower = _EDGES[index - 1] if index else 0.0
         return lower + _WIDTHS[index] * (probability - before) / (self._deaths[index] - before)
