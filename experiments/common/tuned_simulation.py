@@ -32,7 +32,7 @@ from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
-from serve_app.tuning.search_space import with_values, with_weights
+from serve_app.tuning.search_space import with_values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, WindowResult, WindowTask, run_study
 
@@ -123,7 +123,7 @@ class TunedSimulation:
         self.simulation = Simulation(
             self.scheduler_settings, self.plans, self.settings, self._on_decision, self.learner
         )
-        self._permanent = with_weights(self.scheduler_settings)
+        self._permanent = self.scheduler_settings
         # Like a live loop, it begins with its first observation.
         self.loop = ParameterLoop(self._permanent, self.tuning, OBSERVATION_INTERVAL_S)
 

@@ -1,6 +1,6 @@
 """Settings of one model's scheduler, including those of admission and of the EWSJF policies."""
 
-from dataclasses import asdict, field, fields, replace
+from dataclasses import field, replace
 from typing import Annotated
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
@@ -40,68 +40,32 @@ class AdmissionSettings:
 
 @settings(block="ewsjf.weights")
 class ScoreWeights:
-    """Weights of the density-weighted score, Eq 1 and Eq 4; names as in the paper.
+    """Weights of the density-weighted score, Eq 1 and Eq 4; names and values as in the paper.
 
     `w_urg(b) = a_u * b + b_u` weighs waiting, `w_fair(b) = a_f * b + b_f` weighs length, where b is the mean
     length of the queue. Both are clamped to `floor`, because long queues could otherwise have a negative
     urgency.
     """
 
-    w_base: Annotated[float, NOT_NEGATIVE] = 1.0
-    a_u: float = 1e-4
-    b_u: float = 1.0
-    a_f: float = -5e-5
-    b_f: float = 0.5
-    floor: Annotated[float, POSITIVE] = 1e-3
-
-
-PAPER_WEIGHTS = ScoreWeights()
-
-DEFAULT_WEIGHTS = ScoreWeights(a_u=0.0, b_u=0.1)
-"""Our weights. With the paper's weights a request that has waited a hundred times its own prefill outscores a
-fresh request of a tenth of its length. After a burst that applies to all long ones, which then delay the
-short ones. The score does not bound waits, because `promotion` does. `experiments/policies` compares both."""
-
-
-@settings
-class WeightOverrides:
-    """Configured weights; the policy's defaults replace those that are None."""
-
     # Constant term of the score.
-    w_base: Annotated[float | None, INTERNAL] = None
+    w_base: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
     # Part of the weight of waiting that grows with the mean length of the queue, per token.
-    a_u: float | None = None
+    a_u: float = 1e-4
     # Part of the weight of waiting that is the same for all queues.
-    b_u: float | None = None
+    b_u: float = 1.0
     # Part of the weight of length that grows with the mean length of the queue, per token.
-    a_f: float | None = None
+    a_f: float = -5e-5
     # Part of the weight of length that is the same for all queues.
-    b_f: float | None = None
+    b_f: float = 0.5
     # Lower bound of both weights.
-    floor: Annotated[float | None, INTERNAL] = None
-
-    def __post_init__(self) -> None:
-        self.applied_to(PAPER_WEIGHTS)
-
-    @classmethod
-    def all_of(cls, weights: ScoreWeights) -> "WeightOverrides":
-        """Return weights that are all set explicitly."""
-        return cls(**asdict(weights))
-
-    def applied_to(self, others: ScoreWeights) -> ScoreWeights:
-        """Return these weights, with those of `others` in place of None."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return ScoreWeights(
-            **{name: getattr(others, name) if value is None else value for name, value in given.items()}
-        )
+    floor: Annotated[float, POSITIVE, INTERNAL] = 1e-3
 
 
 @settings(block="ewsjf")
 class EwsjfSettings:
     """Settings of the EWSJF policies."""
 
-    # By default `ewsjf-paper` has the paper's weights, and `ewsjf` weighs waiting less (`DEFAULT_WEIGHTS`).
-    weights: WeightOverrides = field(default_factory=WeightOverrides)
+    weights: ScoreWeights = field(default_factory=ScoreWeights)
 
 
 @settings(block="queue_timeout_s")

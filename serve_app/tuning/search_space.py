@@ -4,9 +4,9 @@ A `Tunable` holds what a candidate changes: the scheduler's settings, and those 
 `parameters_of` returns the parameters that have an effect with its policy and pools.
 
 Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
-4.4). b_u and b_f start at 0.01, because this project's score needs less urgency than the paper's. Their lower
-bounds are floors: tuning never removes a weight of the score. Alpha exceeds the paper's 3, up to where it
-makes no more queues than k-means alone. All other parameters are this scheduler's own.
+4.4). The lower bounds of b_u and b_f are floors: tuning never removes a weight of the score. Alpha exceeds
+the paper's 3, up to where it makes no more queues than k-means alone. All other parameters are this
+scheduler's own.
 
 Nested frozen settings are accessed by dotted paths, such as `isolation.max_long_prefills`. A change creates
 new settings and runs the checks of every class on the path, so an invalid value is rejected with the
@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import EwsjfPaper
-from serve_app.core.settings import WeightOverrides
 from serve_app.core.settings_base import ADVANCED, as_config
 from serve_app.errors import SettingsError
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
@@ -324,10 +323,6 @@ class Tunable:
     scheduler: SchedulerSettings
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
 
-    def __post_init__(self) -> None:
-        # Unset weights are the policy's. To change one of them, all have to be set.
-        object.__setattr__(self, "scheduler", with_weights(self.scheduler))
-
     def value(self, parameter: Parameter) -> float:
         """Return the current value."""
         value: float = value_at(self._part(parameter), parameter.path)
@@ -357,15 +352,6 @@ class Tunable:
 
     def _part(self, parameter: Parameter) -> SchedulerSettings | RefineAndPruneSettings:
         return self.refine_and_prune if parameter.is_queue_parameter else self.scheduler
-
-
-def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
-    """Return a copy with every weight of the score set; by default to the policy's."""
-    policy = make_policy(settings.policy)
-    if not isinstance(policy, EwsjfPaper):
-        return settings
-    weights = WeightOverrides.all_of(settings.ewsjf.weights.applied_to(policy.default_weights))
-    return replace(settings, ewsjf=replace(settings.ewsjf, weights=weights))
 
 
 def parameters_of(

@@ -90,10 +90,10 @@ class TunerSettings:
     # Width of a gap between lengths that separates queues, in mean gaps. Lower values make more queues: about
     # 25 at 1, and 3 to 12 at 5.5. Long requests then wait longer and others gain next to nothing.
     alpha: Annotated[float, FINITE_POSITIVE, ADVANCED] = 5.5
-    # Number of prompts from which queues are first learned, and that are tested for drift.
+    # Number of prompts from which queues are first learned. Later the latest four times as many are used.
     learn_from: Annotated[int, at_least(2).hint("typically 500"), ADVANCED] = 500
-    # Seconds between two full runs of Refine-and-Prune without drift; ten minutes in the paper.
-    learn_every_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 600.0
+    # Minimum seconds between two runs of Refine-and-Prune. A run takes 25 ms of CPU time.
+    learn_every_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 60.0
 
     def __post_init__(self) -> None:
         # Raises for a missing profile at the start instead of after ten minutes.

@@ -8,7 +8,7 @@ from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import Finished, FirstToken, Retuned
 from serve_app.core.isolation import IsolationSettings
-from serve_app.core.settings import EwsjfSettings, WeightOverrides
+from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import Outcome
 from tests.builders import ManualDriver, dispatched, one_replica
 
@@ -48,7 +48,7 @@ def test_boundaries_follow_other_shares_of_the_learned_lengths() -> None:
 
 
 def test_other_weights_change_the_order_and_lose_no_request() -> None:
-    def order(weights: WeightOverrides) -> list[str]:
+    def order(weights: ScoreWeights) -> list[str]:
         driver = make_driver(backpressure=BackpressureSettings(target_waiting=1))
         driver.arrive("running")
         driver.arrive("old long", prompt_tokens=900)
@@ -59,8 +59,8 @@ def test_other_weights_change_the_order_and_lose_no_request() -> None:
         served.append(driver.feed(FirstToken(dispatched(served[0])[0][0])))
         return [dispatched(commands)[0][0] for commands in served]
 
-    assert order(WeightOverrides(a_u=0.0, b_u=0.01)) == ["new short", "old long"]
-    assert order(WeightOverrides(a_u=1.0, b_u=5.0)) == ["old long", "new short"]
+    assert order(ScoreWeights(a_u=0.0, b_u=0.01)) == ["new short", "old long"]
+    assert order(ScoreWeights(a_u=1.0, b_u=5.0)) == ["old long", "new short"]
 
 
 def test_settings_that_are_built_into_queues_cannot_change() -> None:

@@ -12,15 +12,12 @@ from serve_app.tuning import strategic_loop
 from serve_app.tuning.refine_and_prune import refine_and_prune
 from serve_app.tuning.strategic_loop import (
     PartitionChange,
-    Reason,
     StrategicLoop,
     StrategicSettings,
-    adjusted,
-    has_drifted,
     partition_distance,
     queue_means,
 )
-from tests.tuning.builders import Sample, extents, heavy_tail, interval, paper_mix
+from tests.tuning.builders import Sample, heavy_tail, interval, paper_mix
 
 USUAL = StrategicSettings()
 Mix = Callable[[int, int], Sample]
@@ -48,19 +45,15 @@ def play(
     return changes
 
 
-def reasons(changes: list[PartitionChange]) -> list[Reason]:
-    return [change.reason for change in changes]
-
-
 def test_nothing_is_learned_from_fewer_lengths_than_required() -> None:
     loop = StrategicLoop(USUAL)
     assert play(loop, paper_mix(499, 1)) == []
-    assert loop.full_runs == 0
+    assert loop.runs == 0
     (change,) = play(loop, [100], since_s=60.0)
-    assert (change.reason, change.at, change.lengths) == (Reason.FIRST, 60.0, 500)
+    assert (change.at, change.lengths, change.distance) == (60.0, 500, math.inf)
 
 
-def test_the_first_partition_is_that_of_the_lengths_seen() -> None:
+def test_the_first_partition_is_that_of_the_observed_lengths() -> None:
     loop = StrategicLoop(USUAL)
     lengths = paper_mix(500, 1)
     (change,) = play(loop, lengths)
@@ -71,14 +64,21 @@ def test_queues_are_learned_again_after_the_interval_from_the_last_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(strategic_loop, "_MIN_DISTANCE", 1e-9)
-    monkeypatch.setattr(strategic_loop, "_ADJUST_EVERY_S", math.inf)
-    monkeypatch.setattr(strategic_loop, "_SAMPLE", 6_000)
-    loop, lengths = StrategicLoop(USUAL), paper_mix(7000, 2)
-    changes = play(loop, lengths)
-    assert reasons(changes) == [Reason.FIRST, Reason.INTERVAL]
-    assert changes[1].at == pytest.approx(changes[0].at + USUAL.interval_s)
-    assert changes[1].lengths == 6_000
-    assert changes[1].partition == refine_and_prune(lengths[500:6_500], USUAL.refine_and_prune)
+    # Eight per second, so that sums of times are exact.
+    lengths = paper_mix(2500, 2)
+    changes = play(StrategicLoop(USUAL), lengths, per_s=8.0)
+    assert [change.at - changes[0].at for change in changes] == [0.0, 60.0, 120.0, 180.0, 240.0]
+    assert [change.lengths for change in changes] == [500, 980, 1460, 1940, 2000]
+    assert changes[-1].partition == refine_and_prune(lengths[420:2420], USUAL.refine_and_prune)
+
+
+def test_queues_are_not_learned_again_from_few_new_lengths() -> None:
+    loop = StrategicLoop(USUAL)
+    play(loop, paper_mix(500, 1))
+    play(loop, paper_mix(249, 2), since_s=3600.0)
+    assert loop.runs == 1
+    play(loop, [100], since_s=7200.0)
+    assert loop.runs == 2
 
 
 def test_a_length_below_one_is_ignored() -> None:
@@ -91,53 +91,32 @@ def test_a_length_below_one_is_ignored() -> None:
 def test_a_partition_that_hardly_differs_is_not_applied() -> None:
     loop = StrategicLoop(USUAL)
     changes = play(loop, paper_mix(14_000, 3))
-    assert loop.full_runs == 3
-    assert reasons(changes) == [Reason.FIRST]
+    assert loop.runs > 20
+    assert len(changes) == 1
 
 
-def test_other_lengths_are_detected_within_two_drift_tests() -> None:
+@pytest.mark.parametrize("after", [heavy_tail(3000, 5), flipped_mix(3000, 5)])
+def test_other_traffic_is_learned_within_minutes(after: Sample) -> None:
     loop = StrategicLoop(USUAL)
-    before, after = paper_mix(3000, 4), heavy_tail(3000, 5)
-    play(loop, before)
+    play(loop, paper_mix(3000, 4))
     changes = play(loop, after, since_s=300.0)
-    assert changes[0].reason is Reason.DRIFT
-    assert changes[0].at <= 300.0 + USUAL.window / 10.0
+    assert changes[0].at <= 300.0 + 3 * USUAL.interval_s
     # The old traffic has no influence on the final partition.
     alone = refine_and_prune(after, USUAL.refine_and_prune)
     assert loop.change is not None
     assert partition_distance(loop.change.partition, alone, after) < strategic_loop._MIN_DISTANCE
 
 
-def test_a_flip_of_the_mix_is_learned_from() -> None:
-    loop = StrategicLoop(USUAL)
-    play(loop, paper_mix(3000, 4))
-    assert loop.full_runs == 1
-    after = flipped_mix(3000, 5)
-    play(loop, after, since_s=300.0)
-    assert loop.full_runs > 1
-    alone = refine_and_prune(after, USUAL.refine_and_prune)
-    assert loop.change is not None
-    assert partition_distance(loop.change.partition, alone, after) < strategic_loop._MIN_DISTANCE
-
-
-def test_a_kind_of_prompts_that_left_its_queue_is_learned_again_however_few_requests_there_are() -> None:
-    # A trained estimator sees the long quarter of the prompts as shorter than at first.
-    loop = StrategicLoop(replace(USUAL, window=48))
-    play(loop, [4, 4, 4, 880] * 12)
-    (change,) = play(loop, [4, 4, 4, 735] * 40, since_s=60.0)
-    # The drift test is not sure on such samples: one such shift in ten is chance.
-    assert not has_drifted([4, 4, 4, 880] * 12, [4, 4, 4, 735] * 15)
-    assert change.reason is Reason.DRIFT
-    assert queue_means(change.partition, [735])[0] < 880
-
-
-def test_lengths_that_creep_are_followed_between_full_runs() -> None:
+def test_lengths_that_creep_are_followed() -> None:
     loop = StrategicLoop(USUAL)
     play(loop, np.tile([100, 1000], 300))
-    changes = play(loop, np.tile([107, 1070], 2000), since_s=60.0)
-    assert reasons(changes) == [Reason.ADJUSTED]
-    assert [len(change.partition) for change in changes] == [2]
-    assert 105 < changes[0].partition.intervals[0].mean_tokens < 107
+    for step in range(1, 9):
+        play(loop, np.tile([100 + 20 * step, 1000 + 200 * step], 500), since_s=step * 100.0)
+    assert loop.change is not None
+    # Lengths have risen to 260 and 2,600. Queues differ by at most a third from those of the latest lengths.
+    latest = np.tile([260, 2600], 1000)
+    alone = refine_and_prune(latest, USUAL.refine_and_prune)
+    assert partition_distance(loop.change.partition, alone, latest) < 0.4
 
 
 def test_without_requests_nothing_happens() -> None:
@@ -149,13 +128,11 @@ def test_without_requests_nothing_happens() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([paper_mix, heavy_tail]), st.integers(0, 10_000), st.sampled_from([2.0, 10.0, 40.0]))
-def test_a_stationary_mix_leaves_the_partition_unchanged(mix: Mix, seed: int, per_s: float) -> None:
+def test_a_stationary_mix_rarely_changes_the_partition(mix: Mix, seed: int, per_s: float) -> None:
     loop = StrategicLoop(USUAL)
-    changes = play(loop, mix(8000, seed), per_s=per_s)
     # The first is of 500 lengths, and is corrected when there are more.
-    assert reasons(changes)[0] is Reason.FIRST
-    assert len(changes) <= 5
-    assert len(play(loop, mix(4000, seed + 1), per_s=per_s, since_s=8000 / per_s)) <= 1
+    assert 1 <= len(play(loop, mix(8000, seed), per_s=per_s)) <= 6
+    assert len(play(loop, mix(4000, seed + 1), per_s=per_s, since_s=8000 / per_s)) <= 3
 
 
 @settings(max_examples=10, deadline=None)
@@ -164,71 +141,6 @@ def test_the_same_lengths_at_the_same_times_give_the_same_changes(seed: int, per
     lengths = np.concatenate([paper_mix(1500, seed), heavy_tail(1500, seed)])
     first, second = (play(StrategicLoop(USUAL), lengths, per_s=per_s) for _ in range(2))
     assert first == second
-    assert Reason.DRIFT in reasons(first)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(-5, 200_000), min_size=1, max_size=400), st.integers(2, 40))
-def test_whatever_arrives_it_answers_with_partitions(lengths: list[int], window: int) -> None:
-    quick = replace(USUAL, window=window, interval_s=5.0)
-    for change in play(StrategicLoop(quick), lengths):
-        assert isinstance(change.partition, Partition)
-        assert change.lengths <= len(lengths)
-
-
-# The drift test
-
-
-def test_a_shift_counts_when_it_matters_and_is_no_chance() -> None:
-    before = paper_mix(2000, 1)
-    flipped = np.where(np.random.default_rng(2).random(500) < 0.3, before[:500], 3000)
-    assert has_drifted(before, flipped)
-    # Three in a hundred moved: significant, but too few. And four lengths prove nothing.
-    many = np.arange(100_000) % 1000 + 1
-    assert not has_drifted(many, many + 30)
-    assert has_drifted(many, many + 120)
-    assert not has_drifted([1, 2, 3, 4], [4, 5, 6, 7])
-
-
-def test_the_same_traffic_gives_hardly_a_false_alarm() -> None:
-    # A chance of 0.001 each, and the required tenth: one of 200 would be plenty.
-    alarms = [has_drifted(heavy_tail(500, seed), heavy_tail(500, seed + 1000)) for seed in range(200)]
-    assert sum(alarms) <= 1
-
-
-# Adjustment
-
-TWO = Partition((interval(100, 200, 150.0, 10), interval(1000, 2000, 1500.0, 10)))
-
-
-def moved(lengths: Sequence[int]) -> Partition:
-    """Adjust to each length a hundred times, so that a queue has enough members."""
-    return adjusted(TWO, list(lengths) * 100)
-
-
-def test_a_queue_moves_a_quarter_of_the_way_to_its_recent_members() -> None:
-    after = moved([110, 130, 1600, 2000])
-    assert [queue.mean_tokens for queue in after.intervals] == [142.5, 1575.0]
-    assert extents(after) == extents(TWO)
-    # 210 and 95 are within a tenth of the first queue; 911 is nearer than a tenth to the second.
-    assert extents(moved([95, 210, 911, 1500])) == [(98, 203), (977, 2000)]
-
-
-def test_bubbles_and_few_members_move_no_queue() -> None:
-    assert moved([50, 60, 400, 500, 600, 9000, 9000]) == TWO
-    assert adjusted(TWO, [101] * 199) == TWO
-
-
-@settings(deadline=None)
-@given(st.integers(0, 1000), st.lists(st.integers(1, 200_000), max_size=60))
-def test_queues_stay_as_many_and_apart_and_only_widen(seed: int, recent: Sequence[int]) -> None:
-    partition = refine_and_prune(heavy_tail(300, seed), USUAL.refine_and_prune)
-    after = adjusted(partition, list(recent) * 100)
-    assert len(after) == len(partition)
-    for old, new in zip(partition.intervals, after.intervals, strict=True):
-        assert new.min_tokens <= old.min_tokens
-        assert new.max_tokens >= old.max_tokens
-        assert new.count == old.count
 
 
 # Distances

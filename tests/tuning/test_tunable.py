@@ -6,16 +6,10 @@ from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.policies import POLICIES
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.settings import (
-    DEFAULT_WEIGHTS,
-    PAPER_WEIGHTS,
-    EwsjfSettings,
-    ScoreWeights,
-    WeightOverrides,
-)
+from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import SettingsError
 from serve_app.settings.loading import settings_of
-from serve_app.tuning.search_space import Tunable, as_model_settings, parameters_of, space_of, with_weights
+from serve_app.tuning.search_space import Tunable, as_model_settings, parameters_of, space_of
 
 OURS = Tunable(scheduler=SchedulerSettings(model="m"))
 PAPER_NAMES = ("a_u", "b_u", "a_f", "b_f", "alpha")
@@ -29,19 +23,8 @@ def test_the_papers_parameters_are_among_ours_within_its_ranges() -> None:
     assert space["alpha"].low <= 0.5 < 3.0 <= space["alpha"].high
 
 
-@pytest.mark.parametrize(("policy", "weights"), [("ewsjf", DEFAULT_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
-def test_weights_that_are_not_given_are_those_of_the_policy(policy: str, weights: ScoreWeights) -> None:
-    space = space_of(Tunable(scheduler=SchedulerSettings(model="m", policy=policy)))
-    assert [space.current[name] for name in ("a_u", "b_u", "a_f", "b_f")] == [
-        weights.a_u,
-        weights.b_u,
-        weights.a_f,
-        weights.b_f,
-    ]
-
-
 def test_given_weights_stay() -> None:
-    given = EwsjfSettings(weights=WeightOverrides(b_u=3.0))
+    given = EwsjfSettings(weights=ScoreWeights(b_u=3.0))
     assert space_of(Tunable(scheduler=SchedulerSettings(model="m", ewsjf=given))).current["b_u"] == 3.0
 
 
@@ -85,5 +68,5 @@ def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
         {"name": name, "engine": {"remote": {"endpoints": ["http://engine"]}}} for name in ("short", "long")
     ]
     (read,) = settings_of({"models": [{"name": "m", "pools": pools, **tree}]}).models
-    assert with_weights(read.scheduler) == OURS.with_values(found, space).scheduler
+    assert read.scheduler == OURS.with_values(found, space).scheduler
     assert read.tuner.strategic.refine_and_prune == OURS.with_values(found, space).refine_and_prune

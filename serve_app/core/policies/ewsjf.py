@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from serve_app.core.policies.length_queues import Partition, QueueMap, prior_partition
 from serve_app.core.policies.protocol import OrderingPolicy, PolicyInputs, QueueBounds
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.settings import DEFAULT_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, ScoreWeights
+from serve_app.core.settings import EwsjfSettings, ScoreWeights
 
 
 @dataclass(slots=True)
@@ -62,10 +62,8 @@ class EwsjfPaper(OrderingPolicy):
 
     learns_queues = True
 
-    default_weights = PAPER_WEIGHTS
-
     def __init__(self, inputs: PolicyInputs) -> None:
-        self._weights = inputs.ewsjf.weights.applied_to(self.default_weights)
+        self._weights = inputs.ewsjf.weights
         self._prefill_costs = inputs.prefill_costs
         self.queues = QueueMap(prior_partition())
         self._filling_from: int | None = None
@@ -126,7 +124,7 @@ class EwsjfPaper(OrderingPolicy):
 
     def retune(self, settings: EwsjfSettings) -> None:
         """Apply other weights."""
-        self._weights = settings.weights.applied_to(self.default_weights)
+        self._weights = settings.weights
         self._reset_weights()
 
     def replace_partition(self, partition: Partition) -> bool:
@@ -142,7 +140,6 @@ class EwsjfPaper(OrderingPolicy):
 class Ewsjf(EwsjfPaper):
     """Our variant: scored before each dispatch, with prefill isolation, a delay bound, and promotion."""
 
-    default_weights = DEFAULT_WEIGHTS
     isolates = True
     promotes = True
     bounds_delay = True

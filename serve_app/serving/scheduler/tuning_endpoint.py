@@ -24,7 +24,7 @@ from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.tuning.outcome_window import OutcomeWindow, Row
 from serve_app.tuning.rollout import Retune
-from serve_app.tuning.search_space import value_at, with_values, with_weights
+from serve_app.tuning.search_space import value_at, with_values
 
 _KEPT = 10_000
 """Lengths retained between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
@@ -60,8 +60,7 @@ class PartitionUpdate:
     """A partition to apply, with its origin.
 
     Attributes:
-        reason: first, interval, drift or adjusted (`tuning.strategic_loop.Reason`); restored if this
-            scheduler did not have the current partition.
+        reason: learned; or restored, if this scheduler did not have the current partition.
         lengths: number of lengths that it was learned from.
         distance: from the previous partition; see `tuning.strategic_loop.partition_distance`.
         age_s: time since it was learned.
@@ -163,7 +162,7 @@ class TuningEndpoint:
     _trial_timer: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._incumbent = with_weights(self.scheduler.core.settings)
+        self._incumbent = self.scheduler.core.settings
 
     def on_entry(self, entry: Entry) -> None:
         """Record lengths and, if requested, outcomes."""

@@ -23,13 +23,13 @@ logger = logging.getLogger("ray.serve")
 
 Answer = TypeVar("Answer")
 
-RESTORED = "restored"
-"""Reason of an update for a new scheduler."""
+LEARNED, RESTORED = "learned", "restored"
+"""Reasons of an update: new queues, and the same for a new scheduler."""
 
 # A healthy scheduler answers in milliseconds, and one that is being replaced does not answer.
 _CALL_TIMEOUT_S = 10.0
 # Queues are learned from hundreds of requests, so a shorter interval brings nothing new. A longer one delays
-# the reaction to drift.
+# the reaction to a change of traffic.
 _PULL_INTERVAL_S = 5.0
 # Slices of a trial begin and end by the clock, so a tuner with trials updates more often.
 _TRIAL_INTERVAL_S = 1.0
@@ -142,7 +142,7 @@ class TunerActor:
         known = self._delivered is not None and self._delivered[1] == change
         update = PartitionUpdate(
             partition=change.partition,
-            reason=RESTORED if known else change.reason.value,
+            reason=RESTORED if known else LEARNED,
             lengths=change.lengths,
             distance=change.distance,
             age_s=self._loop.time() - change.at,

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +7,7 @@ from serve_app.core.events import Finished, FirstToken, PartitionChanged
 from serve_app.core.policies import length_queues
 from serve_app.core.policies.ewsjf import density_weighted_score, queue_weights
 from serve_app.core.policies.length_queues import LengthInterval, Partition
-from serve_app.core.settings import (
-    DEFAULT_WEIGHTS,
-    PAPER_WEIGHTS,
-    EwsjfSettings,
-    ScoreWeights,
-    WeightOverrides,
-)
+from serve_app.core.settings import ScoreWeights
 from serve_app.errors import Outcome
 from tests.builders import ManualDriver, dispatched, one_replica
 
@@ -28,17 +21,6 @@ def test_the_score_of_a_hand_worked_example() -> None:
     # b = 99, q = 4: 4/100 * (1 + (1e-4*99 + 1) * 2/0.5 + (-5e-5*99 + 0.5) * ln 100)
     expected = 0.04 * (1 + 1.0099 * 4 + 0.49505 * math.log(100))
     assert score(99, waited_s=2.0, queue_weight=4.0, prefill_s=0.5) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("policy_weights", [DEFAULT_WEIGHTS, PAPER_WEIGHTS])
-def test_a_weight_that_is_set_leaves_the_others_to_the_policy(
-    policy_weights: ScoreWeights,
-) -> None:
-    given = EwsjfSettings(weights=WeightOverrides(a_f=0.25)).weights
-    assert given.applied_to(policy_weights) == replace(policy_weights, a_f=0.25)
-    assert WeightOverrides.all_of(given.applied_to(policy_weights)).applied_to(ScoreWeights()) == replace(
-        policy_weights, a_f=0.25
-    )
 
 
 def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
@@ -99,7 +81,6 @@ def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() ->
     assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
 
 
-PUBLISHED = EwsjfSettings(weights=WeightOverrides.all_of(PAPER_WEIGHTS))
 ORDER = ("best", "near", "far")
 FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
 
@@ -112,7 +93,7 @@ def score_of(driver: ManualDriver, request_id: str) -> float:
 def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: float, first: str) -> None:
     # Twice as long and 0.14 s old, the longer head would win in queues of equal weight: a value of 6.9 / 81
     # against 2.9 / 41. With 4 and 3 queues from the end it does not, but after 0.4 s it does.
-    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver = saturated("ewsjf-paper")
     driver.feed(PartitionChanged(FOUR_QUEUES))
     driver.arrive("longer", prompt_tokens=80)
     driver.now += waited_s
@@ -121,7 +102,7 @@ def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: f
 
 
 def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
-    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver = saturated("ewsjf-paper")
     driver.feed(PartitionChanged(FOUR_QUEUES))
     scores = {}
     for tokens in (40, 80, 400, 900):
@@ -134,7 +115,7 @@ def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
 
 
 def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_higher_score() -> None:
-    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver = saturated("ewsjf-paper")
     driver.feed(PartitionChanged(FOUR_QUEUES))
     driver.arrive("far", prompt_tokens=900)
     driver.now += 20.0

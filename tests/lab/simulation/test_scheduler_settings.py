@@ -3,19 +3,16 @@ from dataclasses import replace
 import pytest
 
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.settings import DEFAULT_WEIGHTS, PAPER_WEIGHTS, ScoreWeights
+from serve_app.core.settings import ScoreWeights
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 
 ROUTING = RoutingSettings(b_short_tokens=2_048)
 
 
-@pytest.mark.parametrize(("policy", "default"), [("ewsjf", DEFAULT_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
-def test_one_weight_that_is_set_leaves_the_others_as_the_policy_has_them(
-    policy: str, default: ScoreWeights
-) -> None:
-    settings = scheduler_settings(policy, ROUTING, {"ewsjf.weights.a_u": 0.5})
-    assert settings.ewsjf.weights.applied_to(default) == replace(default, a_u=0.5)
+def test_one_weight_that_is_set_leaves_the_others() -> None:
+    settings = scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights.a_u": 0.5})
+    assert settings.ewsjf.weights == replace(ScoreWeights(), a_u=0.5)
 
 
 def test_an_unknown_weight_or_an_impossible_one_is_rejected() -> None:

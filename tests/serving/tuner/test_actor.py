@@ -102,10 +102,10 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
         await ask(simulation, gateway, 1)
         await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     assert len(simulation.live.core.queue) == 40
-    assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
+    assert "event=partition_changed model=m incarnation=1 reason=learned queues=2 shortest=10" in caplog.text
     page = await simulation.live.exposition()
     assert 'ewsjf_length_queues{model="m"} 2.0' in page
-    assert 'ewsjf_partition_changes_total{model="m",reason="first"} 1.0' in page
+    assert 'ewsjf_partition_changes_total{model="m",reason="learned"} 1.0' in page
     assert 'ewsjf_partition_age_seconds{model="m"} ' in page
     assert simulation.live.status()["queues"]["learned"] == 2
 
@@ -122,7 +122,7 @@ async def test_a_new_scheduler_gets_the_current_queues(
     assert len(simulation.live.core.queue) == 40
     page = await simulation.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
-    assert 'reason="first"' not in page
+    assert 'reason="learned"' not in page
 
 
 async def test_a_dead_tuner_changes_nothing_for_requests(
@@ -189,7 +189,7 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
     tuner.stop()
     assert len(scheduler.updates) == 2
     assert scheduler.updates[0] == scheduler.updates[1]
-    assert scheduler.updates[0][1] == "first"
+    assert scheduler.updates[0][1] == "learned"
 
 
 async def test_a_tuner_that_cannot_continue_is_unhealthy() -> None:

@@ -29,10 +29,7 @@ const scheduling = (mode) => (mode.active_share === 1
 
 /** Reasons for learning the queues. */
 export const REASONS = {
-  first: "first partition",
-  interval: "interval elapsed",
-  drift: "drift of lengths",
-  adjusted: "partial adjustment",
+  learned: "learned from the traffic",
   restored: "restored after a restart of the scheduler",
 };
 
