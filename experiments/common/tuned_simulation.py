@@ -28,13 +28,13 @@ from serve_app.lab.simulation.simulation import (
 )
 from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
+from serve_app.tuning.search import search_twin
 from serve_app.tuning.search_space import with_values
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import Budget, WindowResult, WindowTask, run_study
+from serve_app.tuning.study import Budget, WindowResult, WindowTask
 
 PACE_REQUESTS_PER_S = 2_000.0
 """Assumed number of requests that a core simulates per second."""
@@ -77,14 +77,8 @@ def counting_worker(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Worker:
             requests = result.requests if isinstance(result, EngineFitResult) else 0
             return result, requests / pace_requests_per_s
         player = CountingPlayer(work.plan, pace_requests_per_s)
-        course = run_study(
-            TpeOptimiser(work.plan.space, seed=work.plan.settings.seed),
-            work.study,
-            player,
-            Budget(clock=player.clock, seconds=work.cpu_s),
-            independent_windows=work.plan.independent_windows,
-        )
-        return course.finding, player.clock()
+        budget = Budget(clock=player.clock, seconds=work.cpu_s)
+        return search_twin(work.plan, work.study, player, budget, work.kind).finding, player.clock()
 
     return worker
 
@@ -116,7 +110,7 @@ class TunedSimulation:
     _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
     _permanent: SchedulerSettings = field(init=False)
     # The result of the current work, and its end beside a live scheduler.
-    _ending: tuple[float, Result] | None = field(init=False, default=None)
+    _ending: tuple[float, Result, float] | None = field(init=False, default=None)
     _last_arrival: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -161,13 +155,13 @@ class TunedSimulation:
         )
         self._carry_out(self.loop.observe(observation))
         if self._ending is not None and now >= self._ending[0]:
-            (_, result), self._ending = self._ending, None
-            self._carry_out(self.loop.finish(result, now))
+            (_, result, cpu_s), self._ending = self._ending, None
+            self._carry_out(self.loop.finish(result, now, cpu_s))
         if self._ending is None:
             work = self.loop.work_due(observation)
             if work is not None:
                 result, seconds = self.worker(work)
-                self._ending = (now + seconds / self.tuning.core_share, result)
+                self._ending = (now + seconds / self.tuning.burst_share, result, seconds)
         self._plan_observation()
 
     def _carry_out(self, orders: Sequence[Retune]) -> None:

@@ -7,28 +7,42 @@ candidate after another, each on the traffic of different minutes. Other policie
 The model is Llama-2-13B on one A100 of 80 GB, and on four, as in the paper.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.rows import Key
+from experiments.common.tuned_simulation import CountingPlayer
 from experiments.policies.grid import GridCell, PolicyGrid, cells_of, measurement_of, planned, play_grid
-from experiments.tuner.searches import live_search
-from experiments.tuner.settings import LiveSearch
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel, run_all
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
-from serve_app.tuning.objective import ObjectiveSettings
+from serve_app.tuning.objective import ObjectiveSettings, finite
+from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.search_space import Tunable, Values, space_of
+from serve_app.tuning.study import WindowTask
 
 POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
 _THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")
 # Traffic of the trials: no measured run uses these seeds.
 _TRIALS_SEED = 50_000
+
+
+@settings
+class LiveSearch:
+    """The paper's loop: one candidate after another on consecutive minutes of traffic, without a comparison.
+
+    Attributes:
+        trial_s: seconds of traffic for each candidate.
+    """
+
+    trials: int = 6
+    trial_s: float = 600.0
 
 
 @settings
@@ -90,7 +104,30 @@ def _searched(trials: _Trials) -> Values:
         objective=ObjectiveSettings(kind="paper"),
         settings=TwinSettings(seed=_TRIALS_SEED + run.seed),
     )
-    return live_search(trials.live, plan, run.seed).leaders[-1].values
+    return _best_of(trials.live, plan, run.seed)
+
+
+def _best_of(live: LiveSearch, plan: TwinPlan, seed: int) -> Values:
+    """Return the values of the trial with the highest reward; the first trial runs the current values."""
+    assert plan.traffic.rate_per_s is not None
+    window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
+    player = CountingPlayer(
+        replace(plan, settings=replace(plan.settings, window_requests=window, warm_up_ratio=0.0))
+    )
+    optimiser = TpeOptimiser(plan.space, seed=seed)
+    optimiser.add(plan.space.current)
+    values: Values = plan.space.current
+    best = values
+    highest = -math.inf
+    for trial in range(live.trials):
+        if trial:
+            values = optimiser.propose()
+        ((_, result),) = player.play([WindowTask(trial, trial, values)])
+        reward = finite(result.reward.value)
+        optimiser.tell({trial: reward})
+        if reward is not None and reward > highest:
+            best, highest = values, reward
+    return best
 
 
 def _with_theta(run: RunSettings, theta: Values) -> RunSettings:

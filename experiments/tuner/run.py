@@ -1,136 +1,200 @@
-"""How fast does a search find better settings, how good are they, and what is the risk for production?
+"""Does a Bayesian search find better settings than a dozen presets, and are the recommended ones better?
 
-`tpe` and `random` are studies in the digital twin. `live` is the paper's loop: TPE on production itself, here
-simulated, one trial after another. Every leading candidate is judged on windows of other traffic of the same
-kind, the same for all methods.
+Both searches run in the digital twin, from the defaults and from a deliberately bad start. What they
+recommend is judged on windows of other traffic of the same kind, the same for both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from experiments.tuner.searches import Search, gains, search
-from experiments.tuner.settings import STARTS, Method, SearchGroup, Start, TunerExperiment
+from experiments.common.tuned_simulation import CountingPlayer
+from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from serve_app.cli.command import progress_bar
+from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.run import RunSettings, fitted_trace
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses, TwinSettings
+from serve_app.tuning.search import SearchKind, search_twin
+from serve_app.tuning.search_space import Values, space_of
+from serve_app.tuning.study import Budget, StudySettings, WindowTask
 
-# Traffic on which all are judged; no search uses this seed.
-_JUDGES_SEED = 90_001
-# A search has arrived when its leader has this share of the best gain of any method.
-_ARRIVED_RATIO = 0.95
+Start = Literal["good", "bad"]
+
+STARTS: Mapping[Start, Mapping[str, object]] = {"good": DEFAULTS, "bad": BAD_START}
+SEARCHES: tuple[SearchKind, ...] = ("presets", "tpe")
+
+_POLICY = "ewsjf"
+_FIRST_SEED = 1_000
+# Traffic on which all are judged; no search uses these seeds.
+_JUDGES_SEED = 90_000
+
+
+@settings
+class TunerExperiment:
+    """Settings of the experiment.
+
+    Attributes:
+        mixes: traffic by its name in the table.
+        starts: kinds of start by name of the traffic.
+        load: 1.0 is the rate at which the same replicas finish the traffic under FCFS.
+        requests: in the traffic from which windows are drawn.
+        search_s: CPU seconds of a search by TPE, counted at `pace_requests_per_s`.
+        pace_requests_per_s: assumed requests that a core simulates per second, so that a search takes the
+            same course on every machine.
+        judge_windows: windows of other traffic on which results are judged.
+    """
+
+    mixes: Mapping[str, TraceChoice]
+    starts: Mapping[str, tuple[Start, ...]]
+    profile: str
+    replicas: int
+    load: float
+    seeds: int
+    requests: int
+    search_s: float
+    judge_windows: int
+    pace_requests_per_s: float = 2_000.0
+    twin: TwinSettings = field(default_factory=TwinSettings)
+    study: StudySettings = field(default_factory=StudySettings)
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.starts) - set(self.mixes):
+            raise ValueError(
+                f"there is no mix {', '.join(sorted(unknown))}: there are {', '.join(self.mixes)}"
+            )
+
+    @property
+    def fleet(self) -> FleetSettings:
+        """Return a fleet with all replicas in one pool."""
+        return FleetSettings(profile=self.profile, replicas={ONE_POOL: self.replicas})
+
+    def traffic(self, mix: str) -> TraceChoice:
+        """Return the requests of a mix."""
+        return replace(self.mixes[mix], requests=self.requests)
+
+    def twin_plan(self, mix: str, start: Start, rate_per_s: float, seed: int) -> TwinPlan:
+        """Return the twin of a mix with a start's values."""
+        scheduler = scheduler_settings(_POLICY, self.fleet.routing, {})
+        tunable = begun_from(scheduler, STARTS[start])
+        run = RunSettings(
+            policy=_POLICY, fleet=self.fleet, trace=self.traffic(mix), seed=seed, rate_per_s=rate_per_s
+        )
+        return TwinPlan(
+            tunable=tunable,
+            space=space_of(tunable),
+            engines=tuple(self.fleet.plans(isolated=True)),
+            traffic=fitted_trace(run).trace,
+            settings=replace(self.twin, seed=seed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
-    """All methods from one start on one workload with one seed."""
+class SearchPair:
+    """Both searches on one mix, from one start, with one seed."""
 
     experiment: TunerExperiment
-    workload: str
+    mix: str
     start: Start
-    methods: tuple[Method, ...]
     rate_per_s: float
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFigures:
-    """Results of a search, compared with the others of its race.
+    """Results of a search.
 
     Attributes:
-        gain: in reward, of the final leader.
-        best_gain: of any leader of any search at any time.
-        arrived_s: seconds until the leader had nearly the best gain; None if it never had, or if there was no
-            gain.
+        best_gain: in reward on other traffic, of the best candidate, recommended or not.
+        applied_gain: the same if it was recommended, otherwise 0.
+        is_recommended: whether the search recommends its best candidate.
+        requests: simulated by the search.
     """
 
-    gain: float
     best_gain: float
-    arrived_s: float | None
-    confident: bool | None
-    trials: int
+    applied_gain: float
+    is_recommended: bool
+    candidates: int
     requests: int
-    worst_trial: float | None
 
 
 def play(experiment: TunerExperiment, context: Context) -> Iterator[Measurement]:
-    """Measure race by race; yield a row for each method."""
+    """Measure mix by mix; yield a row for each search."""
     groups = [
-        (group, workload)
-        for group in experiment.groups
-        for workload in group.workloads
-        if not all(context.has(_key(group, workload, method)) for method in group.methods)
+        (mix, start)
+        for mix, starts in experiment.starts.items()
+        for start in starts
+        if not all(context.has(_key(mix, start, search)) for search in SEARCHES)
     ]
-    rates: dict[str, float] = {}
     with progress_bar("tuner", len(groups)) as advance:
-        for group, workload in groups:
-            if workload not in rates:
-                # One rate for all seeds, because a seed with light requests would otherwise run at another
-                # load.
-                saturated = saturated_rate_per_s(experiment.fleet, experiment.traffic(workload), 0)
-                rates[workload] = experiment.load * saturated
-            races = [
-                Race(experiment, workload, group.start, group.methods, rates[workload], seed)
+        for mix, start in groups:
+            # One rate for all seeds, because a seed with light requests would otherwise run at another load.
+            saturated = saturated_rate_per_s(experiment.fleet, experiment.traffic(mix), _FIRST_SEED)
+            pairs = [
+                SearchPair(experiment, mix, start, experiment.load * saturated, _FIRST_SEED + seed)
                 for seed in range(experiment.seeds)
             ]
-            found = list(parallel(_raced, races, context.jobs))
-            for method in group.methods:
-                figures = [of_seed[method] for of_seed in found]
-                yield _measurement(races[0], _key(group, workload, method), figures)
+            found = list(parallel(searched, pairs, context.jobs))
+            for search in SEARCHES:
+                yield _measurement(pairs[0], search, [of_seed[search] for of_seed in found])
             advance()
 
 
-def _key(group: SearchGroup, workload: str, method: Method) -> Key:
-    return {"workload": workload, "start": group.start, "method": method}
+def searched(pair: SearchPair) -> Mapping[SearchKind, SearchFigures]:
+    """Run both searches, and judge what they found."""
+    experiment = pair.experiment
+    plan = experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, pair.seed)
+    judge = TwinProcesses(
+        experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, _JUDGES_SEED + pair.seed)
+    )
+
+    def mean_reward(values: Values) -> float:
+        windows = [WindowTask(0, window, values) for window in range(experiment.judge_windows)]
+        return statistics.fmean(result.reward.value or 0.0 for _, result in judge.play(windows))
+
+    base = mean_reward(plan.space.current)
+    figures: dict[SearchKind, SearchFigures] = {}
+    for search in SEARCHES:
+        player = CountingPlayer(plan, experiment.pace_requests_per_s)
+        budget = Budget(clock=player.clock, seconds=experiment.search_s)
+        finding = search_twin(plan, experiment.study, player, budget, search).finding
+        gain = 0.0 if finding.best is None else mean_reward(finding.best) - base
+        figures[search] = SearchFigures(
+            best_gain=gain,
+            applied_gain=gain if finding.confident else 0.0,
+            is_recommended=finding.confident,
+            candidates=finding.candidates,
+            requests=player.requests,
+        )
+    return figures
 
 
-def _measurement(race: Race, key: Key, found: Sequence[SearchFigures]) -> Measurement:
-    experiment = race.experiment
+def _key(mix: str, start: Start, search: SearchKind) -> Key:
+    return {"mix": mix, "start": start, "search": search}
+
+
+def _measurement(pair: SearchPair, search: SearchKind, found: list[SearchFigures]) -> Measurement:
+    experiment = pair.experiment
     columns = [asdict(one) for one in found]
     figures: dict[str, Any] = {name: [one[name] for one in columns] for name in columns[0]}
     shared = ("profile", "replicas", "load", "requests", "search_s", "pace_requests_per_s", "judge_windows")
     return Measurement(
-        key=key,
-        seeds=range(experiment.seeds),
-        traces=trace_sources(experiment.workloads[race.workload]),
-        figures={"rate_per_s": race.rate_per_s, **figures},
+        key=_key(pair.mix, pair.start, search),
+        seeds=range(_FIRST_SEED, _FIRST_SEED + experiment.seeds),
+        traces=trace_sources(experiment.mixes[pair.mix].name),
+        figures={"rate_per_s": pair.rate_per_s, **figures},
         settings={
             **{name: getattr(experiment, name) for name in shared},
-            "start": dict(STARTS[race.start]),
-            **{name: asdict(getattr(experiment, name)) for name in ("live", "twin", "study")},
+            "start": dict(STARTS[pair.start]),
+            **{name: asdict(getattr(experiment, name)) for name in ("twin", "study")},
         },
-    )
-
-
-def _raced(race: Race) -> Mapping[Method, SearchFigures]:
-    experiment = race.experiment
-    plan = experiment.twin_plan(race.workload, race.start, race.rate_per_s, race.seed)
-    searches = [search(experiment, method, plan, race.seed) for method in race.methods]
-    judges = experiment.twin_plan(race.workload, race.start, race.rate_per_s, _JUDGES_SEED + race.seed)
-    gained = gains(judges, searches, experiment.judge_windows)
-    best = max((gain for of_search in gained for gain in of_search), default=0.0)
-    return {
-        method: _figures(one, of_search, best)
-        for method, one, of_search in zip(race.methods, searches, gained, strict=True)
-    }
-
-
-def _figures(one: Search, gained: Sequence[float], best: float) -> SearchFigures:
-    arrived = [
-        leader.seconds
-        for leader, gain in zip(one.leaders, gained, strict=True)
-        if best > 0 and gain >= _ARRIVED_RATIO * best
-    ]
-    return SearchFigures(
-        gain=gained[-1] if gained else 0.0,
-        best_gain=best,
-        arrived_s=min(arrived, default=None),
-        confident=one.confident,
-        trials=one.trials,
-        requests=one.requests,
-        worst_trial=one.worst_trial,
     )
 
 

@@ -159,7 +159,7 @@ METRIC_ADVICE = {
     ),
     "ewsjf_tuner_frozen": "1: no trials until it is thawed. `/debug/status` shows the reason.",
     "ewsjf_tuner_searches_total": "0 under traffic: the twin is not accurate enough for a search.",
-    "ewsjf_tuner_trials_total": "The rate shows the tuner's CPU usage.",
+    "ewsjf_tuner_candidates_total": "The rate shows the tuner's CPU usage.",
     "ewsjf_twin_error_ratio": ("Beyond ±0.5: do not trust the tuner's results; see the alert `TwinError`."),
     # Autoscaling
     "ewsjf_desired_replicas": (

@@ -52,7 +52,7 @@ TUNER = Dashboard(
                     "Finished searches, and candidates evaluated in the twin.",
                     "ops",
                     (rate("ewsjf_tuner_searches_total", "model"), "{{model}} searches"),
-                    (rate("ewsjf_tuner_trials_total", "model"), "{{model}} candidates"),
+                    (rate("ewsjf_tuner_candidates_total", "model"), "{{model}} candidates"),
                 ),
                 line(
                     "Changes of values",

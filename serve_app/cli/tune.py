@@ -1,19 +1,14 @@
 """Command `tune`: searches better settings for a trace in the digital twin."""
 
 import argparse
-import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from serve_app.cli.command import (
     Command,
-    ProgressCallback,
-    add_report_argument,
     arguments_as_json,
-    command_line,
     positive_float,
     positive_int,
     print_result,
@@ -32,8 +27,6 @@ from serve_app.cli.workload_arguments import (
 from serve_app.core.metrics.targets import ClassTarget, ClassTargets
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
-from serve_app.lab.reports.document import Origin
-from serve_app.lab.reports.page import write_report
 from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.simulation.batch import saturated_rate_per_s
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
@@ -41,14 +34,15 @@ from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.optimiser import TpeOptimiser
-from serve_app.tuning.report_page import study_page
-from serve_app.tuning.search_space import SearchSpace, Tunable, Values, space_of
-from serve_app.tuning.study import Budget, Round, StudySettings, run_study
+from serve_app.tuning.search import search_twin
+from serve_app.tuning.search_space import Tunable, space_of
+from serve_app.tuning.study import Budget, StudySettings
 from serve_app.tuning.study_report import StudyReport
 
 _TWIN = TwinSettings()
 _STUDY = StudySettings()
+# Estimated windows of a search, for the progress bar.
+_PRESET_WINDOWS = 50
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +56,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_objective(parser.add_argument_group("objective"))
     _configure_search(parser.add_argument_group("search"))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result with provenance")
-    add_report_argument(parser)
 
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:
@@ -90,10 +83,16 @@ def _configure_objective(group: "argparse._ArgumentGroup") -> None:
 
 def _configure_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
-        "--trials",
+        "--search",
+        choices=("presets", "tpe"),
+        default="presets",
+        help="candidates: presets, or presets and then those of a Bayesian search (default: %(default)s)",
+    )
+    group.add_argument(
+        "--proposals",
         type=positive_int,
-        default=_STUDY.trials,
-        help="maximum number of candidates (default: %(default)s)",
+        default=_STUDY.proposals,
+        help="with tpe: maximum number of candidates after the presets (default: %(default)s)",
     )
     group.add_argument(
         "--seconds", type=positive_float, help="time limit in seconds, including the confirmation"
@@ -140,12 +139,6 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
     )
 
 
-def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
-    """Return candidates to evaluate first, after the incumbent: the default values of the parameters."""
-    defaults = Tunable(scheduler=scheduler_settings(args.policy, fleet_of(args).routing, {}))
-    return [{each.name: defaults.value(each) for each in space}]
-
-
 def _objective(args: argparse.Namespace) -> ObjectiveSettings:
     target = ClassTarget(ttft_s=args.slo_ttft_s, long_ttft_s=args.slo_long_ttft_s, tpot_s=args.slo_tpot_s)
     targets = ClassTargets(interactive=target, default=target, short_at_tokens=args.short_at)
@@ -164,48 +157,22 @@ _EXAMPLE = """example:
 def _run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with progress_bar("rate at load 1.0", 1) as advance:
-        plan, settings = plan_of(args), StudySettings(trials=args.trials)
+        plan, settings = plan_of(args), StudySettings(proposals=args.proposals)
         advance()
     for note in notes_on(plan.traffic):
         warn(note)
-    optimiser = TpeOptimiser(plan.space, seed=args.seed, anchors=anchors_of(args, plan.space))
     # The trace and load 1.0 used up part of the user's time, but no time of the search.
     left_s = None if args.seconds is None else max(1.0, args.seconds - (time.monotonic() - began))
-    what, total = ("candidates", args.trials) if left_s is None else ("seconds", math.ceil(left_s))
-    with progress_bar(what, total) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
-        on_round, yield_cpu = _steps(advance, by_time=left_s is not None)
-        course = run_study(
-            optimiser,
-            settings,
-            twin,
-            Budget(clock=time.monotonic, seconds=left_s, yield_cpu=yield_cpu),
-            on_round,
-            independent_windows=plan.independent_windows,
-        )
+    windows = _PRESET_WINDOWS + (2 * args.proposals if args.search == "tpe" else 0)
+    with progress_bar("windows", windows) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
+        budget = Budget(clock=time.monotonic, seconds=left_s, yield_cpu=advance)
+        course = search_twin(plan, settings, twin, budget, args.search)
     report = StudyReport(plan.space, settings, course)
     print_result(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
-    found = provenance(plan.traffic, arguments_as_json(args), [args.seed])
     if args.json is not None:
+        found = provenance(plan.traffic, arguments_as_json(args), [args.seed])
         write_json(args.json, report.as_json() | {"provenance": found})
-    if args.report is not None:
-        write_report(args.report, study_page(report, plan, Origin(found, command_line(args))))
     return 0
-
-
-def _steps(
-    advance: ProgressCallback, *, by_time: bool
-) -> tuple[Callable[[Round], object], Callable[[], object]]:
-    """Return the callbacks after a round and a window that move the bar: by candidates, or by seconds."""
-    began, shown = time.monotonic(), 0
-
-    def to(place: int) -> None:
-        nonlocal shown
-        advance(place - shown)
-        shown = place
-
-    if by_time:
-        return (lambda _: None), (lambda: to(int(time.monotonic() - began)))
-    return (lambda one: to(one.trials)), (lambda: None)
 
 
 def _heading(plan: TwinPlan) -> str:

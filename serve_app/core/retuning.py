@@ -1,8 +1,9 @@
 """Retuning: the settings that may change in a running scheduler, without rebuilding its queues.
 
-They are read for each decision: the weights of the score, the limits of prefill isolation, and the targets of
-backpressure. All others are part of the state of queues, accounts or reservations. Changing them requires a
-new scheduler in the same process (`SchedulerActor.reconfigure`), to which gateways resubmit their requests.
+They are read for each decision: the weights of the score, the limits of prefill isolation, the bound on
+delay, and the targets of backpressure. All others are part of the state of queues, accounts or reservations.
+Changing them requires a new scheduler in the same process (`SchedulerActor.reconfigure`), to which gateways
+resubmit their requests.
 """
 
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from serve_app.core.settings import SchedulerSettings
 RETUNABLE = (
     "ewsjf.weights",
     "isolation",
+    "delay_bound",
     "backpressure.target_waiting",
     "backpressure.batch_target_waiting",
     "backpressure.tpot_gate_s",
@@ -33,6 +35,7 @@ def checked_retuning(current: SchedulerSettings, new: SchedulerSettings) -> Sche
         current,
         ewsjf=replace(current.ewsjf, weights=new.ewsjf.weights),
         isolation=isolation,
+        delay_bound=new.delay_bound,
         backpressure=replace(
             current.backpressure,
             target_waiting=new.backpressure.target_waiting,

@@ -379,10 +379,11 @@ class Scheduler:
             self.queue.reassign_length_queues()
 
     def _on_retune(self, event: ev.Retuned, now: float) -> None:
-        """Apply weights, isolation and backpressure. The ledger's copies of limits are not retunable."""
+        """Apply retunable settings. The ledger's copies of limits are not among them."""
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)
+        self.queue.retune(settings.delay_bound)
         self._backpressure.retune(settings.effective_backpressure)
         self.ledger.on_limits_changed(now)
 

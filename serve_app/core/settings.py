@@ -124,7 +124,7 @@ class SchedulerConfig:
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
     affinity: Annotated[AffinitySettings, ADVANCED] = field(default_factory=AffinitySettings)
     isolation: Annotated[IsolationSettings, ADVANCED] = field(default_factory=IsolationSettings)
-    delay_bound: Annotated[DelayBoundSettings, INTERNAL] = field(default_factory=DelayBoundSettings)
+    delay_bound: Annotated[DelayBoundSettings, ADVANCED] = field(default_factory=DelayBoundSettings)
     promotion: Annotated[PromotionSettings, INTERNAL] = field(default_factory=PromotionSettings)
     ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)
 

@@ -4,15 +4,16 @@ In reading order:
 
 - `refine_and_prune` learns length queues from prompt lengths; `strategic_loop` decides when to relearn.
 - `objective` is the reward: one number for how well an interval of traffic was served.
-- `search_space` defines the tunable settings, `optimiser` proposes values (TPE), and `study` compares
-  candidates on windows of traffic until one wins or the budget is spent.
+- `search_space` defines the tunable settings, `search` has presets as candidates, `optimiser`
+  proposes further ones (TPE), and `study` compares them on windows of traffic until one wins or the budget is
+  spent.
 - `outcome_window` collects outcomes in the scheduler, `traffic` stores them, and `digital_twin` plays windows
   of them on simulated engines. `engine_fit` fits those engines to the real ones, driven by
   `twin_calibration`.
 - `rollout` brings a winner into production in guarded steps, each a `trial` with one sequential test, and
   `parameter_loop` connects all of it to a running scheduler.
 - `counterfactuals` estimates what would have shortened the wait of one request.
-- `study_report` and `report_page` write the result of an offline search; `settings` has all settings.
+- `study_report` writes the result of an offline search; `settings` has all settings.
 
 `serve_app.cli.tune` runs that search. Nothing in this package reads a clock: time is an argument.
 """

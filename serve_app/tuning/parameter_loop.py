@@ -27,12 +27,12 @@ from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.tuning.digital_twin import Forecast, TwinPlan, TwinProcesses, forecast
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
-from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 from serve_app.tuning.rollout import Apply, DecisionKind, Retune, Rollout
+from serve_app.tuning.search import SearchKind, search_twin
 from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import Budget, Finding, StudySettings, run_study
+from serve_app.tuning.study import Budget, Finding, StudySettings
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.twin_calibration import TwinCalibration
 
@@ -73,6 +73,7 @@ class SearchTask:
     plan: TwinPlan
     study: StudySettings
     cpu_s: float
+    kind: SearchKind = "presets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,9 @@ def carry_out(
         return fit_engines(work, yield_cpu)
     if isinstance(work, ForecastTask):
         return forecast(work.plan, yield_cpu)
-    optimiser = TpeOptimiser(work.plan.space, seed=work.plan.settings.seed)
-    budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
     with TwinProcesses(work.plan) as twin:
-        course = run_study(
-            optimiser, work.study, twin, budget, independent_windows=work.plan.independent_windows
-        )
-    return course.finding
+        budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
+        return search_twin(work.plan, work.study, twin, budget, work.kind).finding
 
 
 class ParameterLoop:
@@ -130,7 +127,7 @@ class ParameterLoop:
     ) -> None:
         self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
-        self._searches = self._trials = 0
+        self._searches = self._candidates = 0
         # Consecutive searches without a result.
         self._fruitless = 0
         self._decisions: Counter[DecisionKind] = Counter()
@@ -148,6 +145,7 @@ class ParameterLoop:
         # Times of an earlier scheduler are on another clock, so its traffic and work are discarded.
         self._traffic = TrafficLog()
         self.work: Work | None = None
+        self._work_began, self._rest_until = now, -math.inf
         self._next_search_at, self._next_forecast_at = now, -math.inf
         self.calibration.restart()
         # Requests since the last search began.
@@ -198,7 +196,10 @@ class ParameterLoop:
 
     def work_due(self, observation: Observation) -> Work | None:
         """Return a piece of work to carry out now. The next one requires a call of `finish` first."""
+        if observation.at < self._rest_until:
+            return None
         if self.work is None and observation.replicas and self._settings.rollout.mode != "off":
+            self._work_began = observation.at
             self.work = (
                 self.calibration.due(
                     self._traffic, observation.replicas, observation.completed_until, observation.at
@@ -209,9 +210,15 @@ class ParameterLoop:
             return self.work
         return None
 
-    def finish(self, result: Result | None, now: float) -> list[Retune]:
-        """Process the result of the work that was handed out; None if it failed."""
+    def finish(self, result: Result | None, now: float, cpu_s: float = 0.0) -> list[Retune]:
+        """Process the result of the work that was handed out; None if it failed.
+
+        Args:
+            cpu_s: CPU seconds that it took. No further work is due until they are `core_share` of the time
+                since it began.
+        """
         work, self.work = self.work, None
+        self._rest_until = self._work_began + cpu_s / self._settings.core_share
         if isinstance(work, EngineFitTask):
             self.calibration.finish(result if isinstance(result, EngineFitResult) else None, now)
         elif isinstance(work, ForecastTask):
@@ -231,20 +238,20 @@ class ParameterLoop:
             return []
         found = finding.confirmation
         self._searches += 1
-        self._trials += finding.trials
+        self._candidates += finding.candidates
         self._studies.append(
             {
-                "trials": finding.trials,
+                "candidates": finding.candidates,
                 "confident": finding.confident,
                 "reason": finding.reason,
-                "best": dict(finding.best.values) if finding.best else None,
+                "best": dict(finding.best) if finding.best else None,
                 "gain": found.mean if found else None,
             }
         )
         if not finding.confident or finding.best is None or found is None:
             return []
-        reason = f"reward {found.mean:+.4f} in the twin, best of {finding.trials} candidates"
-        return self._orders(self.rollout.propose(finding.best.values, now, reason))
+        reason = f"reward {found.mean:+.4f} in the twin, best of {finding.candidates} candidates"
+        return self._orders(self.rollout.propose(finding.best, now, reason))
 
     # Work
 
@@ -258,7 +265,12 @@ class ParameterLoop:
             return None
         self._unsearched = 0
         plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
-        return SearchTask(plan=plan, study=self._settings.study, cpu_s=self._settings.search_cpu_s)
+        return SearchTask(
+            plan=plan,
+            study=self._settings.study,
+            cpu_s=self._settings.search_cpu_s,
+            kind=self._settings.search,
+        )
 
     def _forecast_due(self, observation: Observation) -> ForecastTask | None:
         if not self._is_passing or observation.at < self._next_forecast_at or self.calibration.obstacle:
@@ -312,7 +324,7 @@ class ParameterLoop:
             "studies": list(self._studies)[-_SHOWN:],
             "counts": {
                 "searches": self._searches,
-                "trials": self._trials,
+                "candidates": self._candidates,
                 "decisions": {kind.value: self._decisions[kind] for kind in DecisionKind},
             },
         }

@@ -313,6 +313,8 @@ _TARGET_WAITING = _count(name="target_waiting", path="backpressure.target_waitin
 # The queue of an engine that orders it by priority may be longer, and has a separate setting.
 _PRIORITY_TARGET_WAITING = replace(_TARGET_WAITING, path="engine_priority.target_waiting", high=64)
 
+_DELAY_BOUND = Parameter(name="wait_ratio", path="delay_bound.wait_ratio", low=0.5, high=8.0, scale=Scale.LOG)
+
 _MIN_B_SHORT_TOKENS = 256
 
 
@@ -369,6 +371,7 @@ def parameters_of(
         *(_WEIGHTS if isinstance(policy, EwsjfPaper) else ()),
         *((_ALPHA,) if policy.learns_queues else ()),
         *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
+        *((_DELAY_BOUND,) if policy.bounds_delay and settings.delay_bound.wait_ratio else ()),
         _PRIORITY_TARGET_WAITING if engine_orders else _TARGET_WAITING,
         *_pools(settings, max_b_short_tokens),
     )

@@ -22,9 +22,13 @@ from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveKind, ObjectiveSettings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 from serve_app.tuning.rollout import RolloutSettings
+from serve_app.tuning.search import SearchKind
 from serve_app.tuning.strategic_loop import StrategicSettings
 from serve_app.tuning.study import StudySettings
 from serve_app.tuning.twin_calibration import CalibrationSettings
+
+_BURST_SHARE = 0.25
+"""Share of a core that work uses while it runs. A search is then done in a minute, on current traffic."""
 
 
 @settings
@@ -37,19 +41,27 @@ class ParameterTuningSettings:
         every_s: seconds between the end of a search and the next one.
         min_requests: requests before the first search; half as many new ones before each further search.
         search_cpu_s: CPU seconds per search.
-        core_share: share of a core that the tuner's work uses.
+        search: candidates of a search: presets, or presets and then those that TPE proposes.
+        core_share: maximum share of a core that the tuner's work uses in the mean.
     """
 
     profile: str | None = None
     every_s: Annotated[float, FINITE_POSITIVE] = 300.0
     min_requests: Annotated[int, at_least(1)] = 600
+    search: SearchKind = "presets"
     search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
-    core_share: Annotated[float, POSITIVE_SHARE] = 0.25
+    core_share: Annotated[float, POSITIVE_SHARE] = 0.02
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     study: StudySettings = field(default_factory=StudySettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+
+    @property
+    def burst_share(self) -> float:
+        """Share of a core that work uses while it runs; afterwards the tuner rests."""
+        share: float = max(_BURST_SHARE, self.core_share)
+        return share
 
 
 @settings(block="tuner")
@@ -76,10 +88,14 @@ class TunerSettings:
     # Requests before the first search, because fewer do not represent the traffic; half as many new ones
     # before each further search.
     min_requests: Annotated[int, at_least(1), ADVANCED] = 600
-    # CPU seconds per search.
+    # Candidates of a search: a dozen presets, or these and then candidates that TPE proposes until the search
+    # has used its CPU time.
+    search: Annotated[SearchKind, ADVANCED] = "presets"
+    # Maximum CPU seconds per search. Presets need about ten.
     search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
-    # Share of a core that the tuner's work may use.
-    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.25
+    # Maximum share of a core that the tuner's work uses in the mean. Work is done at a quarter of a core, and
+    # followed by a pause. So a search of ten CPU seconds is at most every ten minutes.
+    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.02
     # Seconds per slice of a trial, in which one side is active; the first ten are not judged. Shorter
     # slices have more similar traffic but exclude a larger share of it.
     slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
@@ -120,6 +136,7 @@ class TunerSettings:
             profile=self.profile,
             every_s=self.every_s,
             min_requests=self.min_requests,
+            search=self.search,
             search_cpu_s=self.search_cpu_s,
             core_share=self.core_share,
             objective=ObjectiveSettings(kind=self.objective, targets=self.targets),

@@ -1,20 +1,18 @@
 """Search for better values, from the first window to the verdict, within a time budget.
 
-1. *Incumbent*: the incumbent plays all search windows. The optimiser receives a candidate's reward as the
-   incumbent's mean plus the paired difference. So candidates are comparable although most never play all
-   windows.
-2. *Search*, in rounds of `batch` candidates. All play the windows of the first rung. A candidate advances to
-   the next rung if it is among the best `keep_ratio` of all that ever reached this one; the others stop. This
-   is the stopping variant of successive halving. A round does not depend on the number of processes.
-3. *Confirmation*: the best candidates that played all search windows are compared with the incumbent on
-   *fresh* windows, one after the other. On the windows it was chosen by, the best of many looks better than
-   it is. The first that wins with confidence is recommended. If none does, the incumbent remains.
+1. *Search*: candidates and the incumbent play the same windows. First the presets race, then rounds of
+   candidates that the optimiser proposes, if there is one. After the first windows of a race only the better
+   half plays on.
+2. *Confirmation*: the best candidate that played all search windows meets the incumbent on *fresh* windows,
+   one after the other. On the windows it was chosen by, the best of many looks better than it is. The first
+   fresh windows decide if the result is clear: a sequential test stops as soon as the candidate has won, or
+   is not ahead. A candidate is recommended only if the lower bound of its gain is positive as well.
 
 Candidates are compared with the incumbent on the same windows (`compare`). Both receive the same requests at
 the same times, so the randomness of a window cancels out of the difference.
 
-Sources: Li et al., A System for Massively Parallel Hyperparameter Tuning (MLSys 2020), for the rungs; common
-random numbers as in any textbook of simulation.
+Sources: Jamieson, Talwalkar, Non-stochastic Best Arm Identification (AISTATS 2016), for halving; common
+random numbers as in any textbook of simulation; `trial.evidence` for the sequential test.
 """
 
 import math
@@ -24,48 +22,45 @@ from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
 from serve_app.core.metrics.confidence import t_95
-from serve_app.core.settings_base import POSITIVE_SHARE, at_least, settings
+from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
 from serve_app.tuning.objective import Reward, finite
-from serve_app.tuning.optimiser import Proposal, TpeOptimiser
+from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import Values
+from serve_app.tuning.trial import evidence
 
 INCUMBENT = 0
-"""Number of the proposal with the incumbent values."""
+"""Number of the candidate with the incumbent values."""
+
+_HALVINGS = 2
+"""Number of first windows after each of which only the better half of a race plays on."""
+_ROUND = 8
+"""Candidates that the optimiser proposes at a time, which race against each other."""
+_MIN_FRESH = 4
+"""Fresh windows before the first look. The t interval of fewer is too wide to be positive."""
+_RISK = 0.05
+"""Bound on the probability that the sequential test prefers a candidate that is not better, at any look."""
 
 
 @settings(block="study")
 class StudySettings:
     """Settings for the effort of a study, and for confirming a candidate."""
 
-    # Number of candidates, including the incumbent.
-    trials: Annotated[int, at_least(1)] = 60
-    # Windows after which poor candidates stop. The last number is the number of windows that all are compared
-    # on.
-    rungs: tuple[int, ...] = (1, 2, 4, 8)
-    # Share of candidates that advance at a rung. Lower values search wider; higher ones rely less on few
-    # windows.
-    keep_ratio: Annotated[float, POSITIVE_SHARE] = 0.4
-    # Candidates per round: at least the number of processes, or some are idle.
-    batch: Annotated[int, at_least(1)] = 4
-    # Fresh windows on which a candidate has to win.
-    confirm_windows: Annotated[int, at_least(2).hint("one window gives no interval")] = 12
-    # Candidates that are confirmed. Each has a chance of one in forty to win without being better.
-    finalists: Annotated[int, at_least(1)] = 2
-
-    def __post_init__(self) -> None:
-        ordered = list(self.rungs) == sorted(set(self.rungs))
-        if not self.rungs or self.rungs[0] < 1 or not ordered:
-            raise ValueError(f"study.rungs must be numbers of windows in ascending order, got {self.rungs}")
+    # Windows on which candidates are chosen.
+    search_windows: Annotated[int, at_least(1)] = 4
+    # Maximum number of fresh windows on which the best candidate has to win.
+    confirm_windows: Annotated[int, at_least(_MIN_FRESH).hint("fewer give no useful interval")] = 12
+    # Maximum number of candidates that the optimiser proposes after the presets.
+    proposals: Annotated[int, NOT_NEGATIVE] = 48
 
     @property
-    def search_windows(self) -> range:
+    def searched(self) -> range:
         """Windows by which candidates are chosen."""
-        return range(self.rungs[-1])
+        return range(self.search_windows)
 
     @property
-    def fresh_windows(self) -> range:
-        """Windows on which candidates are confirmed."""
-        return range(self.rungs[-1], self.rungs[-1] + self.confirm_windows)
+    def fresh(self) -> range:
+        """Windows on which the best candidate is confirmed."""
+        return range(self.search_windows, self.search_windows + self.confirm_windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class WindowTask:
     """The simulation of one candidate on one window.
 
     Attributes:
-        candidate: number of the proposal.
+        candidate: number of the candidate.
         window: number of the window, with the same traffic for all candidates.
     """
 
@@ -120,6 +115,7 @@ class Comparison:
     Attributes:
         mean: over the windows in which both have a reward; 0 without any.
         low, high: the 95 % interval; None with fewer than two windows.
+        evidence: against no difference, valid at any number of windows; 1 is neutral.
         windows: windows in which both have a reward.
         missing: windows in which one of them has none.
     """
@@ -127,13 +123,14 @@ class Comparison:
     mean: float
     low: float | None
     high: float | None
+    evidence: float
     windows: int
     missing: int = 0
 
     @property
     def is_win(self) -> bool:
         """True if the candidate is better with confidence. Never true if a reward is missing."""
-        return self.low is not None and self.low > 0 and not self.missing
+        return self.low is not None and self.low > 0 and self.evidence >= 1 / _RISK and not self.missing
 
 
 def compare(
@@ -159,30 +156,14 @@ def compare(
             differences.append(reward - other)
     count, missing = len(differences), len(candidate) - len(differences)
     mean = statistics.fmean(differences) if differences else 0.0
-    if count < 2:
-        return Comparison(mean=mean, low=None, high=None, windows=count, missing=missing)
-    independent = min(float(count), max(1.0, independent_windows))
-    half = t_95(count - 1) * statistics.stdev(differences) / math.sqrt(independent)
-    return Comparison(mean=mean, low=mean - half, high=mean + half, windows=count, missing=missing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """Progress of a search after one of its rounds.
-
-    Attributes:
-        seconds: since the search began.
-        requests: simulated so far.
-        trials: candidates so far.
-        leader: number of the best candidate.
-        gain: its mean paired difference to the incumbent, on the search windows.
-    """
-
-    seconds: float
-    requests: int
-    trials: int
-    leader: int
-    gain: float
+    low = high = None
+    if count >= 2:
+        independent = min(float(count), max(1.0, independent_windows))
+        half = t_95(count - 1) * statistics.stdev(differences) / math.sqrt(independent)
+        low, high = mean - half, mean + half
+    return Comparison(
+        mean=mean, low=low, high=high, evidence=evidence(differences), windows=count, missing=missing
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,19 +171,20 @@ class Finding:
     """Verdict of a study.
 
     Attributes:
-        best: the best candidate; None if none looked better than the incumbent.
+        best: values of the best candidate; None if none looked better than the incumbent.
         search: its comparison on the windows that it was chosen by, which is optimistic.
         confirmation: its comparison on fresh windows; None if it was not confirmed.
         confident: whether `best` is recommended.
         reason: the verdict in words.
+        candidates: number of candidates without the incumbent.
     """
 
-    best: Proposal | None
+    best: Values | None
     search: Comparison | None
     confirmation: Comparison | None
     confident: bool
     reason: str
-    trials: int
+    candidates: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,15 +192,15 @@ class StudyHistory:
     """Complete course of a study.
 
     Attributes:
-        proposals: every candidate by number; the incumbent is the first.
-        rounds: one entry per round of the search.
+        candidates: values by number; the incumbent is the first.
+        best: number of the best candidate; None if none looked better than the incumbent.
         results: by candidate and window.
         seconds: total duration.
     """
 
     finding: Finding
-    proposals: Sequence[Proposal]
-    rounds: Sequence[Round]
+    candidates: Sequence[Values]
+    best: int | None
     results: Mapping[tuple[int, int], WindowResult]
     seconds: float
 
@@ -233,26 +215,28 @@ class StudyHistory:
 
 
 def run_study(
-    optimiser: TpeOptimiser,
+    first: Sequence[Values],
     settings: StudySettings,
     player: WindowPlayer,
     budget: Budget,
-    on_round: Callable[[Round], object] = lambda _: None,
     *,
+    optimiser: TpeOptimiser | None = None,
     independent_windows: float = math.inf,
 ) -> StudyHistory:
     """Search until there is a verdict.
 
     Args:
-        on_round: called after each round of the search.
+        first: the incumbent, then the presets.
+        optimiser: proposes further candidates, after it has learned from the first ones; None for presets
+            only.
         independent_windows: see `compare`.
     """
-    study = _Study(optimiser, settings, player, budget, independent_windows)
-    finding = study.run(on_round)
+    study = _Study(settings, player, budget, independent_windows)
+    finding, best = study.run(first, optimiser)
     return StudyHistory(
         finding=finding,
-        proposals=study.proposals,
-        rounds=study.rounds,
+        candidates=study.candidates,
+        best=best,
         results=study.results,
         seconds=study.seconds,
     )
@@ -262,13 +246,11 @@ def run_study(
 class _Study:
     """A study in progress."""
 
-    optimiser: TpeOptimiser
     settings: StudySettings
     player: WindowPlayer
     budget: Budget
     independent_windows: float
-    proposals: list[Proposal] = field(init=False, default_factory=list)
-    rounds: list[Round] = field(init=False, default_factory=list)
+    candidates: list[Values] = field(init=False, default_factory=list)
     results: dict[tuple[int, int], WindowResult] = field(init=False, default_factory=dict)
     _began: float = field(init=False)
     # End of the first window. Until then, processes started.
@@ -282,108 +264,93 @@ class _Study:
         """Seconds since the study began."""
         return self.budget.clock() - self._began
 
-    def run(self, on_round: Callable[[Round], object]) -> Finding:
-        self.proposals.append(self.optimiser.ask())
-        windows = self.settings.search_windows
-        in_time = self._play([INCUMBENT], windows, within_budget=False)
-        base = self._mean(INCUMBENT, windows)
+    def run(self, first: Sequence[Values], optimiser: TpeOptimiser | None) -> tuple[Finding, int | None]:
+        """Return the verdict, and the number of the best candidate."""
+        incumbent, *presets = first
+        self.candidates.append(incumbent)
+        searched = self.settings.searched
+        self._play([INCUMBENT], searched)
+        base = self._mean(INCUMBENT, searched)
         if base is None:
             return self._finding("the current values cannot be measured, so there is no comparison")
-        self.optimiser.tell(self.proposals[INCUMBENT], base)
-        in_time = in_time and not self._is_over()
-        while in_time and len(self.proposals) < self.settings.trials:
-            in_time = self._round(base)
-            leader = max(self._whole(), key=lambda each: (self._gain(each), -each))
-            self.rounds.append(
-                Round(
-                    seconds=self.seconds,
-                    requests=sum(each.requests for each in self.results.values()),
-                    trials=len(self.proposals),
-                    leader=leader,
-                    gain=self._gain(leader),
-                )
-            )
-            on_round(self.rounds[-1])
-        return self._confirm(in_time=in_time)
+        # The optimiser numbers candidates as this study does.
+        if optimiser is not None:
+            for values in first:
+                optimiser.add(values)
+        rewards = self._race(presets, base)
+        last = len(first) + self.settings.proposals
+        while rewards is not None and optimiser is not None and len(self.candidates) < last:
+            optimiser.tell({INCUMBENT: base, **rewards})
+            size = min(_ROUND, last - len(self.candidates))
+            rewards = self._race([optimiser.propose() for _ in range(size)], base)
+        return self._confirm(in_time=rewards is not None)
 
-    def _round(self, base: float) -> bool:
-        """Run one round of the search and return whether it was in time."""
-        size = min(self.settings.batch, self.settings.trials - len(self.proposals))
-        racing = [self.optimiser.ask() for _ in range(size)]
-        self.proposals += racing
-        numbers, in_time = [each.number for each in racing], True
-        for rung in self.settings.rungs:
-            in_time = self._play(numbers, range(rung), within_budget=True)
-            if not in_time:
-                break
-            means = {
-                each.number: mean
-                for each in self.proposals
-                if (mean := self._mean(each.number, range(rung))) is not None
-            }
-            kept = math.ceil(self.settings.keep_ratio * len(means))
-            best = sorted(means, key=lambda each: (-means[each], each))[:kept]
-            numbers = [each for each in numbers if each in best]
-        for each in racing:
-            found = self._against(each.number, self.settings.search_windows)
-            is_known = found.windows and not found.missing
-            self.optimiser.tell(each, base + found.mean if is_known else None)
-        return in_time
+    def _race(self, racing: Sequence[Values], base: float) -> dict[int, float | None] | None:
+        """Play candidates against each other, and return their rewards by number; None if time was up.
 
-    def _confirm(self, *, in_time: bool) -> Finding:
-        """Return the first finalist that wins on fresh windows, if any does."""
-        windows = self.settings.fresh_windows
-        better = [each for each in self._whole() if self._gain(each) > 0]
-        finalists = sorted(better, key=lambda each: (-self._gain(each), each))[: self.settings.finalists]
-        for each in finalists:
-            self._play([INCUMBENT, each], windows, within_budget=False)
-            found = self._against(each, windows)
-            if found.is_win:
-                return self._finding(f"candidate {each} won on {found.windows} fresh windows", each, won=True)
-        if finalists:
-            return self._finding("no candidate won with confidence on fresh windows", finalists[0])
-        if not in_time and self._whole() == [INCUMBENT]:
+        Args:
+            base: mean reward of the incumbent. A candidate's reward is that plus the paired difference, so
+                candidates are comparable although most never play all windows.
+        """
+        numbers = range(len(self.candidates), len(self.candidates) + len(racing))
+        self.candidates += racing
+        left = list(numbers)
+        for window in self.settings.searched:
+            if not self._play(left, [window], in_budget=True):
+                return None
+            if window < _HALVINGS:
+                left.sort(key=lambda each: (-self._gain(each), each))
+                left = left[: math.ceil(len(left) / 2)]
+        return {each: finite(base + self._gain(each)) for each in numbers}
+
+    def _confirm(self, *, in_time: bool) -> tuple[Finding, int | None]:
+        """Return the verdict on the best candidate."""
+        searched, fresh = self.settings.searched, self.settings.fresh
+        whole = [each for each in range(1, len(self.candidates)) if self._mean(each, searched) is not None]
+        best = max(whole, key=lambda each: (self._gain(each), -each), default=INCUMBENT)
+        if best == INCUMBENT and not in_time:
             return self._finding("the time ended before any candidate had completed all search windows")
-        return self._finding("no candidate was better than the current values")
+        if best == INCUMBENT or self._gain(best) <= 0:
+            return self._finding("no candidate was better than the current values")
+        for window in fresh:
+            self._play([INCUMBENT, best], [window])
+            found = self._against(best, fresh)
+            if found.is_win and found.windows >= _MIN_FRESH:
+                return self._finding(f"better on {found.windows} fresh windows", best, won=True)
+            if found.missing or (found.mean <= 0 and found.windows >= _MIN_FRESH):
+                break
+        return self._finding("no candidate won with confidence on fresh windows", best)
 
-    def _finding(self, reason: str, best: int | None = None, *, won: bool = False) -> Finding:
-        return Finding(
-            best=None if best is None else self.proposals[best],
-            search=None if best is None else self._against(best, self.settings.search_windows),
-            confirmation=None if best is None else self._against(best, self.settings.fresh_windows),
+    def _finding(
+        self, reason: str, best: int | None = None, *, won: bool = False
+    ) -> tuple[Finding, int | None]:
+        finding = Finding(
+            best=None if best is None else self.candidates[best],
+            search=None if best is None else self._against(best, self.settings.searched),
+            confirmation=None if best is None else self._against(best, self.settings.fresh),
             confident=won,
             reason=reason,
-            trials=len(self.proposals),
+            candidates=len(self.candidates) - 1,
         )
+        return finding, best
 
-    def _play(self, candidates: Sequence[int], windows: Iterable[int], *, within_budget: bool) -> bool:
-        """Play the missing results, window by window. Return False if the time was up before the end."""
-        jobs = [
-            WindowTask(each, window, self.proposals[each].values)
-            for window in windows
-            for each in candidates
-            if (each, window) not in self.results
-        ]
+    def _play(self, candidates: Sequence[int], windows: Iterable[int], *, in_budget: bool = False) -> bool:
+        """Play candidates on windows. Return False if the time was up before the end."""
+        jobs = [WindowTask(each, window, self.candidates[each]) for window in windows for each in candidates]
         for job, result in self.player.play(jobs):
             self.results[job.candidate, job.window] = result
             self.budget.yield_cpu()
             self._first_s = self._first_s or self.seconds
-            if within_budget and self._is_over():
+            if in_budget and self._is_over():
                 return False
         return True
 
     def _is_over(self) -> bool:
-        """Return whether the remaining time is needed to confirm candidates."""
+        """Return whether the remaining time is needed to confirm a candidate."""
         if self.budget.seconds is None:
             return False
         each_s = (self.seconds - self._first_s) / max(1, len(self.results) - 1)
-        left = self.settings.confirm_windows * (1 + self.settings.finalists)
-        return self.seconds + each_s * left >= self.budget.seconds
-
-    def _whole(self) -> list[int]:
-        """Return the candidates with a reward for every search window, including the incumbent."""
-        windows = self.settings.search_windows
-        return [each.number for each in self.proposals if self._mean(each.number, windows) is not None]
+        return self.seconds + 2 * self.settings.confirm_windows * each_s >= self.budget.seconds
 
     def _mean(self, candidate: int, windows: range) -> float | None:
         """Return the mean reward over these windows; None if one of them is missing."""
@@ -393,7 +360,9 @@ class _Study:
         return statistics.fmean(rewards) if len(rewards) == len(windows) else None
 
     def _gain(self, candidate: int) -> float:
-        return self._against(candidate, self.settings.search_windows).mean
+        """Return the mean difference to the incumbent on the search windows; very low without a reward."""
+        found = self._against(candidate, self.settings.searched)
+        return found.mean if found.windows and not found.missing else -math.inf
 
     def _against(self, candidate: int, windows: range) -> Comparison:
         """Compare a candidate with the incumbent."""

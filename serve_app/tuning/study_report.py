@@ -13,6 +13,7 @@ from serve_app.tuning.search_space import SearchSpace, as_model_settings
 from serve_app.tuning.study import INCUMBENT, Finding, StudyHistory, StudySettings, WindowResult
 
 IN_FORCE, BEST = "current", "best candidate"
+"""Names of the two sides in tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,18 @@ class StudyReport:
     def as_json(self) -> dict[str, Any]:
         """Return all results in plain values."""
         finding, best = self.finding, self.finding.best
-        sides = {"incumbent": INCUMBENT} | ({} if best is None else {"best": best.number})
-        results = {side: self._results(number) for side, number in sides.items()}
+        results = {side: self._results(number) for side, number in self._sides("incumbent", "best").items()}
         recommended = None
         if best is not None and finding.confident:
-            recommended = as_model_settings(self.space, best.values)
+            recommended = as_model_settings(self.space, best)
         return {
             "confident": finding.confident,
             "reason": finding.reason,
-            "trials": finding.trials,
+            "candidates": finding.candidates,
             "simulated_requests": self.course.requests,
             "seconds": self.course.seconds,
             "incumbent": dict(self.space.current),
-            "best": None if best is None else dict(best.values),
+            "best": None if best is None else dict(best),
             "search": finding.search and asdict(finding.search),
             "confirmation": finding.confirmation and asdict(finding.confirmation),
             "recommended": recommended,
@@ -66,7 +66,6 @@ class StudyReport:
                 side: {name: figures.as_json() for name, figures in _mean_classes(found).items()}
                 for side, found in results.items()
             },
-            "course": [asdict(each) for each in self.course.rounds],
         }
 
     @property
@@ -75,12 +74,12 @@ class StudyReport:
         best = self.finding.best
         if best is None or not self.finding.confident:
             return None
-        return yaml.safe_dump(as_model_settings(self.space, best.values), sort_keys=False).rstrip()
+        return yaml.safe_dump(as_model_settings(self.space, best), sort_keys=False).rstrip()
 
     @property
     def verdict(self) -> str:
         """Number of candidates, the result and its confidence interval."""
-        tried = self.finding.trials
+        tried = self.finding.candidates
         text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
         found = self.finding.confirmation
         if found is None or found.low is None or found.high is None:
@@ -90,8 +89,7 @@ class StudyReport:
     @property
     def classes_table(self) -> ReportTable:
         """TTFT and attainment of each class on both sides, as means over windows."""
-        best = self.finding.best
-        sides = {IN_FORCE: INCUMBENT} | ({} if best is None else {BEST: best.number})
+        sides = self._sides(IN_FORCE, BEST)
         found = {side: _mean_classes(self._results(number)) for side, number in sides.items()}
         return ReportTable(
             caption="Priority classes, means over windows (fresh ones if there was a confirmation)",
@@ -124,17 +122,21 @@ class StudyReport:
             rows=[
                 [
                     each.model_path,
-                    *(Cell(f"{side[each.name]:g}", side[each.name]) for side in (current, best.values)),
+                    *(Cell(f"{side[each.name]:g}", side[each.name]) for side in (current, best)),
                 ]
                 for each in self.space
-                if best.values[each.name] != current[each.name]
+                if best[each.name] != current[each.name]
             ],
         )
+
+    def _sides(self, incumbent: str, best: str) -> dict[str, int]:
+        """Return the numbers of the incumbent and the best candidate, if there is one, by these names."""
+        return {incumbent: INCUMBENT} | ({} if self.course.best is None else {best: self.course.best})
 
     def _results(self, number: int) -> list[WindowResult]:
         """Return a candidate's fresh windows if there was a confirmation, otherwise those of the search."""
         fresh = self.finding.confirmation is not None
-        windows = self.settings.fresh_windows if fresh else self.settings.search_windows
+        windows = self.settings.fresh if fresh else self.settings.searched
         results = self.course.results
         return [results[number, window] for window in windows if (number, window) in results]
 

@@ -8,6 +8,7 @@ from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import Finished, FirstToken, Retuned
 from serve_app.core.isolation import IsolationSettings
+from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import Outcome
 from tests.builders import ManualDriver, dispatched, one_replica
@@ -61,6 +62,30 @@ def test_other_weights_change_the_order_and_lose_no_request() -> None:
 
     assert order(ScoreWeights(a_u=0.0, b_u=0.01)) == ["new short", "old long"]
     assert order(ScoreWeights(a_u=1.0, b_u=5.0)) == ["old long", "new short"]
+
+
+def test_a_tighter_bound_on_delay_lets_a_waiting_long_prompt_go_first() -> None:
+    def next_after_retuning(wait_ratio: float) -> str:
+        driver = make_driver(
+            backpressure=BackpressureSettings(target_waiting=1),
+            isolation=IsolationSettings(prior_boundary_tokens=100),
+            ewsjf=EwsjfSettings(weights=ScoreWeights(a_u=0.0, b_u=0.01)),
+            delay_bound=DelayBoundSettings(wait_ratio=8.0),
+        )
+        driver.arrive("running")
+        driver.arrive("longest", prompt_tokens=900)
+        for number in range(6):
+            driver.now += 0.1
+            driver.arrive(f"long{number}", prompt_tokens=500)
+        sent = dispatched(driver.feed(FirstToken("running")))
+        assert sent == [("long0", "r1"), ("long1", "r1")]
+        driver.now += 0.1
+        retune(driver, delay_bound=DelayBoundSettings(wait_ratio=wait_ratio))
+        next_sent = driver.feed(FirstToken("long0")) + driver.feed(FirstToken("long1"))
+        return dispatched(next_sent)[0][0]
+
+    assert next_after_retuning(8.0) == "long2"
+    assert next_after_retuning(1.0) == "longest"
 
 
 def test_settings_that_are_built_into_queues_cannot_change() -> None:

@@ -15,7 +15,6 @@ from serve_app import app
 from serve_app.serving.tuner.deployment import TunerDeployment
 from serve_app.serving.tuner.parameter_tuner import Worker
 from serve_app.tuning.engine_fit import EngineFitResult, TwinError
-from serve_app.tuning.optimiser import Proposal
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work, carry_out
 from serve_app.tuning.study import Comparison, Finding
 
@@ -25,14 +24,14 @@ AWFUL = {"a_u": 0.01, "b_u": 5.0, "max_long_prefills": 8, "max_longest_prefills"
 async def poisoned(work: Work) -> Result:
     """Search that is confident of bad values. The twin has no error, however loaded the machine is."""
     if isinstance(work, SearchTask):
-        sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
+        sure = Comparison(mean=0.2, low=0.1, high=0.3, evidence=100.0, windows=12)
         return Finding(
-            best=Proposal(1, {**work.plan.space.current, **AWFUL}),
+            best={**work.plan.space.current, **AWFUL},
             search=sure,
             confirmation=sure,
             confident=True,
             reason="the search is poisoned",
-            trials=2,
+            candidates=2,
         )
     result = await asyncio.to_thread(carry_out, work, time.thread_time)
     if isinstance(result, EngineFitResult) and result.error is not None:

@@ -29,7 +29,7 @@ TUNING = ParameterTuningSettings(
     core_share=0.5,
     objective=ObjectiveSettings(min_requests=10),
     twin=TwinSettings(window_requests=40, block_requests=20, learned_requests=20),
-    study=StudySettings(trials=3, rungs=(1, 2), batch=2, confirm_windows=2, finalists=1),
+    study=StudySettings(search_windows=1, confirm_windows=4),
     rollout=RolloutSettings(mode="on", slice_s=8.0, settle_s=2.0, pairs=2, cool_down_s=0.0),
 )
 
@@ -66,7 +66,7 @@ def production(
 
 def test_the_same_run_has_the_same_result() -> None:
     first, second = production(), production()
-    assert first.run(requests(20)) == second.run(requests(20))
+    assert first.run(requests(40)) == second.run(requests(40))
     assert first.loop.rollout.audit == second.loop.rollout.audit
     assert len(first.loop.document()["studies"]) >= 2
     # The engines match the profile, so it stays.

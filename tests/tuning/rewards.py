@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from serve_app.tuning.objective import ClassFigures, Reward
-from serve_app.tuning.optimiser import Proposal
 from serve_app.tuning.search_space import Parameter, Scale, SearchSpace, Values
 from serve_app.tuning.study import Comparison, Finding
 
@@ -47,12 +46,12 @@ def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | Non
 
 def found(values: Values, *, confident: bool = True) -> Finding:
     """Return a search result with these values, for any traffic."""
-    gain = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
+    gain = Comparison(mean=0.1, low=0.05, high=0.15, evidence=50.0, windows=4)
     return Finding(
-        best=Proposal(1, values),
+        best=values,
         search=gain,
         confirmation=gain,
         confident=confident,
         reason="for the test",
-        trials=2,
+        candidates=2,
     )

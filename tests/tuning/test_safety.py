@@ -11,17 +11,17 @@ from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
+from serve_app.tuning.search import search_twin
 from serve_app.tuning.search_space import Tunable, Values, space_of
-from serve_app.tuning.study import Budget, StudySettings, run_study
+from serve_app.tuning.study import Budget, StudySettings
 from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
 ROLLOUT = RolloutSettings(mode="on", max_step=0.5, slice_s=10.0, settle_s=0.0, pairs=6, cool_down_s=0.0)
 # In reward, over all slices, half of which run the step.
 MARGIN = 0.05
-STUDY = StudySettings(trials=9, rungs=(1, 3), confirm_windows=4)
+STUDY = StudySettings(search_windows=3, confirm_windows=4)
 AWFUL = {"target_waiting": 16, "max_long_prefills": 8, "short_work_share": 0.6}
 
 
@@ -42,10 +42,9 @@ def plan(start: Values) -> TwinPlan:
 
 
 def recommended(around: TwinPlan) -> Values | None:
-    optimiser = TpeOptimiser(around.space, seed=1)
     with TwinProcesses(around) as twin:
-        finding = run_study(optimiser, STUDY, twin, Budget(clock=lambda: 0.0)).finding
-    return finding.best.values if finding.best is not None and finding.confident else None
+        finding = search_twin(around, STUDY, twin, Budget(clock=lambda: 0.0), "presets").finding
+    return finding.best if finding.confident else None
 
 
 def serve(production: Production, twin: DigitalTwin, slices: int) -> tuple[float, int]:

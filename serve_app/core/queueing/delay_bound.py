@@ -39,10 +39,14 @@ class DelayBoundSettings:
 
 
 class DelayBound:
-    """The FCFS turns of the long prompts of one priority class and home pool."""
+    """The FCFS turns of the long prompts of one priority class and home pool.
+
+    Attributes:
+        settings: may be replaced at any time.
+    """
 
     def __init__(self, settings: DelayBoundSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         # Prompt tokens that have joined and left the queue since the start.
         self._joined_tokens = 0
         self._left_tokens = 0
@@ -80,11 +84,11 @@ class DelayBound:
         """Return whether the request should precede all that are not much shorter."""
         if head.fcfs_turn is None or head.fcfs_turn >= self._left_tokens:
             return False
-        return now - head.request.arrived_at >= self._settings.wait_ratio * self.longest_s(now)
+        return now - head.request.arrived_at >= self.settings.wait_ratio * self.longest_s(now)
 
     def arrange(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
         """Return heads, sorted by score, in the order of service: overdue ones precede most others."""
-        if not self._settings.wait_ratio:
+        if not self.settings.wait_ratio:
             return heads
         overdue = [head for head in heads if self.is_overdue(head, now)]
         if not overdue or len(heads) == 1:

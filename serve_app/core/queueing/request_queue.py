@@ -377,10 +377,10 @@ class RequestQueue:
         delay_bound: DelayBoundSettings | None = None,
     ) -> None:
         self.policy = policy
-        bound = delay_bound or DelayBoundSettings()
+        self._bound = delay_bound or DelayBoundSettings()
         # By class and home pool, because one pool's backlog is unrelated to turns in another pool.
         self._delays: defaultdict[tuple[PriorityClass, str], DelayBound] = defaultdict(
-            lambda: DelayBound(bound)
+            lambda: DelayBound(self._bound)
         )
         self.fairness = fairness
         self._tenants: dict[PriorityClass, dict[str, TenantQueues]] = {
@@ -607,6 +607,12 @@ class RequestQueue:
 
     def _shares_of(self, scheduled: ScheduledRequest) -> FairShares:
         return self.shares[scheduled.request.priority]
+
+    def retune(self, settings: DelayBoundSettings) -> None:
+        """Apply another bound on delay."""
+        self._bound = settings
+        for delay in self._delays.values():
+            delay.settings = settings
 
     def _delay_bound(self, scheduled: ScheduledRequest) -> DelayBound:
         return self._delays[scheduled.request.priority, scheduled.pools[0]]

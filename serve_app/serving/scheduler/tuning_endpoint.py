@@ -269,7 +269,7 @@ class TuningEndpoint:
     def figures(self, now: float) -> list[Figures]:
         """Return the metrics of learned queues, tuned values and the tuner."""
         error = (self.document.get("twin") or {}).get("error") or {}
-        counts = self.document.get("counts") or {"searches": None, "trials": None, "decisions": {}}
+        counts = self.document.get("counts") or {"searches": None, "candidates": None, "decisions": {}}
         return [
             figure(
                 "ewsjf_length_queues",
@@ -295,9 +295,9 @@ class TuningEndpoint:
             ),
             figure("ewsjf_tuner_searches", "Finished searches of the tuner.", counts["searches"], SUM),
             figure(
-                "ewsjf_tuner_trials",
+                "ewsjf_tuner_candidates",
                 "Candidates that the tuner evaluated in its twin.",
-                counts["trials"],
+                counts["candidates"],
                 SUM,
             ),
             Figures(

@@ -67,6 +67,8 @@ class ParameterTuner:
         self._worker = worker or self._in_thread
         self._work: asyncio.Future[Result] | None = None
         self._ended = 0
+        # CPU seconds of the current work.
+        self._cpu_s = 0.0
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tuner", initializer=_give_way)
         self.freeze_due = ""
@@ -141,7 +143,8 @@ class ParameterTuner:
         if self._work is not None and self._work.done():
             ended, self._work = self._work, None
             self._ended += 1
-            orders += self.loop.finish(self._result(ended), observed.at)
+            cpu_s, self._cpu_s = self._cpu_s, 0.0
+            orders += self.loop.finish(self._result(ended), observed.at, cpu_s)
         if self._work is None and not self._stop.is_set():
             work = self.loop.work_due(observation)
             if work is not None:
@@ -174,15 +177,18 @@ class ParameterTuner:
 
     def _throttled(self, work: Work) -> Result:
         """Execute work in this thread, within its share of a core."""
-        worked_s = time.thread_time()
+        began_s = worked_s = time.thread_time()
 
         def yield_cpu() -> None:
             nonlocal worked_s
-            if self._stop.wait((time.thread_time() - worked_s) * (1 / self._settings.core_share - 1)):
+            if self._stop.wait((time.thread_time() - worked_s) * (1 / self._settings.burst_share - 1)):
                 raise StoppedError
             worked_s = time.thread_time()
 
-        return carry_out(work, time.thread_time, yield_cpu)
+        try:
+            return carry_out(work, time.thread_time, yield_cpu)
+        finally:
+            self._cpu_s = time.thread_time() - began_s
 
     def _result(self, ended: "asyncio.Future[Result]") -> Result | None:
         """Log and return the result of finished work; None if it failed."""
@@ -195,9 +201,9 @@ class ParameterTuner:
         result = ended.result()
         if isinstance(result, Finding):
             logger.info(
-                "event=tuner_search_finished model=%s trials=%d confident=%s reason=%r",
+                "event=tuner_search_finished model=%s candidates=%d confident=%s reason=%r",
                 self._model,
-                result.trials,
+                result.candidates,
                 result.confident,
                 result.reason,
             )

@@ -39,7 +39,7 @@ def test_long_text_is_folded_and_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("simulate", "--policy", "direct,fcfs,ewsjf"), ("tune", "--trials", "2", "--window", "60")]
+    "command", [("simulate", "--policy", "direct,fcfs,ewsjf"), ("tune", "--window", "60")]
 )
 def test_tables_of_commands_fit_the_terminal(command: tuple[str, ...]) -> None:
     name, *arguments = command

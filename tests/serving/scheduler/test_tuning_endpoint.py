@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from serve_app.core.settings import ScoreWeights
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.tuning.rollout import Retune
 from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, until
@@ -31,9 +32,8 @@ async def test_values_are_applied_permanently_logged_and_shown(
         world.live.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
     assert target(world) == 7
     weights = world.live.core.settings.ewsjf.weights
-    assert weights is not None
-    # Weights that are not named keep the policy's values, not the paper's.
-    assert (weights.b_u, weights.a_u) == (0.3, 0.0)
+    # Weights that are not named keep their values.
+    assert (weights.b_u, weights.a_u) == (0.3, ScoreWeights().a_u)
     assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
     assert (
         'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0'
@@ -55,13 +55,13 @@ async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulat
 
 
 async def test_the_status_has_the_tuners_counts_and_whether_it_is_frozen(world: Simulation) -> None:
-    counts = {"searches": 2, "trials": 30, "decisions": {"adopted": 1}}
+    counts = {"searches": 2, "candidates": 30, "decisions": {"adopted": 1}}
     world.live.tuner.store_document({"counts": counts})
     world.live.tuner.freeze("an incident")
     text = await world.live.exposition()
     for line in (
         'ewsjf_tuner_searches_total{model="m"} 2.0',
-        'ewsjf_tuner_trials_total{model="m"} 30.0',
+        'ewsjf_tuner_candidates_total{model="m"} 30.0',
         'ewsjf_tuner_decisions_total{decision="adopted",model="m"} 1.0',
         'ewsjf_tuner_frozen{model="m"} 1.0',
     ):

@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     # The scripted latencies below fit no engine, so the twin would fail its check.
     "calibration": CalibrationSettings(check_requests=1_000_000),
     "twin": TwinSettings(window_requests=60, block_requests=20, learned_requests=50),
-    "study": StudySettings(trials=4, rungs=(1, 2), batch=2, confirm_windows=2, finalists=1),
+    "study": StudySettings(search_windows=1, confirm_windows=4),
 }
 
 
@@ -95,7 +95,7 @@ async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> N
     assert made.document()["state"] == "searching"
     assert await searched(made, 20.0) == []
     (study,) = made.document()["studies"]
-    assert study["trials"] == 4
+    assert study["candidates"] == 11
     # The next search is not due yet.
     made.update(observed(21.0, rows(200, 20.0, 1.0)))
     assert not is_searching(made)
