@@ -77,7 +77,11 @@ _RANKS = {PriorityClass.INTERACTIVE: 0, PriorityClass.DEFAULT: 1, PriorityClass.
 
 
 class TextCategory(enum.StrEnum):
-    """Kind of a prompt's text; each kind has its own bytes-per-token ratio."""
+    """Kind of a prompt's text, by which the error of its estimated length and answers are learned.
+
+    CJK is text whose bytes are mostly not ASCII, NUMERIC digits and encoded bytes (base64, hex), CODE ASCII
+    with many brackets and operators, MIXED what is between the others, and PROSE the rest.
+    """
 
     PROSE = "prose"
     CODE = "code"
@@ -111,6 +115,7 @@ class PromptShape:
 
     Attributes:
         text_bytes: UTF-8 bytes of the text that the model reads, without tool definitions and media.
+        byte_classes: the same by class, as `byte_classes.measure_text` counts them; empty if unknown.
         messages: number of chat messages; 0 for a plain completion or an embedding.
         tool_bytes: UTF-8 bytes of tool definitions and response schemas.
         media_items: images, audio clips and other media; their bytes are not text.
@@ -126,6 +131,7 @@ class PromptShape:
     media_items: int = 0
     prompt_tokens: int | None = None
     prompts: int = 1
+    byte_classes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies import make_policy
-from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.settings_base import settings
 from serve_app.engines.model.profiles import load_profile
 from serve_app.errors import Outcome, SettingsError

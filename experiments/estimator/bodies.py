@@ -17,8 +17,10 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import statistics
+import tarfile
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +41,50 @@ CORPORA_VARIABLE = "EWSJF_CORPORA"
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (_ROOT / ".cache" / "corpora", _ROOT.parent / "shared" / "corpora")
 _DOCS = ("docs_en", "docs_zh", "docs_ja")
+# Texts on which no prior or threshold was chosen: Django's source distribution, and source code.
+_DJANGO = "django-5.2.19.tar.gz"
+_FRESH_FILES = {"Go": "cobra.go.txt", "Rust": "regex.rs.txt"}
+_MIN_CHARACTERS = 3_000
+_MAX_CHARACTERS = 200_000
+_LANGUAGES = {
+    "ar": "Arabic",
+    "bg": "Bulgarian",
+    "cs": "Czech",
+    "de": "German",
+    "el": "Greek",
+    "es": "Spanish",
+    "fa": "Persian",
+    "fi": "Finnish",
+    "fr": "French",
+    "he": "Hebrew",
+    "hi": "Hindi",
+    "hu": "Hungarian",
+    "id": "Indonesian",
+    "it": "Italian",
+    "ja": "Japanese",
+    "ka": "Georgian",
+    "ko": "Korean",
+    "nl": "Dutch",
+    "pl": "Polish",
+    "pt": "Portuguese",
+    "ro": "Romanian",
+    "ru": "Russian",
+    "sv": "Swedish",
+    "th": "Thai",
+    "tr": "Turkish",
+    "uk": "Ukrainian",
+    "vi": "Vietnamese",
+    "zh_Hans": "Chinese",
+}
+# Source code and documentation of Django, by folder and ending.
+_SOURCES = {
+    "Python": ("django/db/", ".py"),
+    "JavaScript": ("django/contrib/", ".js"),
+    "CSS": ("django/contrib/", ".css"),
+    "HTML": ("django/contrib/", ".html"),
+    "reStructuredText": ("docs/ref/", ".txt"),
+}
+_MESSAGE = re.compile(r'^msgstr(?:\[\d\])? ((?:".*"\n)+)', re.MULTILINE)
 _FILES = {
     **{name: f"fastapi_docs_{name[-2:]}.md" for name in _DOCS},
     "sonnet": "sonnet.txt",
@@ -54,14 +100,18 @@ def corpora() -> Path | None:
     """Return the folder with all files, or None."""
     given = os.environ.get(CORPORA_VARIABLE)
     folders = (Path(given),) if given else _FOLDERS
-    return next((one for one in folders if all((one / name).exists() for name in _FILES.values())), None)
+    return next((one for one in folders if all((one / name).exists() for name in _file_names())), None)
+
+
+def _file_names() -> tuple[str, ...]:
+    return (*_FILES.values(), *_FRESH_FILES.values(), _DJANGO)
 
 
 def text_sources(folder: Path) -> tuple[TraceSource, ...]:
     """Return the files, each with its checksum."""
     return tuple(
         TraceSource(name=name, sha256=hashlib.sha256((folder / name).read_bytes()).hexdigest())
-        for name in _FILES.values()
+        for name in _file_names()
     )
 
 
@@ -76,6 +126,27 @@ def read_texts(folder: Path) -> dict[str, str]:
     texts["mt_bench"] = "\n".join("\n".join(row["turns"]) for row in _json_lines(files["mt_bench"]))
     texts["stdlib"] = "".join(map(inspect.getsource, (argparse, random, statistics)))
     return texts | made_texts()
+
+
+def read_fresh_texts(folder: Path) -> dict[str, str]:
+    """Return texts by language or programming language, none of which any prior was chosen by."""
+    texts = {name: (folder / path).read_text()[:_MAX_CHARACTERS] for name, path in _FRESH_FILES.items()}
+    with tarfile.open(folder / _DJANGO) as archive:
+        files = {one.name.partition("/")[2]: one for one in archive if one.isfile()}
+
+        def text_of(name: str) -> str:
+            file = archive.extractfile(files[name])
+            return "" if file is None else file.read().decode(errors="ignore")
+
+        for code, language in _LANGUAGES.items():
+            messages = _MESSAGE.findall(text_of(f"django/conf/locale/{code}/LC_MESSAGES/django.po"))
+            # The first one is the header.
+            lines = ("".join(re.findall(r'"(.*)"', message)) for message in messages[1:])
+            texts[language] = "\n".join(filter(None, lines)).replace("\\n", "\n").replace('\\"', '"')
+        for language, (place, ending) in _SOURCES.items():
+            names = sorted(name for name in files if name.startswith(place) and name.endswith(ending))
+            texts[language] = "".join(map(text_of, names))[:_MAX_CHARACTERS]
+    return {name: text for name, text in texts.items() if len(text) >= _MIN_CHARACTERS}
 
 
 def made_texts() -> dict[str, str]:

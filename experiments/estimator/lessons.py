@@ -1,13 +1,14 @@
 """Samples of one tokenizer: some to learn from, others to judge on."""
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from random import Random
 
 from experiments.estimator.bodies import Bodies, Sample, Tokenizer
-from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
-from serve_app.core.routing.estimation.estimate import TokenEstimator
+from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings
 from serve_app.request import Request, RequestSpec, Submission, TextCategory, Usage
 
@@ -49,13 +50,65 @@ class Judged:
         return abs(self.expected - self.true) / self.true
 
 
-def judge(
-    estimator: TokenEstimator, samples: Iterable[Sample], b_short_tokens: int, cut_margin_ratio: float
-) -> list[Judged]:
+class PublishedEstimator(TokenEstimator):
+    """The estimator of the pool-routing paper: an exponential average of bytes per token for each category.
+
+    Source: token-budget pool routing (arXiv 2604.09613), with its beta of 0.95 and its gamma of 1. The
+    categories and their first values are ours, because the paper does not state them.
+    """
+
+    _BETA, _GAMMA = 0.95, 1.0
+
+    def __init__(self) -> None:
+        super().__init__(EstimatorSettings())
+        # Mean and deviation.
+        cold = {"prose": 3.9, "code": 3.2, "cjk": 2.0, "numeric": 1.15, "mixed": 2.3}
+        self._ratios = {TextCategory(name): (mean, 0.15 * mean) for name, mean in cold.items()}
+
+    def estimate(self, request: Request) -> TokenEstimate:
+        """Return the estimate by the ratio of all bytes."""
+        mean, deviation = self._ratios[request.shape.category]
+        return _by_ratio(super().estimate(request), request, mean, mean - self._GAMMA * deviation)
+
+    def observe(self, request: Request, usage: Usage) -> None:
+        """Learn the ratio."""
+        category, beta = request.shape.category, self._BETA
+        observed = (request.shape.text_bytes + request.shape.tool_bytes) / usage.prompt_tokens
+        mean, deviation = self._ratios[category]
+        mean = beta * mean + (1 - beta) * observed
+        self._ratios[category] = mean, beta * deviation + (1 - beta) * abs(observed - mean)
+
+
+class FixedEstimator(TokenEstimator):
+    """A constant ratio of bytes per token, without margin and learning."""
+
+    def __init__(self, bytes_per_token: float) -> None:
+        super().__init__(EstimatorSettings())
+        self._bytes_per_token = bytes_per_token
+
+    def estimate(self, request: Request) -> TokenEstimate:
+        """Return the estimate by the ratio of all bytes."""
+        ratio = self._bytes_per_token
+        return _by_ratio(super().estimate(request), request, ratio, ratio)
+
+    def observe(self, request: Request, usage: Usage) -> None:
+        """Learn nothing."""
+
+
+def _by_ratio(estimate: TokenEstimate, request: Request, mean: float, careful: float) -> TokenEstimate:
+    size = request.shape.text_bytes + request.shape.tool_bytes
+    return replace(
+        estimate,
+        expected_prompt_tokens=math.ceil(size / mean),
+        prompt_tokens=math.ceil(size / careful),
+        least_prompt_tokens=1,
+    )
+
+
+def judge(estimator: TokenEstimator, samples: Iterable[Sample], b_short_tokens: int) -> list[Judged]:
     """Estimate every sample, and route it between two pools; the short one's context ends at `B_short`."""
     limits = {"short": b_short_tokens, "long": _LONG_CONTEXT_TOKENS}
-    settings = RoutingSettings(b_short_tokens=b_short_tokens, cut_margin_ratio=cut_margin_ratio)
-    router = PoolRouter(settings, limits.get)
+    router = PoolRouter(RoutingSettings(b_short_tokens=b_short_tokens), limits.get)
     judged = []
     for sample in samples:
         request = request_of(sample)
@@ -115,16 +168,10 @@ class Lessons:
 
     Attributes:
         seen, unseen: to learn from, and to judge on.
-        later_sources: half of the sources, for a drift from the others to these.
     """
 
     seen: Sequence[Sample]
     unseen: Sequence[Sample]
-    later_sources: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        sources = sorted({sample.source for sample in self.unseen})
-        object.__setattr__(self, "later_sources", frozenset(sources[1::2]))
 
     @classmethod
     def of(
@@ -135,56 +182,35 @@ class Lessons:
         seen, unseen = (_drawn(bodies, half, prompts) for half in (0, 1))
         return cls(seen, unseen)
 
-    def lesson(self, count: int, rng: Random, samples: Sequence[Sample] | None = None) -> list[Sample]:
+    def lesson(self, count: int, rng: Random) -> list[Sample]:
         """Return `count` samples of each category in turn, each category in a separate order."""
         columns = []
         for category in TextCategory:
-            pool = [one for one in samples or self.seen if one.shape.category is category]
+            pool = [one for one in self.seen if one.shape.category is category]
             columns.append(rng.choices(pool, k=count) if pool else [])
         return [sample for row in zip(*filter(None, columns), strict=True) for sample in row]
 
-    def learning(self, after: Sequence[int], rng: Random) -> Iterator[tuple[int, TokenEstimator]]:
-        """Yield one estimator with the shipped settings after each number of observations per category."""
-        lesson = self.lesson(after[-1], rng)
-        estimator, learned = TokenEstimator(EstimatorSettings()), 0
+    def learning(
+        self, estimator: TokenEstimator, after: Sequence[int], rng: Random
+    ) -> Iterator[tuple[int, TokenEstimator]]:
+        """Yield the estimator after each number of observations per category."""
+        lesson, learned = self.lesson(after[-1], rng), 0
         for count in after:
             upto = count * len(lesson) // max(1, after[-1])
             learn(estimator, lesson[learned:upto])
             learned = upto
             yield count, estimator
 
-    def taught(self, settings: EstimatorSettings, count: int, rng: Random) -> TokenEstimator:
-        """Return an estimator after this many observations of each category."""
-        estimator = TokenEstimator(settings)
+    def taught(self, estimator: TokenEstimator, count: int, rng: Random) -> TokenEstimator:
+        """Return the estimator after this many observations of each category."""
         learn(estimator, self.lesson(count, rng))
         return estimator
-
-    def drifted(
-        self, settings: EstimatorSettings, before: int, after: int, rng: Random
-    ) -> tuple[TokenEstimator, list[Sample]]:
-        """Return an estimator after many observations of some sources and few of others; and the others."""
-        estimator = TokenEstimator(settings)
-        for count, is_later in ((before, False), (after, True)):
-            seen = [one for one in self.seen if (one.source in self.later_sources) is is_later]
-            learn(estimator, self.lesson(count, rng, seen))
-        return estimator, [one for one in self.unseen if one.source in self.later_sources]
 
 
 def learn(estimator: TokenEstimator, lesson: Iterable[Sample]) -> None:
     """Let the estimator observe what an engine would report."""
     for sample in lesson:
         estimator.observe(request_of(sample), Usage(prompt_tokens=sample.tokens, output_tokens=10))
-
-
-def fixed_ratio(bytes_per_token: float) -> TokenEstimator:
-    """Return an estimator with a constant ratio of bytes per token, no margin and no learning."""
-    settings = EstimatorSettings(
-        gamma=0.0,
-        cold_bytes_per_token=dict.fromkeys(TextCategory, bytes_per_token),
-        cold_tool_bytes_per_token=bytes_per_token,
-        cold_deviation_ratio=0.0,
-    )
-    return TokenEstimator(settings)
 
 
 def _drawn(bodies: Bodies, half: int, count: int) -> list[Sample]:

@@ -5,69 +5,96 @@ from statistics import fmean
 
 from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Table, markdown
-from experiments.estimator.run import ALL, FIXED
+from experiments.estimator.run import FIXED, OURS, PUBLISHED
 
-_SETTINGS_COLUMNS = {
-    "median": "median, %",
-    "p95": "p95, %",
-    "under": "under, %",
-    "other_pool_azure": "other pool: Azure, %",
-    "overflow_azure": "overflow: Azure, %",
-    "other_pool_lmsys": "other pool: LMSYS, %",
-    "overflow_lmsys": "overflow: LMSYS, %",
+_NAMES = {OURS: "byte classes", PUBLISHED: "published", FIXED: "fixed 4.0 bytes per token"}
+_COLUMNS = {
+    "median": ("median error, %", 1),
+    "under": ("under, %", 1),
+    "other_pool_lmsys": ("other pool: LMSYS, %", 2),
+    "overflow_lmsys": ("overflow: LMSYS, %", 3),
+    "other_pool_azure": ("other pool: Azure, %", 2),
+    "overflow_azure": ("overflow: Azure, %", 3),
 }
-_HEADLINE = {"median": 1, "other_pool_lmsys": 1, "overflow_lmsys": 2}
+_HEADLINE = ("median", "other_pool_lmsys", "overflow_lmsys")
 _SOURCES = (
-    "Texts: FastAPI's documentation in three languages, sonnets, HumanEval, GSM8K, MT-Bench, Python's "
-    "standard library, and generated numbers and encoded bytes"
+    "Known texts: FastAPI's documentation in three languages, sonnets, HumanEval, GSM8K, MT-Bench, Python's "
+    "standard library, and generated numbers and encoded bytes. Fresh ones: Django in 28 languages, and code"
 )
 
 
 def _headline(rows: Sequence[Row]) -> str:
-    head = [
-        "estimate",
-        "median error, %",
-        "in another pool than by true length, %",
-        "overflow of the short pool, %",
-    ]
+    head = ["estimate, on fresh texts", *(_COLUMNS[name][0] for name in _HEADLINE)]
+    rows = where(rows, texts="fresh")
+    kinds = dict.fromkeys((str(row.key["estimate"]), str(row.key["after"])) for row in rows)
     lines = [
-        [_title(after), *(_span(where(rows, after=after), *column) for column in _HEADLINE.items())]
-        for after in dict.fromkeys(str(row.key["after"]) for row in rows)
+        [
+            _title(name, after),
+            *(_span(where(rows, estimate=name, after=after), one, _COLUMNS[one][1]) for one in _HEADLINE),
+        ]
+        for name, after in kinds
     ]
     return markdown(head, lines)
 
 
-def _title(after: str) -> str:
-    if after == FIXED:
-        return "fixed 4.0 bytes per token"
-    return "before the first observation" if after == "0" else f"learned, after {int(after):,} observations"
+def _title(name: str, after: str) -> str:
+    if name == FIXED:
+        return _NAMES[name]
+    when = "before any observation" if after == "0" else f"after {int(after):,} observations"
+    return f"{_NAMES[name]}, {when}"
 
 
 def _span(rows: Sequence[Row], column: str, decimals: int) -> str:
     """Return the lowest and the highest mean of a tokenizer over orders."""
-    means = [100 * fmean(row.figures[ALL][column]) for row in rows]
+    means = [100 * fmean(row.figures[column]) for row in rows]
     low, high = f"{min(means):.{decimals}f}", f"{max(means):.{decimals}f}"
     return low if low == high else f"{low} to {high}"
 
 
-def _settings(rows: Sequence[Row]) -> str:
-    head = ["settings", "judged", *_SETTINGS_COLUMNS.values()]
+def _mean(rows: Sequence[Row], column: str) -> float:
+    """Return the mean over tokenizers and orders, in percent; each tokenizer counts equally."""
+    return 100 * fmean(fmean(row.figures[column]) for row in rows)
+
+
+def _margins(rows: Sequence[Row]) -> str:
+    head = ["texts", "margin_deviations", *(title for title, _ in _COLUMNS.values())]
     lines = [
-        [name, when, *_means(where(rows, variant=name), when)]
-        for when in ("learned", "drift")
-        for name in dict.fromkeys(str(row.key["variant"]) for row in rows)
+        [
+            texts,
+            margin,
+            *(
+                f"{_mean(where(rows, texts=texts, margin=margin), name):.{decimals}f}"
+                for name, (_, decimals) in _COLUMNS.items()
+            ),
+        ]
+        for texts in dict.fromkeys(str(row.key["texts"]) for row in rows)
+        for margin in dict.fromkeys(str(row.key["margin"]) for row in rows)
     ]
-    return markdown(head, lines, text_columns=2)
+    return markdown(head, lines)
 
 
-def _means(rows: Sequence[Row], when: str) -> list[str]:
-    """Return means over tokenizers and orders; each tokenizer counts equally."""
-    found = [row.figures[when] for row in rows]
-    return [f"{100 * fmean(_mean(one[name]) for one in found):.2f}" for name in _SETTINGS_COLUMNS]
-
-
-def _mean(value: float | Sequence[float]) -> float:
-    return value if isinstance(value, float | int) else fmean(value)
+def _languages(rows: Sequence[Row]) -> str:
+    head = [
+        "language",
+        "error, %",
+        "published",
+        "other pool: LMSYS, %",
+        "published",
+        "overflow, %",
+        "published",
+    ]
+    columns = (("signed", 1), ("other_pool_lmsys", 2), ("overflow_lmsys", 3))
+    rows = where(rows, texts="fresh")
+    lines = []
+    for language in sorted(dict.fromkeys(str(row.key["language"]) for row in rows)):
+        of = where(rows, language=language)
+        cells = [
+            f"{_mean(where(of, estimate=name), column):.{decimals}f}"
+            for column, decimals in columns
+            for name in (OURS, PUBLISHED)
+        ]
+        lines.append(["two texts" if language == "two" else language, *cells])
+    return markdown(head, lines)
 
 
 TABLES = {
@@ -76,10 +103,14 @@ TABLES = {
         where={"after": ANY},
         note=f"Range over tokenizers; bodies weighted to the total tokens of LMSYS. {_SOURCES}",
     ),
-    "settings": Table(
-        text=_settings,
-        where={"variant": ANY},
-        note="Means over tokenizers: after 50 observations of each category, and after a drift to other "
-        f"sources. {_SOURCES}",
+    "margins": Table(
+        text=_margins,
+        where={"margin": ANY},
+        note=f"Means over tokenizers, after 200 observations of each category. {_SOURCES}",
+    ),
+    "languages": Table(
+        text=_languages,
+        where={"language": ANY},
+        note=f"Means over tokenizers, after 200 observations of each category. {_SOURCES}",
     ),
 }

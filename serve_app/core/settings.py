@@ -9,7 +9,7 @@ from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSett
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
-from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.core.settings_base import (

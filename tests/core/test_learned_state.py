@@ -90,8 +90,8 @@ def test_a_snapshot_does_not_change() -> None:
     ("path", "value", "reason"),
     [
         (("estimator",), None, "'estimator' must be a dictionary"),
-        (("estimator", "version"), 99, "has version 99, this release reads 1"),
-        (("estimator", "text", "prose", "mean"), "4", "'mean' must be a number"),
+        (("estimator", "version"), 99, "has version 99, this release reads 2"),
+        (("estimator", "media", "mean"), "4", "'mean' must be a number"),
         (("prefill_costs",), [], "'prefill_costs' must be a dictionary"),
         (("prefill_costs", "version"), 1, "has version 1, this release reads 2"),
         (("prefill_costs", "shared", "sums"), [1.0], "'sums' must be a list of 5 numbers"),

@@ -8,11 +8,8 @@ import pytest
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.fairness import FairnessSettings
-from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.settings import ScoreWeights
-from serve_app.request import TextCategory
-
-WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +20,7 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
             {"tpot_gate_s": 0.0},
             "must be positive, got 0.0: null disables the gate",
         ),
-        (EstimatorSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
+        (EstimatorSettings, {"margin_deviations": -1.0}, "margin_deviations must not be negative"),
         (FairnessSettings, {"weights": {"a": 0.0}}, "weights of tenant 'a' must be positive, got 0.0"),
         (ScoreWeights, {"floor": -1.0}, "weights.floor must be positive, got -1"),
         (IsolationSettings, {"prior_longest_tokens": 9}, "at most prior_longest_tokens, got 1024 and 9"),

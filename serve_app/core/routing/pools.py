@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Annotated
 
 from serve_app.core.routing.estimation.estimate import TokenEstimate
-from serve_app.core.settings_base import ADVANCED, INTERNAL, at_least, settings, share_below
+from serve_app.core.settings_base import ADVANCED, at_least, settings
 from serve_app.request import Request
 
 
@@ -37,10 +37,6 @@ class RoutingConfig:
 
     # 8,192 is the papers' value; by their analysis 4K to 16K retains at least four fifths of the saving.
     b_short_tokens: Annotated[int | None, at_least(1)] = None
-    # Share of a shorter pool's context reserved for estimation errors. vLLM does not reject a request whose
-    # prompt and `max_tokens` together exceed its context: it silently shortens the answer. The estimate must
-    # be wrong by more than this share before an answer is cut. Exact lengths need no margin.
-    cut_margin_ratio: Annotated[float, share_below(1), INTERNAL] = 0.1
     # Allow a request to use another pool that can hold it if its home pool has no capacity. False isolates
     # the pools strictly.
     spill: Annotated[bool, ADVANCED] = True
@@ -100,7 +96,6 @@ class PoolRouter:
         self._context_limit = context_limit
         self._reported_limit = reported_limit or context_limit
         self._last = last = len(settings.pools) - 1
-        self._uncut_ratio = 1 - settings.cut_margin_ratio
         # By the position of the home pool: from there upwards, then downwards.
         self._preferences = [
             (*range(home, last + 1), *range(home - 1, -1, -1)) for home in range(len(settings.pools))
@@ -134,19 +129,15 @@ class PoolRouter:
             above_tokens: only pools with a longer context than this, after an engine rejected it as too long.
         """
         order = self.order() if self._costs_differ else self._settings.pools
-        budget, is_exact = estimate.budget_tokens, request.shape.prompt_tokens is not None
-        home = (
-            0
-            if budget <= self._settings.b_short_tokens
-            else self._home_above(budget, order, is_exact=is_exact)
-        )
+        budget = estimate.budget_tokens
+        home = 0 if budget <= self._settings.b_short_tokens else self._home_above(budget, order)
         holds: list[str] = []
         unknown: str | None = None
         for place in self._preferences[home]:
             pool = order[place]
             limit = self._context_limit(pool)
             if limit is not None:
-                if limit > above_tokens and budget <= self._usable(limit, place, is_exact=is_exact):
+                if limit > above_tokens and budget <= limit:
                     holds.append(pool)
             elif unknown is None and not (above_tokens and self._is_shorter(place, order, above_tokens)):
                 unknown = pool
@@ -158,22 +149,18 @@ class PoolRouter:
             return tuple(holds) if self._settings.spill else (holds[0],)
         return self._last_resort(request, estimate, above_tokens, order)
 
-    def _home_above(self, budget: int, order: tuple[str, ...], *, is_exact: bool) -> int:
+    def _home_above(self, budget: int, order: tuple[str, ...]) -> int:
         """Return the position of the first pool above the first one whose boundary a budget does not exceed.
 
         Skips a pool whose boundary is its context if that is unknown.
         """
         for place in range(1, self._last):
             boundary = self._boundaries.get(order[place])
-            if boundary is None and (limit := self._context_limit(order[place])) is not None:
-                boundary = self._usable(limit, place, is_exact=is_exact)
+            if boundary is None:
+                boundary = self._context_limit(order[place])
             if boundary is not None and budget <= boundary:
                 return place
         return self._last
-
-    def _usable(self, limit: int, place: int, *, is_exact: bool) -> int:
-        """Return the largest budget for a pool with this context limit."""
-        return limit if is_exact or place == self._last else int(limit * self._uncut_ratio)
 
     def _is_shorter(self, place: int, order: tuple[str, ...], above_tokens: int) -> bool:
         """Return whether a pool of unknown context cannot hold what one with `above_tokens` rejected."""

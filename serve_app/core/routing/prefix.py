@@ -28,7 +28,7 @@ from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
-from serve_app.request import PromptShape, Request, TextCategory
+from serve_app.request import PromptShape, Request
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as one token in the positions of blocks."""
@@ -45,7 +45,7 @@ def cached_tokens(shape: PromptShape, blocks: int, bytes_per_token: float) -> in
     """Return the tokens of a prompt in its first `blocks` blocks.
 
     Args:
-        bytes_per_token: ratio for this text category; not used for prompts of token ids.
+        bytes_per_token: ratio of this text; not used for prompts of token ids.
     """
     if blocks <= 0:
         return 0
@@ -371,14 +371,14 @@ class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
     Args:
-        bytes_per_token: returns the learned ratio of a text category.
+        bytes_per_token: returns the learned ratio of a prompt's text.
     """
 
     def __init__(
         self,
         settings: AffinitySettings,
         prefill_costs: PrefillCosts,
-        bytes_per_token: Callable[[TextCategory], float],
+        bytes_per_token: Callable[[PromptShape], float],
     ) -> None:
         self._settings = settings
         self._prefill_costs = prefill_costs
@@ -455,5 +455,5 @@ class PrefixAffinity:
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:
             return prompt_tokens
-        ratio = self._bytes_per_token(request.shape.category)
+        ratio = self._bytes_per_token(request.shape)
         return max(1, prompt_tokens - cached_tokens(request.shape, blocks, ratio))

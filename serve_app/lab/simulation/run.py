@@ -22,8 +22,8 @@ from serve_app.core.metrics.slo import Slo
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.core.policies import learns_queues, make_policy
 from serve_app.core.policies.length_queues import Partition
-from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES

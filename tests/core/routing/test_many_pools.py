@@ -26,11 +26,9 @@ def test_home_is_the_smallest_pool_and_spill_prefers_longer_contexts() -> None:
     route = router(TIERS).route
     assert route(estimated_request(), estimate(500)) == ("small", "middle", "large")
     assert route(estimated_request(), estimate(501)) == ("middle", "large", "small")
-    assert route(estimated_request(), estimate(900)) == ("middle", "large")
-    assert route(estimated_request(), estimate(3_500)) == ("middle", "large")
-    # Above nine tenths of 4,000 an estimate may be cut.
-    assert route(estimated_request(), estimate(3_501)) == ("large",)
-    assert route(request(prompt_tokens=3_900), estimate(3_900)) == ("middle", "large")
+    assert route(estimated_request(), estimate(901)) == ("middle", "large")
+    assert route(estimated_request(), estimate(3_900)) == ("middle", "large")
+    assert route(estimated_request(), estimate(3_901)) == ("large",)
 
 
 def test_a_boundary_may_be_below_what_the_pool_holds() -> None:

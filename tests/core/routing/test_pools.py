@@ -33,15 +33,9 @@ def test_a_budget_up_to_b_short_is_at_home_in_the_short_pool_and_spills_to_the_l
     assert router().route(estimated_request(), estimate(501)) == ("long", "short")
 
 
-def test_an_estimate_keeps_a_margin_to_the_short_context_because_vllm_cuts_silently() -> None:
-    assert router().route(estimated_request(), estimate(800)) == ("long", "short")
-    assert router().route(estimated_request(), estimate(801)) == ("long",)
-    assert router(cut_margin_ratio=0.0).route(estimated_request(), estimate(900)) == ("long", "short")
-
-
-def test_an_exact_length_needs_no_margin() -> None:
-    assert router().route(request(prompt_tokens=900), estimate(900)) == ("long", "short")
-    assert router().route(request(prompt_tokens=901), estimate(901)) == ("long",)
+def test_a_budget_up_to_the_context_of_a_pool_may_spill_into_it() -> None:
+    assert router().route(estimated_request(), estimate(900)) == ("long", "short")
+    assert router().route(estimated_request(), estimate(901)) == ("long",)
 
 
 def test_without_spill_only_the_home_pool_may_serve_a_request() -> None:

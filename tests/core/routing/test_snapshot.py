@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, EstimatorSettings
 from serve_app.core.routing.estimation.estimate import TokenEstimator
+from serve_app.core.routing.estimation.media_tokens import MediaTokens
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
-from serve_app.core.routing.estimation.overhead import MediaTokens, TemplateOverhead
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings, PromptLength
 from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
 from serve_app.request import Usage
 from tests.core.routing.prompts import request
@@ -24,8 +24,7 @@ class Learner(Protocol):
 
 def fresh() -> dict[str, Learner]:
     return {
-        "ratio": BytesPerToken(EstimatorSettings(), 4.0),
-        "overhead": TemplateOverhead(),
+        "prompt": PromptLength(EstimatorSettings()),
         "media": MediaTokens(),
         "output": OutputLengthEstimator(),
         "cost": PrefillCost(),
@@ -38,8 +37,7 @@ def trained_state() -> dict[str, Any]:
     learners: dict[str, Any] = fresh()
     usage = Usage(prompt_tokens=90, output_tokens=30)
     for _ in range(60):
-        learners["ratio"].observe(1_300, 400)
-        learners["overhead"].observe(2, 31.0, 2.0)
+        learners["prompt"].observe(request(messages=2).shape, 131.0)
         learners["media"].observe(1, 700.0)
         learners["output"].observe(request(), usage)
         learners["cost"].observe(400, 0.2)
@@ -57,9 +55,9 @@ def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
 
 
 def test_state_learned_from_impossible_reports_can_be_restored() -> None:
-    absurd, copy = (BytesPerToken(EstimatorSettings(), 4.0) for _ in range(2))
+    absurd, copy = (PromptLength(EstimatorSettings()) for _ in range(2))
     for _ in range(500):
-        absurd.observe(size_bytes=1, tokens=200)
+        absurd.observe(request(text_bytes=1).shape, 200)
     copy.restore(absurd.state())
     assert copy.state() == absurd.state()
 
@@ -73,11 +71,10 @@ def lengths(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("ratio", {"mean": 0.0}),
-        ("ratio", {"mean": math.nan}),
-        ("ratio", {"deviation": -1.0}),
-        ("ratio", {"weight": "many"}),
-        ("overhead", {"covariance": 1e9}),
+        ("prompt", {"weights": [0.2]}),
+        ("prompt", {"weights": [math.nan] * 25}),
+        ("prompt", {"covariance": [-1.0] * 625}),
+        ("prompt", {"deviations": {"prose": [0.1, 4.0]}}),
         ("media", {"mean": -1.0}),
         ("media", {"deviation": -1.0}),
         ("media", {"weight": -1.0}),
@@ -89,7 +86,7 @@ def lengths(**changes: object) -> dict[str, object]:
         ("costs", {"shared": {}}),
         ("costs", {"pools": {"short": {}}}),
         ("estimator", {"version": 7}),
-        *(("estimator", {part: None}) for part in ("version", "text", "tools", "overhead", "output")),
+        *(("estimator", {part: None}) for part in ("version", "text", "media", "output")),
         *((name, None) for name in sorted(fresh())),
     ],
 )

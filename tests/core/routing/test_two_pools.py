@@ -28,10 +28,6 @@ def as_two_pools_were_routed(
     b_short_tokens: int = B_SHORT,
 ) -> tuple[str, ...]:
     """Route by the rule for exactly two pools."""
-
-    def usable(pool: str, limit: int) -> int:
-        return limit if pool == "long" or wanted.shape.prompt_tokens is not None else int(limit * (1 - 0.1))
-
     budget = upper.budget_tokens
     holds: list[str] = []
     for pool in ("short", "long") if budget <= b_short_tokens else ("long", "short"):
@@ -39,7 +35,7 @@ def as_two_pools_were_routed(
         if limit is None:
             if not holds and not (above_tokens and pool == "short"):
                 holds.append(pool)
-        elif budget <= usable(pool, limit) and limit > above_tokens:
+        elif budget <= limit and limit > above_tokens:
             holds.append(pool)
     if holds:
         return tuple(holds) if spill else (holds[0],)

@@ -1,5 +1,6 @@
 """Token estimates of requests, learned from the token counts of engines, without a tokenizer.
 
-`text_category` classifies the text, `bytes_per_token` learns a ratio for each category, `overhead` learns
-chat templates and media, and `output_length` learns answers. `estimate` combines them into the token budget.
+`byte_classes` measures a text, `prompt_length` learns the tokens of each class of bytes and of the chat
+template, `media_tokens` those of media, and `output_length` learns answers. `estimate` combines them into the
+token budget.
 """

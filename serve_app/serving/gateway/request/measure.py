@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 import numpy as np
 
-from serve_app.core.routing.estimation.text_category import classify
-from serve_app.request import PromptShape, TextCategory
+from serve_app.core.routing.estimation.byte_classes import measure_text
+from serve_app.request import PromptShape
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
     BlockFields,
@@ -178,9 +178,11 @@ class PromptMeasure:
         text: str | bytes = "".join(self.texts)
         if not text.isascii():
             text = b"".join([self.utf8.of(each) for each in self.texts])
+        measured = measure_text(text)
         return PromptShape(
             text_bytes=len(text),
-            category=classify(text) if text else TextCategory.PROSE,
+            category=measured.category,
+            byte_classes=measured.byte_classes,
             messages=messages,
             tool_bytes=self.tool_bytes,
             media_items=self.media_items,

@@ -17,7 +17,7 @@ from tests.serving.gateway.fleet import Fleet, fleet_of
 from tests.tuning.counterfactuals.production import burst, produce
 
 KEY = "sk-admin"
-OVERLOAD = produce(burst(60, 0)).recording("r50")
+OVERLOAD = produce(burst(60, 0)).recording("r45")
 _MOST_PLACES = 200
 
 

@@ -8,9 +8,8 @@ from blake3 import blake3
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.text_category import classify
+from serve_app.core.routing.estimation.byte_classes import measure_text
 from serve_app.core.routing.prefix import BLOCK_ENDS
-from serve_app.request import TextCategory
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.measure import Utf8
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
@@ -76,7 +75,7 @@ def test_the_size_and_kind_of_a_chat_are_those_of_its_texts(
     shape = SCHEDULED[CHAT].parse(body).spec.shape
     text = "".join(texts_of(messages)).encode()
     assert shape.text_bytes == len(text)
-    assert shape.category is (classify(text) if text else TextCategory.PROSE)
+    assert (shape.byte_classes, shape.category) == measure_text(text)
     assert shape.messages == len(messages)
     assert shape.tool_bytes == 0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.text_category import classify
+from serve_app.core.routing.estimation.byte_classes import CLASSES, ByteClass, measure_text
 from serve_app.request import TextCategory
 from tests.core.routing.prompts import CHINESE, CODE, GERMAN, KOREAN, PROSE, RUSSIAN
 
@@ -15,6 +15,49 @@ RNG = random.Random(3)
 BASE64 = base64.b64encode(RNG.randbytes(3000))
 FLOATS = json.dumps([round(RNG.gauss(0, 3), 4) for _ in range(400)]).encode()
 UUIDS = "\n".join(str(uuid.UUID(int=RNG.getrandbits(128))) for _ in range(60)).encode()
+
+
+def classify(text: str | bytes) -> TextCategory:
+    return measure_text(text).category
+
+
+def counted(text: str | bytes) -> dict[ByteClass, int]:
+    """Return the classes that occur."""
+    counts = measure_text(text).byte_classes
+    assert len(counts) == CLASSES
+    return {ByteClass(index): count for index, count in enumerate(counts) if count}
+
+
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("", {}),
+        (
+            "Ab, 12\n{}",
+            {"CAPITAL": 1, "LOWER": 1, "SIGN": 1, "BLANK": 1, "DIGIT": 2, "LINE_END": 1, "CODE_SIGN": 2},
+        ),
+        ("Üß", {"LATIN": 2}),
+        ("čő", {"LATIN_EXTENDED": 2}),
+        ("αβγ", {"GREEK": 3}),
+        ("привет", {"CYRILLIC": 6}),
+        ("שלום", {"HEBREW": 4}),
+        ("سلام", {"ARABIC": 4}),
+        ("नमस्ते", {"DEVANAGARI": 6}),
+        ("สวัสดี", {"THAI": 6}),
+        ("வணக்கம்", {"INDIC": 7}),
+        ("ạ„日かな한🙂", {"VIETNAMESE": 1, "TYPOGRAPHY": 1, "HAN": 1, "KANA": 2, "HANGUL": 1, "OTHER": 1}),
+    ],
+)
+def test_characters_are_counted_by_script(text: str, classes: dict[str, int]) -> None:
+    expected = {ByteClass[name]: count for name, count in classes.items()}
+    assert counted(text) == counted(text.encode()) == expected
+
+
+@pytest.mark.parametrize("text", ["word 12, ", "слово ", "โลก "])
+def test_the_classes_of_a_long_text_are_scaled_from_a_sample(text: str) -> None:
+    whole = counted(text * 10_000)
+    for name, count in counted(text).items():
+        assert whole[name] == pytest.approx(10_000 * count, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +96,7 @@ def test_a_long_text_is_judged_by_all_of_it_and_not_by_its_start() -> None:
 
 
 def test_the_sample_reaches_from_the_first_byte_to_the_last() -> None:
-    from serve_app.core.routing.estimation.text_category import _evenly_spread
+    from serve_app.core.routing.estimation.byte_classes import _evenly_spread
 
     text = b"a" * 50 + b"b" * 100_000 + b"c" * 50
     sample = _evenly_spread(text)

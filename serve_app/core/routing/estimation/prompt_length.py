@@ -1,0 +1,224 @@
+"""Tokens of a prompt: a linear model of its byte classes, learned from the counts that engines report.
+
+    tokens = sum over byte classes of  weight * bytes
+             + weight * bytes of tool definitions
+             + tokens per chat + tokens per message * messages
+
+The weights are constants of a model: its tokenizer and its chat template. All are learned together by
+recursive least squares, in the form of a Kalman filter, so each observation teaches the classes that it
+consists of. The filter knows the covariance of its weights. So the margin of an upper estimate consists of
+what is measured, and not of an assumed share:
+
+    upper = expected + margin * sqrt(x' P x + (deviation * tokens)^2)
+
+with x the sizes of a prompt, P the covariance of the weights, and the deviation of a text category: the
+relative error of single prompts that remains with known weights. The first term covers scripts that were
+never observed, and the second one texts that differ.
+
+- **Cold start.** The prior has means and variances over four tokenizer families (experiments/estimator).
+- **Outliers**, such as a prompt that the engine truncated, count as one at four standard deviations, and do
+  not make the weights surer.
+- **Drift.** The variances of the weights in use grow slowly, so new traffic is learned at any time.
+
+Sources: the token-budget pool routing paper (arXiv 2604.09613) has one exponential average of bytes per token
+for each category, and its deviation as the margin. Recursive least squares as in any textbook of adaptive
+filters, such as Haykin, Adaptive Filter Theory.
+"""
+
+import math
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+
+from serve_app.core.routing.estimation.byte_classes import CLASSES, ByteClass
+from serve_app.core.routing.snapshot import Snapshot, numbers, section
+from serve_app.core.settings_base import NOT_NEGATIVE, settings
+from serve_app.request import PromptShape, TextCategory
+
+# Tokens per byte, or per character of several bytes, and the standard deviation between tokenizers.
+_CLASS_PRIORS = {
+    ByteClass.LOWER: (0.22, 0.07),
+    ByteClass.CAPITAL: (0.90, 0.21),
+    ByteClass.DIGIT: (1.11, 0.54),
+    ByteClass.BLANK: (0.04, 0.04),
+    ByteClass.LINE_END: (1.17, 0.59),
+    ByteClass.CODE_SIGN: (0.14, 0.13),
+    ByteClass.SIGN: (0.48, 0.25),
+    ByteClass.LATIN: (1.62, 0.82),
+    ByteClass.LATIN_EXTENDED: (1.69, 0.51),
+    ByteClass.GREEK: (0.72, 0.53),
+    ByteClass.CYRILLIC: (0.40, 0.21),
+    ByteClass.HEBREW: (0.65, 0.52),
+    ByteClass.ARABIC: (0.51, 0.36),
+    ByteClass.DEVANAGARI: (0.76, 0.65),
+    ByteClass.THAI: (0.63, 0.39),
+    ByteClass.INDIC: (0.88, 0.78),
+    ByteClass.VIETNAMESE: (1.01, 1.09),
+    ByteClass.TYPOGRAPHY: (0.73, 0.38),
+    ByteClass.KANA: (0.78, 0.34),
+    ByteClass.HAN: (0.88, 0.39),
+    ByteClass.HANGUL: (0.88, 0.48),
+    ByteClass.OTHER: (1.00, 0.60),
+}
+# JSON schemas of tools, per byte. Templates describe them differently.
+_TOOL_PRIOR = (0.28, 0.06)
+# Templates with a default system prompt add 20 to 40 tokens to a chat, others about 4.
+_CHAT_PRIOR = (16.0, 16.0)
+# <|im_start|>, role, line end, <|im_end|>, line end.
+_MESSAGE_PRIOR = (5.0, 2.0)
+_PRIORS = [_CLASS_PRIORS[name] for name in ByteClass if name < CLASSES] + [
+    _TOOL_PRIOR,
+    _CHAT_PRIOR,
+    _MESSAGE_PRIOR,
+]
+_PRIOR_MEAN = np.array([mean for mean, _ in _PRIORS])
+_PRIOR_VARIANCE = np.array([deviation for _, deviation in _PRIORS]) ** 2
+_SIZES = len(_PRIORS)
+_TOOLS, _CHAT, _MESSAGES = CLASSES, CLASSES + 1, CLASSES + 2
+# English prose, for a text of unknown classes.
+_PROSE = np.zeros(CLASSES)
+_PROSE[[ByteClass.LOWER, ByteClass.CAPITAL, ByteClass.BLANK, ByteClass.LINE_END, ByteClass.SIGN]] = (
+    *(0.77, 0.03, 0.16, 0.01),
+    0.03,
+)
+# A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
+_PLAIN_TOKENS = 1.0
+
+# Relative error of single prompts with known weights, before any was observed.
+_COLD_DEVIATION = 0.06
+_COLD_WEIGHT = 4.0
+_MIN_DEVIATION = 0.01
+# Observations over which the deviation is averaged.
+_MEMORY = 60
+_ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
+_OUTLIER = 4.0  # standard deviations
+_OUTLIER_RATIO = 2.0  # of the error to the expected tokens
+# Growth of a weight's variance per observation, up to the prior one: 0.02 of the standard deviation.
+_DRIFT_VARIANCE = 0.02**2 * _PRIOR_VARIANCE
+# The lower bound assumes this many times fewer tokens. It decides which requests are rejected as too long, so
+# it is wide: an engine rejects wrongly admitted ones by an exact count.
+_OPTIMISTIC_FACTOR = 2.5
+
+Sizes = npt.NDArray[np.float64]
+
+
+@settings(block="estimator")
+class EstimatorSettings:
+    """Margin of the estimated length of a prompt."""
+
+    # Standard deviations of the estimate in an upper estimate. Higher sends fewer requests to a pool that is
+    # too short for them, and more to the long pool that would have fitted the short one
+    # (experiments/estimator has the figures).
+    margin_deviations: Annotated[float, NOT_NEGATIVE] = 1.0
+
+
+class PromptLength:
+    """The learned length of prompts of one model, without media.
+
+    Attributes:
+        weights: tokens per byte or character of each class, per byte of tools, per chat and per message.
+    """
+
+    def __init__(self, settings: EstimatorSettings) -> None:
+        self._settings = settings
+        self.weights: Sizes = _PRIOR_MEAN.copy()
+        self._covariance: Sizes = np.diag(_PRIOR_VARIANCE)
+        # Relative error and its weight in observations.
+        self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_WEIGHT))
+
+    def __repr__(self) -> str:
+        prose = _PROSE.sum() / float(_PROSE @ self.weights[:CLASSES])
+        return f"<PromptLength {prose:.2f} bytes of prose per token>"
+
+    def bytes_per_token(self, shape: PromptShape) -> float:
+        """Return the mean ratio of this text."""
+        tokens = float(self.weights[:CLASSES] @ _sizes(shape)[:CLASSES])
+        return shape.text_bytes / max(1.0, tokens)
+
+    def estimate(self, shape: PromptShape) -> tuple[float, float, float]:
+        """Return the expected tokens, an upper estimate and a lower bound, of all prompts together.
+
+        The upper estimate is at most one token per byte, as no tokenizer that works on bytes uses more.
+        """
+        sizes = _sizes(shape)
+        expected, deviation = self._forecast(shape, sizes)
+        most = shape.text_bytes + shape.tool_bytes + self._template(shape)
+        high = min(expected + self._settings.margin_deviations * deviation, max(expected, most))
+        plain = 0.0 if shape.messages > 0 else _PLAIN_TOKENS * max(1, shape.prompts)
+        return expected + plain, high + plain, expected / _OPTIMISTIC_FACTOR + plain
+
+    def observe(self, shape: PromptShape, tokens: float) -> None:
+        """Learn that a prompt had this length. Impossible values are ignored."""
+        if tokens <= 0 or not math.isfinite(tokens):
+            return
+        sizes = _sizes(shape)
+        expected = float(self.weights @ sizes)
+        if shape.messages <= 0:
+            tokens = max(1.0, tokens - _PLAIN_TOKENS * max(1, shape.prompts))
+        gains = self._covariance @ sizes
+        known = max(0.0, float(gains @ sizes))
+        deviation, weight = self._deviations[shape.category]
+        text = expected - self._template(shape)
+        variance = known + (deviation * text) ** 2 + _ROUNDING_VARIANCE
+        innovation = tokens - expected
+        limit = min(_OUTLIER * math.sqrt(variance), _OUTLIER_RATIO * max(1.0, expected))
+        clipped = min(max(innovation, -limit), limit)
+        self.weights = np.maximum(self.weights + gains * (clipped / variance), 0.0)
+        if clipped == innovation:
+            self._covariance -= np.outer(gains, gains / variance)
+        diagonal = np.einsum("ii->i", self._covariance)  # a view
+        diagonal += _DRIFT_VARIANCE * ((sizes > 0) & (diagonal < _PRIOR_VARIANCE))
+        if text > 0:
+            # What the uncertainty of the weights and rounding do not explain.
+            share = max(0.0, clipped * clipped - known - _ROUNDING_VARIANCE) / (text * text)
+            weight = min(weight + 1, _MEMORY)
+            squared = deviation * deviation + (min(share, 1.0) - deviation * deviation) / weight
+            self._deviations[shape.category] = max(_MIN_DEVIATION, math.sqrt(squared)), weight
+
+    def _forecast(self, shape: PromptShape, sizes: Sizes) -> tuple[float, float]:
+        """Return expected tokens without those of a plain prompt's start, and their standard deviation."""
+        expected = float(self.weights @ sizes)
+        known = max(0.0, float(sizes @ self._covariance @ sizes))
+        text = expected - self._template(shape)
+        return expected, math.sqrt(known + (self._deviations[shape.category][0] * text) ** 2)
+
+    def _template(self, shape: PromptShape) -> float:
+        """Return the tokens of the chat template; 0 for a plain prompt."""
+        if shape.messages <= 0:
+            return 0.0
+        return float(self.weights[_CHAT]) + shape.messages * float(self.weights[_MESSAGES])
+
+    def state(self) -> dict[str, object]:
+        """Return everything learned (see `snapshot`)."""
+        return {
+            "weights": self.weights.tolist(),
+            "covariance": self._covariance.ravel().tolist(),
+            "deviations": {name.value: list(value) for name, value in self._deviations.items()},
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore a result of `state` (see `snapshot`)."""
+        weights = np.array(numbers(state, "weights", _SIZES, at_least=0))
+        covariance = np.array(numbers(state, "covariance", _SIZES * _SIZES)).reshape(_SIZES, _SIZES)
+        diagonal = covariance.diagonal()
+        if diagonal.min() < 0 or diagonal.max() > 2 * _PRIOR_VARIANCE.max():
+            raise ValueError("learned state: 'covariance' has impossible variances; delete the state")
+        by_category = section(state, "deviations")
+        deviations = {}
+        for name in TextCategory:
+            deviation, weight = numbers(by_category, name.value, 2, at_least=0)
+            deviations[name] = max(_MIN_DEVIATION, deviation), weight
+        self.weights, self._covariance, self._deviations = weights, covariance, deviations
+
+
+def _sizes(shape: PromptShape) -> Sizes:
+    sizes = np.zeros(_SIZES)
+    if shape.byte_classes:
+        sizes[:CLASSES] = shape.byte_classes
+    else:
+        sizes[:CLASSES] = _PROSE * shape.text_bytes
+    sizes[_TOOLS] = shape.tool_bytes
+    if shape.messages > 0:
+        sizes[_CHAT], sizes[_MESSAGES] = 1.0, shape.messages
+    return sizes

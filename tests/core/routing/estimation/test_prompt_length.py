@@ -1,0 +1,182 @@
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.routing.estimation.byte_classes import CLASSES, ByteClass, measure_text
+from serve_app.core.routing.estimation.prompt_length import EstimatorSettings, PromptLength
+from serve_app.request import PromptShape, TextCategory
+from tests.core.routing.prompts import CHINESE, CODE, GERMAN, KOREAN, PROSE, RUSSIAN
+
+SHAPES = st.builds(
+    PromptShape,
+    text_bytes=st.integers(0, 10**8),
+    category=st.sampled_from(TextCategory),
+    messages=st.integers(0, 500),
+    tool_bytes=st.integers(0, 10**6),
+    prompts=st.integers(1, 100),
+    byte_classes=st.just(()) | st.tuples(*[st.integers(0, 10**6)] * CLASSES),
+)
+HISTORY = st.lists(st.tuples(SHAPES, st.floats(-5, 1e9) | st.just(math.nan)), max_size=40)
+
+
+def shape(text: bytes, times: float = 1, **changes: int) -> PromptShape:
+    text = text * math.ceil(times)
+    text = text[: round(len(text) * times / math.ceil(times))]
+    measured = measure_text(text)
+    return PromptShape(
+        text_bytes=len(text), category=measured.category, byte_classes=measured.byte_classes, **changes
+    )
+
+
+def learned(margin_deviations: float = 1.0) -> PromptLength:
+    return PromptLength(EstimatorSettings(margin_deviations=margin_deviations))
+
+
+def test_english_has_four_to_five_bytes_per_token_before_the_first_observation() -> None:
+    assert 4.0 < learned().bytes_per_token(shape(PROSE)) < 5.0
+    assert 4.0 < learned().bytes_per_token(PromptShape(text_bytes=4_000)) < 5.0
+    for text in (CODE, CHINESE, KOREAN, GERMAN):
+        assert 2.0 < learned().bytes_per_token(shape(text)) < 4.5
+    # Two bytes a letter.
+    assert 4.0 < learned().bytes_per_token(shape(RUSSIAN)) < 5.5
+
+
+def test_the_first_observation_is_a_step_of_recursive_least_squares() -> None:
+    made, asked = learned(), shape(PROSE, 20, messages=3, tool_bytes=500)
+    mean = made.weights.copy()
+    covariance = np.array(made.state()["covariance"]).reshape(len(mean), len(mean))
+    sizes = np.array([*asked.byte_classes, 500, 1, 3], float)
+    expected = float(sizes @ mean)
+    text = expected - mean[-2] - 3 * mean[-1]
+    variance = sizes @ covariance @ sizes + (0.06 * text) ** 2 + 1
+    made.observe(asked, 1.05 * expected)
+    assert made.weights == pytest.approx(mean + covariance @ sizes * 0.05 * expected / variance)
+
+
+def test_scripts_are_learned_apart_and_from_few_observations() -> None:
+    made = learned()
+    before = made.bytes_per_token(shape(CHINESE))
+    russian = shape(RUSSIAN, 20)
+    for _ in range(3):
+        made.observe(russian, russian.text_bytes / 4.0)
+    assert made.bytes_per_token(russian) == pytest.approx(4.0, rel=0.05)
+    assert made.bytes_per_token(shape(CHINESE)) == pytest.approx(before, rel=0.05)
+    _, high, _ = made.estimate(russian)
+    assert high == pytest.approx(russian.text_bytes / 4.0, rel=0.2)
+
+
+def test_a_text_of_two_kinds_needs_no_category_of_its_own() -> None:
+    made, rng = learned(), random.Random(1)
+    for _ in range(60):
+        text, bytes_per_token = rng.choice([(PROSE, 4.6), (CHINESE, 3.2)])
+        size = shape(text, rng.uniform(2, 30))
+        made.observe(size, size.text_bytes / bytes_per_token)
+    both = shape(PROSE * 5 + CHINESE * 5)
+    true = len(PROSE) * 5 / 4.6 + len(CHINESE) * 5 / 3.2
+    assert made.estimate(both)[0] == pytest.approx(true, rel=0.04)
+
+
+def test_the_margin_shrinks_to_the_error_that_was_measured() -> None:
+    def margin(error: float, count: int) -> float:
+        made, rng = learned(), random.Random(2)
+        for _ in range(count):
+            size = shape(PROSE, rng.uniform(5, 40))
+            made.observe(size, size.text_bytes / 4.4 * (1 + rng.gauss(0, error)))
+        expected, high, _ = made.estimate(shape(PROSE, 20))
+        return high / expected - 1
+
+    assert margin(0.1, 0) > 0.15
+    assert margin(0.1, 300) == pytest.approx(0.1, abs=0.03)
+    assert margin(0.02, 300) == pytest.approx(0.02, abs=0.012)
+
+
+@pytest.mark.parametrize(("margin_deviations", "share"), [(1.0, 0.25), (1.5, 0.12), (2.0, 0.06)])
+def test_the_upper_estimate_covers_more_with_a_wider_margin(margin_deviations: float, share: float) -> None:
+    made, rng = learned(margin_deviations), random.Random(4)
+    judged = []
+    for number in range(600):
+        size = shape(PROSE, rng.uniform(5, 40), messages=rng.choice((1, 3)))
+        tokens = size.text_bytes / 4.4 * (1 + rng.gauss(0, 0.06)) + 20 + 5 * size.messages
+        if number >= 100:
+            judged.append((made.estimate(size), tokens))
+        made.observe(size, tokens)
+    assert sum(high < tokens for (_, high, _), tokens in judged) <= share * len(judged)
+    assert all(low <= tokens for (_, _, low), tokens in judged)
+
+
+def test_no_upper_estimate_exceeds_one_token_per_byte() -> None:
+    rare = PromptShape(text_bytes=4_000, byte_classes=(0,) * (CLASSES - 1) + (1_000,))
+    digits = shape(b"0123456789" * 100)
+    assert learned(50.0).estimate(digits)[1] <= 1_000 + 112
+    assert learned(50.0).estimate(rare)[1] == 4_001
+
+
+def test_a_default_system_prompt_is_learned_within_a_dozen_reports() -> None:
+    made = learned()
+    asked = shape(PROSE, 0.2, messages=1)
+    text = made.estimate(shape(PROSE, 0.2))[0] - 1
+    for _ in range(12):
+        made.observe(asked, text + 300.0)
+    assert made.estimate(asked)[0] == pytest.approx(text + 300, abs=10)
+
+
+def test_chats_of_different_lengths_separate_template_and_text() -> None:
+    made, rng = learned(), random.Random(2)
+    for _ in range(150):
+        size = shape(PROSE, math.exp(rng.uniform(-2, 4)), messages=rng.choice((1, 3, 5)))
+        made.observe(size, size.text_bytes / rng.gauss(4.5, 0.2) + 23 + 5 * size.messages)
+    assert made.bytes_per_token(shape(PROSE)) == pytest.approx(4.5, rel=0.03)
+    assert made.estimate(PromptShape(text_bytes=0, messages=1))[0] == pytest.approx(28, abs=4)
+
+
+def test_one_odd_report_hardly_changes_the_estimate() -> None:
+    made, asked = learned(), shape(PROSE, 20)
+    for _ in range(50):
+        made.observe(asked, asked.text_bytes / 4.4)
+    made.observe(asked, 1e6)
+    made.observe(asked, 1.0)
+    assert made.bytes_per_token(asked) == pytest.approx(4.4, rel=0.1)
+
+
+def test_a_changed_tokenizer_is_followed() -> None:
+    made, rng = learned(), random.Random(3)
+    for ratio in [4.4] * 300 + [3.0] * 60:
+        size = shape(PROSE, rng.uniform(5, 40))
+        made.observe(size, size.text_bytes / ratio)
+    assert made.bytes_per_token(shape(PROSE)) == pytest.approx(3.0, rel=0.05)
+
+
+@given(HISTORY, SHAPES)
+def test_whatever_is_observed_estimates_are_ordered_and_restored(
+    history: list[tuple[PromptShape, float]], asked: PromptShape
+) -> None:
+    made, copy = learned(), learned()
+    for size, tokens in history:
+        made.observe(size, tokens)
+    expected, high, low = made.estimate(asked)
+    assert 0 <= low <= expected <= high < math.inf
+    copy.restore(json.loads(json.dumps(made.state())))
+    assert copy.state() == made.state()
+    assert copy.estimate(asked) == (expected, high, low)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weights", [1.0]), ("weights", [-1.0] * (CLASSES + 3)), ("covariance", [-1.0] * (CLASSES + 3) ** 2)],
+)
+def test_an_impossible_state_is_rejected_and_changes_nothing(name: str, value: list[float]) -> None:
+    made = learned()
+    before = made.state()
+    with pytest.raises(ValueError, match=name):
+        made.restore({**before, name: value})
+    assert made.state() == before
+
+
+def test_every_class_has_a_prior() -> None:
+    assert len(learned().weights) == CLASSES + 3
+    assert ByteClass.CONTINUATION == CLASSES
