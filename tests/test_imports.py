@@ -48,8 +48,12 @@ IMPURE_STANDARD_LIBRARY = {
     *("signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
 }
 
-# A library that only computes, and the only module of the core that needs it.
-PURE_LIBRARIES = {"core/decision_log.py": "msgspec"}
+# Libraries that only compute, and the only modules of the core that need them.
+PURE_LIBRARIES = {
+    "core/decision_log.py": "msgspec",
+    "core/routing/estimation/byte_classes.py": "numpy",
+    "core/routing/estimation/prompt_length.py": "numpy",
+}
 
 # Places where the heavy libraries may be imported.
 HOMES = {

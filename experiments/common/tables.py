@@ -10,6 +10,7 @@ from serve_app.errors import SettingsError
 
 _SHORT_COMMIT = 7
 _SHORT_SUM = 8
+_FILES_PER_SENTENCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,10 @@ def _traces(rows: Sequence[Row]) -> list[str]:
     )
     return [
         *([f"Generated lengths: {', '.join(made)}"] if made else []),
-        *([f"Trace files: {', '.join(files)}"] if files else []),
+        *(
+            f"{'Also' if start else 'Trace files'}: {', '.join(files[start : start + _FILES_PER_SENTENCE])}"
+            for start in range(0, len(files), _FILES_PER_SENTENCE)
+        ),
     ]
 
 
