@@ -42,7 +42,7 @@ from serve_app.tuning.study_report import StudyReport
 _TWIN = TwinSettings()
 _STUDY = StudySettings()
 # Estimated windows of a search, for the progress bar.
-_PRESET_WINDOWS = 50
+_PRESET_WINDOWS = 60
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def untaught() -> Iterator[Served]:
 async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served) -> None:
     await learn_queues(untaught)
     lines = [one for one in untaught.log_lines("scheduler") if "event=partition_changed model=demo" in one]
-    assert [one for one in lines if "reason=first" in one]
+    assert [one for one in lines if "reason=learned" in one]
 
 
 async def test_a_new_scheduler_gets_the_current_queues_from_the_tuner(untaught: Served) -> None:

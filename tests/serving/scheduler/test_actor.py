@@ -207,7 +207,7 @@ async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     actor = cluster.actor(str(tmp_path))
     await actor.check_health()
     await until(lambda: Path(f"{store.path}.rejected").exists())
-    assert "has version 99, this release reads 1" in caplog.text
+    assert "has version 99, this release reads 2" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
     )

@@ -16,7 +16,7 @@ relative error of single prompts that remains with known weights. The first term
 never observed, and the second one texts that differ.
 
 - **Cold start.** The prior has means and variances over four tokenizer families (experiments/estimator).
-- **Outliers**, such as a prompt that the engine truncated, count as one at four standard deviations, and do
+- **Outliers**, such as a prompt that the engine truncated, count as one at 2.5 standard deviations, and do
   not make the weights surer.
 - **Drift.** The variances of the weights in use grow slowly, so new traffic is learned at any time.
 
@@ -92,7 +92,7 @@ _MIN_DEVIATION = 0.01
 # Observations over which the deviation is averaged.
 _MEMORY = 60
 _ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
-_OUTLIER = 4.0  # standard deviations
+_OUTLIER = 2.5  # standard deviations
 _OUTLIER_RATIO = 2.0  # of the error to the expected tokens
 # Growth of a weight's variance per observation, up to the prior one: 0.02 of the standard deviation.
 _DRIFT_VARIANCE = 0.02**2 * _PRIOR_VARIANCE

@@ -1,0 +1,1 @@
+"""How well can the length of an answer be predicted at its arrival?"""
