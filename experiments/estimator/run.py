@@ -36,6 +36,8 @@ from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 
 OURS, PUBLISHED, FIXED = "ours", "published", "fixed"
+BY_LANGUAGE = ("signed", "other_pool_lmsys", "overflow_lmsys")
+"""Columns for each source of text."""
 
 
 @settings
@@ -171,7 +173,7 @@ def margins(subject: Subject) -> Iterator[Measurement]:
 
 
 def languages(subject: Subject) -> Iterator[Measurement]:
-    """Yield a row for each estimator and source of text."""
+    """Yield a row for each estimator, with columns for each source of text."""
     experiment, lessons = subject.experiment, subject.lessons
     sources = dict.fromkeys(one.source for one in lessons.unseen)
     for name in (OURS, PUBLISHED):
@@ -179,10 +181,13 @@ def languages(subject: Subject) -> Iterator[Measurement]:
             lessons.taught(experiment.estimator(name), experiment.languages_after, seeded(seed))
             for seed in range(experiment.seeds)
         ]
+        by_seed: list[dict[str, float]] = [{} for _ in learned]
         for source in sources:
             samples = [one for one in lessons.unseen if one.source == source]
-            by_seed = [subject.judged(estimator, samples) for estimator in learned]
-            yield subject.row({"language": source, "estimate": name}, by_seed)
+            for columns, estimator in zip(by_seed, learned, strict=True):
+                found = subject.judged(estimator, samples)
+                columns |= {f"{column} of {source}": found[column] for column in BY_LANGUAGE}
+        yield subject.row({"languages": "all", "estimate": name}, by_seed)
 
 
 EXPERIMENT = Experiment(settings=EstimatorExperiment, play=play, unavailable=unavailable)

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Table, markdown
-from experiments.estimator.run import FIXED, OURS, PUBLISHED
+from experiments.estimator.run import BY_LANGUAGE, FIXED, OURS, PUBLISHED
 
 _NAMES = {OURS: "byte classes", PUBLISHED: "published", FIXED: "fixed 4.0 bytes per token"}
 _COLUMNS = {
@@ -83,14 +83,13 @@ def _languages(rows: Sequence[Row]) -> str:
         "overflow, %",
         "published",
     ]
-    columns = (("signed", 1), ("other_pool_lmsys", 2), ("overflow_lmsys", 3))
-    rows = where(rows, texts="fresh")
+    prefix = f"{BY_LANGUAGE[0]} of "
+    languages = [name.removeprefix(prefix) for name in rows[0].figures if name.startswith(prefix)]
     lines = []
-    for language in sorted(dict.fromkeys(str(row.key["language"]) for row in rows)):
-        of = where(rows, language=language)
+    for language in sorted(languages):
         cells = [
-            f"{_mean(where(of, estimate=name), column):.{decimals}f}"
-            for column, decimals in columns
+            f"{_mean(where(rows, estimate=name), f'{column} of {language}'):.{decimals}f}"
+            for column, decimals in zip(BY_LANGUAGE, (1, 2, 3), strict=True)
             for name in (OURS, PUBLISHED)
         ]
         lines.append(["two texts" if language == "two" else language, *cells])
@@ -110,7 +109,7 @@ TABLES = {
     ),
     "languages": Table(
         text=_languages,
-        where={"language": ANY},
+        where={"languages": ANY},
         note=f"Means over tokenizers, after 200 observations of each category. {_SOURCES}",
     ),
 }

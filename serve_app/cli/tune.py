@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from serve_app.cli.command import (
     Command,
@@ -34,7 +35,7 @@ from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.search import search_twin
+from serve_app.tuning.search import SearchKind, search_twin
 from serve_app.tuning.search_space import Tunable, space_of
 from serve_app.tuning.study import Budget, StudySettings
 from serve_app.tuning.study_report import StudyReport
@@ -84,7 +85,7 @@ def _configure_objective(group: "argparse._ArgumentGroup") -> None:
 def _configure_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--search",
-        choices=("presets", "tpe"),
+        choices=get_args(SearchKind),
         default="presets",
         help="candidates: presets, or presets and then those of a Bayesian search (default: %(default)s)",
     )

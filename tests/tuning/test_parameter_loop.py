@@ -122,6 +122,19 @@ def test_searches_that_find_nothing_become_rarer_until_one_finds_something() -> 
     assert rests == [100.0, 200.0, 200.0, 50.0]
 
 
+def test_after_work_it_rests_until_its_share_of_a_core_is_kept() -> None:
+    loop = watched(settings=replace(SETTINGS, every_s=1.0, min_requests=1, core_share=0.02))
+    assert loop.work_due(observation(40.0)) is not None
+    # Two CPU seconds are 2 % of a hundred seconds since the work began.
+    loop.finish(None, 48.0, cpu_s=2.0)
+    assert searched_again_at(loop, 48.0) == 140.0
+
+
+def test_work_is_done_faster_than_its_share_of_a_core() -> None:
+    assert replace(SETTINGS, core_share=0.02).burst_share == 0.25
+    assert replace(SETTINGS, core_share=0.6).burst_share == 0.6
+
+
 def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
     loop = watched(settings=replace(SETTINGS, profile=None))
     assert loop.work_due(observation(40.0)) is None

@@ -74,6 +74,8 @@ def lengths(**changes: object) -> dict[str, object]:
         ("prompt", {"weights": [0.2]}),
         ("prompt", {"weights": [math.nan] * 25}),
         ("prompt", {"covariance": [-1.0] * 625}),
+        ("prompt", {"covariance": [1e9 if index == 1 else 0.0 for index in range(625)]}),
+        ("prompt", {"covariance": [300.0 if index % 26 == 0 else 0.0 for index in range(625)]}),
         ("prompt", {"deviations": {"prose": [0.1, 4.0]}}),
         ("media", {"mean": -1.0}),
         ("media", {"deviation": -1.0}),

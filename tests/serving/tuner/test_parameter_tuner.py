@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from serve_app.serving.tuner import parameter_tuner
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Worker
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.outcome_window import Row
-from serve_app.tuning.parameter_loop import SearchTask
+from serve_app.tuning.parameter_loop import Result, SearchTask
 from serve_app.tuning.rollout import Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding, StudySettings
@@ -220,6 +221,24 @@ async def test_a_search_ends_with_its_tuner() -> None:
             await asyncio.sleep(0.02)
             made.update(observed(21.0, []))
     assert made.document()["studies"] == []
+
+
+async def test_the_cpu_time_of_a_search_decides_the_pause_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tuner("advise")
+    made.update(observed(20.0, rows(200, 0.0, 20.0)))
+    assert made.loop is not None
+    reported: list[float] = []
+    finish = made.loop.finish
+
+    def reporting(result: Result | None, now: float, cpu_s: float) -> list[Retune]:
+        reported.append(cpu_s)
+        return finish(result, now, cpu_s)
+
+    monkeypatch.setattr(made.loop, "finish", reporting)
+    began_s = time.process_time()
+    await searched(made, 20.0)
+    (cpu_s,) = reported
+    assert 0 < cpu_s <= time.process_time() - began_s
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ _DRIFT_VARIANCE = 0.02**2 * _PRIOR_VARIANCE
 # The lower bound assumes this many times fewer tokens. It decides which requests are rejected as too long, so
 # it is wide: an engine rejects wrongly admitted ones by an exact count.
 _OPTIMISTIC_FACTOR = 2.5
+# Tolerance of a restored covariance; the drift may exceed the prior by less.
+_ROUNDING = 1.001
 
 Sizes = npt.NDArray[np.float64]
 
@@ -201,9 +203,14 @@ class PromptLength:
         """Restore a result of `state` (see `snapshot`)."""
         weights = np.array(numbers(state, "weights", _SIZES, at_least=0))
         covariance = np.array(numbers(state, "covariance", _SIZES * _SIZES)).reshape(_SIZES, _SIZES)
-        diagonal = covariance.diagonal()
-        if diagonal.min() < 0 or diagonal.max() > 2 * _PRIOR_VARIANCE.max():
-            raise ValueError("learned state: 'covariance' has impossible variances; delete the state")
+        variances = covariance.diagonal()
+        bound = np.sqrt(np.abs(np.outer(variances, variances))) * _ROUNDING + _ROUNDING - 1
+        if (
+            variances.min() < 0
+            or (variances > _PRIOR_VARIANCE * _ROUNDING).any()
+            or (np.abs(covariance) > bound).any()
+        ):
+            raise ValueError("learned state: 'covariance' is not one of the weights; delete the state")
         by_category = section(state, "deviations")
         deviations = {}
         for name in TextCategory:
