@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.stats import spearmanr
 from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
@@ -192,15 +193,16 @@ def figures_of(
     judged: list[tuple[Prediction, int]] = []
     answered = 0
     began_s = time.thread_time()
-    for number, request in enumerate(requests):
-        while running and running[0][0] <= request.arrival_s:
-            method.observe(requests[heapq.heappop(running)[1]])
-            answered += 1
-        prediction = method.predict(request)
-        if answered >= experiment.warm_up:
-            judged.append((prediction, request.output_tokens))
-        ends_s = request.arrival_s + _PREFILL_S + request.output_tokens / _TOKENS_PER_S
-        heapq.heappush(running, (ends_s, number))
+    with threadpool_limits(1):  # the CPU time of one thread is measured
+        for number, request in enumerate(requests):
+            while running and running[0][0] <= request.arrival_s:
+                method.observe(requests[heapq.heappop(running)[1]])
+                answered += 1
+            prediction = method.predict(request)
+            if answered >= experiment.warm_up:
+                judged.append((prediction, request.output_tokens))
+            ends_s = request.arrival_s + _PREFILL_S + request.output_tokens / _TOKENS_PER_S
+            heapq.heappush(running, (ends_s, number))
     cpu_us = 1e6 * (time.thread_time() - began_s) / len(requests)
     size = math.ceil(len(judged) / experiment.parts)
     parts = [_accuracy(judged[start : start + size]) for start in range(0, len(judged), size)]

@@ -18,5 +18,5 @@ def test_each_kind_of_event_is_counted_and_a_backlog_stays_constant() -> None:
         assert row.figures["rejected"] == 0
         for kind in ("arrival", "first token", "finish", "report"):
             assert row.figures["events_us"][kind]["mean"] > 0
-    # Each arrival replaces a dispatched request.
-    assert 299 <= waiting.figures["waiting"] <= 300
+    # Arrivals replace dispatched requests; one finish may dispatch several, and nothing arrives after the last.
+    assert 295 <= waiting.figures["waiting"] <= 300

@@ -41,7 +41,7 @@ def errors() -> dict[str, list[float]]:
         "curves": LearnedCurves(),
         "boosting": GradientBoosting(EXPERIMENT.refit_every, EXPERIMENT.fitted),
     }
-    found = {name: figures_of(method, answers(1_500), EXPERIMENT) for name, method in methods.items()}
+    found = {name: figures_of(method, answers(1_000), EXPERIMENT) for name, method in methods.items()}
     assert all(len(one["covered"]) == 2 for one in found.values())
     for one in found.values():
         assert min(one["covered"]) > 0.75
