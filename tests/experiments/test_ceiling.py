@@ -18,5 +18,5 @@ def test_each_kind_of_event_is_counted_and_a_backlog_stays_constant() -> None:
         assert row.figures["rejected"] == 0
         for kind in ("arrival", "first token", "finish", "report"):
             assert row.figures["events_us"][kind]["mean"] > 0
-    # Arrivals replace dispatched requests; one finish may dispatch several, and nothing arrives after the last.
+    # Arrivals replace dispatched requests. The last event may dispatch several, and nothing arrives after it.
     assert 295 <= waiting.figures["waiting"] <= 300
