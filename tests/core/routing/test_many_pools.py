@@ -125,9 +125,7 @@ def test_the_rule_holds_for_any_pools(
 
     def fits(pool: str) -> bool:
         limit = known.get(pool)
-        if limit is None or limit <= above_tokens:
-            return False
-        return upper.budget_tokens <= (limit if is_exact or pool == order[-1] else int(limit * 0.9))
+        return limit is not None and limit > above_tokens and upper.budget_tokens <= limit
 
     assert_ordered(order, known, cost_of)
     fitting = [pool for pool in order if fits(pool)]
