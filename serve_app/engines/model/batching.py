@@ -63,6 +63,8 @@ class Batch:
         context_tokens: sum of their contexts.
         preempted: sequences that were preempted while the step was scheduled.
         has_skipped: whether a decoding sequence skips the step for lack of budget.
+        awaits_eviction: whether the head of the waiting queue may fit once its cached blocks are evicted. Its
+            first chunk then needs fewer blocks than the cached prefix and the chunk behind it.
     """
 
     budget_left: int
@@ -74,6 +76,7 @@ class Batch:
     admitted: list[EngineSequence] = field(default_factory=list)
     preempted: list[EngineSequence] = field(default_factory=list)
     has_skipped: bool = False
+    awaits_eviction: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -424,6 +427,7 @@ class Batcher:
             reach = known if self._settings.full_prompt_must_fit else cached + chunk
             shared = sequence.block_names[:hits]
             if not self.kv.fits(-(-reach // self._block_size), shared):
+                batch.awaits_eviction = hits > 0 and not self._settings.full_prompt_must_fit
                 return
             self.waiting.pop()
             self._start(sequence, shared)

@@ -204,14 +204,15 @@ class EngineModel:
         """Return the number of iterations until the batch may change.
 
         Nothing is admitted earlier: waiting sequences did not fit, and the number of free blocks only
-        decreases until a sequence ends.
+        decreases until a sequence ends. A head that an eviction may admit limits the run to blank blocks.
         """
         if max_steps <= 1 or batch.prefilling or batch.preempted or batch.has_skipped:
             return 1
-        decoding = self._batcher.decoding
+        decoding, kv = self._batcher.decoding, self._batcher.kv
+        available = kv.blank if batch.awaits_eviction else kv.free
         more = min(max_steps - 1, decoding.steps_to_first_end())
-        if more and decoding.blocks_for(more) > self._batcher.kv.free:
-            more = decoding.steps_within(self._batcher.kv.free)
+        if more and decoding.blocks_for(more) > available:
+            more = decoding.steps_within(available)
         return 1 + more
 
     def _elapsed_s(self, steps: int) -> float:

@@ -196,15 +196,19 @@ class EngineModelSettings:
 
 
 class KVBlocks:
-    """Pool of equal blocks with a prefix cache."""
+    """Pool of equal blocks with a prefix cache.
 
-    __slots__ = ("_blank", "_cached", "_holders", "total")
+    Attributes:
+        blank: blocks that nothing is stored in.
+    """
+
+    __slots__ = ("_cached", "_holders", "blank", "total")
 
     def __init__(self, total: int) -> None:
         if total < 1:
             raise ValueError(f"the KV cache needs at least one block, got {total}")
         self.total = total
-        self._blank = total
+        self.blank = total
         self._holders: dict[BlockName, int] = {}
         self._cached: OrderedDict[BlockName, None] = OrderedDict()
 
@@ -215,7 +219,7 @@ class KVBlocks:
     @property
     def free(self) -> int:
         """Blocks that can be allocated now, including cached ones."""
-        return self._blank + len(self._cached)
+        return self.blank + len(self._cached)
 
     def count_hits(self, names: Sequence[BlockName], limit: int) -> int:
         """Return the number of leading blocks that are in the cache, at most `limit`."""
@@ -243,13 +247,13 @@ class KVBlocks:
 
     def allocate(self, blocks: int) -> None:
         """Allocate private blocks. The caller must have checked that they fit."""
-        if blocks <= self._blank:
-            self._blank -= blocks
+        if blocks <= self.blank:
+            self.blank -= blocks
             return
-        evicted = blocks - self._blank
+        evicted = blocks - self.blank
         if evicted > len(self._cached):
             raise ValueError(f"{blocks} blocks wanted, only {self.free} of {self.total} are free")
-        self._blank = 0
+        self.blank = 0
         for _ in range(evicted):
             self._cached.popitem(last=False)
 
@@ -262,7 +266,7 @@ class KVBlocks:
 
     def release(self, private: int, names: Sequence[BlockName]) -> None:
         """Free private blocks and release named ones, which remain cached if no other sequence holds them."""
-        self._blank += private
+        self.blank += private
         # The end of a prefix is useless without its beginning, so it is evicted first.
         for name in reversed(names):
             holders = self._holders[name] - 1
@@ -277,4 +281,4 @@ class KVBlocks:
         for name in names:
             if name in self._cached:
                 del self._cached[name]
-                self._blank += 1
+                self.blank += 1

@@ -224,6 +224,30 @@ def test_an_arrival_at_the_very_end_of_an_iteration_is_in_time_for_the_next() ->
     assert engine.ends_at == pytest.approx(ends_at)
 
 
+def test_a_run_ends_when_a_waiting_prompt_loses_its_cached_prefix() -> None:
+    def admitted_at(max_steps: int) -> float | None:
+        engine = model(
+            max_model_len=192,
+            kv_tokens=192,
+            max_num_seqs=4,
+            max_num_batched_tokens=100,
+            long_prefill_token_threshold=20,
+            prefix_caching=True,
+            full_prompt_must_fit=False,
+        )
+        prefix = tuple(range(8))
+        # The second block of the prefix belongs to `start`, which ends first. So it is evicted first.
+        decoding = sequence("decoding", 16, 150)
+        together = [sequence("rest", 128, 1, hashes=prefix), sequence("start", 32, 1, hashes=prefix[:2])]
+        # Eight cached blocks and two new ones do not fit. When one is still cached, it and two others do.
+        waits = sequence("waits", 160, 1, at=0.3, hashes=(*prefix, 20, 21))
+        run_until_idle(engine, [decoding, *together, waits], max_steps=max_steps)
+        assert waits.cached_tokens == 16
+        return waits.scheduled_at
+
+    assert admitted_at(max_steps=1_000) == pytest.approx(admitted_at(max_steps=1))
+
+
 def test_a_run_shows_its_progress_before_it_ends() -> None:
     engine = model()
     only = sequence("a", 16, 100)
