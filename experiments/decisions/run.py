@@ -6,7 +6,9 @@ Simulated, at rates in requests per second. Every variant of a case gets the sam
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
@@ -19,7 +21,10 @@ from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
-from serve_app.core.policies import make_policy
+from serve_app.core.policies import MakePolicy, make_policy
+from serve_app.core.policies.ewsjf import Ewsjf
+from serve_app.core.policies.protocol import PolicyInputs
+from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
 from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
@@ -32,6 +37,7 @@ from serve_app.lab.simulation.run import SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from serve_app.lab.simulation.workload import Disclosure, requests_of
+from serve_app.lab.workloads.generators import stream
 from serve_app.request import Request, Usage
 
 
@@ -42,6 +48,8 @@ class Variant:
     Attributes:
         scheduler: settings by dotted path.
         lengths: knowledge of output lengths: `learned`, `true`, or `none` (nothing is ever learned).
+        order: knowledge of output lengths that the order uses: `none`, `learned`, or the log sigma of the
+            error of predictions; 0 is the truth.
         forecast: whether the peak of the KV cache is forecast; otherwise requests hold their final size.
         headroom: whether tenants beyond their share leave headroom.
         reservations: whether capacity is reserved for the retries of rejected requests.
@@ -51,6 +59,7 @@ class Variant:
     policy: str = "ewsjf"
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     lengths: str = "learned"
+    order: float | Literal["none", "learned"] = "none"
     forecast: bool = True
     headroom: bool = True
     reservations: bool = True
@@ -112,6 +121,32 @@ class _UnlearnedLengths(TokenEstimator):
     def observe(self, request: Request, usage: Usage) -> None:
         super().observe(request, usage)
         self._output = OutputLengthEstimator()
+
+
+class _OutputOrder(Ewsjf):
+    """EWSJF that prefers short predicted answers: within a queue, and by the density of its score.
+
+    Args:
+        predictions: output tokens by request; None for the estimator's.
+    """
+
+    def __init__(self, inputs: PolicyInputs, predictions: Mapping[str, float] | None) -> None:
+        super().__init__(inputs)
+        self._predictions = predictions
+
+    def key(self, scheduled: ScheduledRequest) -> float:
+        if self._predictions is None:
+            return float(scheduled.estimate.expected_output_tokens)
+        return self._predictions[scheduled.request.request_id]
+
+    def score(self, head: ScheduledRequest, now: float) -> float:
+        tokens = head.prefill_tokens + 1
+        work = tokens + _PREFILL_TOKENS_PER_OUTPUT_TOKEN * self.key(head)
+        return super().score(head, now) * tokens / work
+
+
+# As the oracle of the simulator.
+_PREFILL_TOKENS_PER_OUTPUT_TOKEN = 10.0
 
 
 class _NoReservations(RetryReservations):
@@ -185,7 +220,11 @@ class _Run:
             estimator = _UnlearnedLengths(scheduler.estimator)
         clients = _Clients(requests)
         simulation = clients.simulation = Simulation(
-            scheduler, plans, on_decision=clients.on_decision, estimator=estimator
+            scheduler,
+            plans,
+            on_decision=clients.on_decision,
+            estimator=estimator,
+            policies=self._policies(requests),
         )
         if not variant.reservations:
             simulation.scheduler.admission.retry_reservations = _NoReservations()
@@ -194,6 +233,19 @@ class _Run:
         records = sorted(simulation.run(requests), key=lambda one: (one.arrived_at, one.request_id))
         served = {"served": clients.served / len(requests)}
         return _figures(records, workload.short_at_tokens) | served
+
+    def _policies(self, requests: list[SimulatedRequest]) -> Mapping[str, MakePolicy]:
+        order, predictions = self.variant.order, None
+        if order == "none":
+            return SIMULATED_POLICIES
+        if order != "learned":
+            rng = stream(self.seed, "decisions predictions")
+            errors = np.exp(rng.normal(0, float(order), len(requests)))
+            predictions = {
+                each.request.request_id: each.output_tokens * float(error)
+                for each, error in zip(requests, errors, strict=True)
+            }
+        return {**SIMULATED_POLICIES, "ewsjf": lambda inputs: _OutputOrder(inputs, predictions)}
 
     def _plans(self) -> list[ReplicaPlan]:
         variant, fleet = self.variant, self.workload.fleet

@@ -41,6 +41,12 @@ _TENANTS: Columns = [
     ("light worst, s", "light_max_s", 2),
     ("heavy P99, s", "heavy_p99_s", 1),
 ]
+_OUTPUT_ORDER: Columns = [
+    _GOODPUT,
+    ("light TTFT mean, s", "light_mean_s", 2),
+    ("heavy mean, s", "heavy_mean_s", 2),
+    ("heavy worst, s", "heavy_max_s", 1),
+]
 _BACKLOG: Columns = [_TOKENS, ("interactive TTFT mean, s", "people_mean_s", 2), ("P99, s", "people_p99_s", 2)]
 
 _RETRIES: Columns = [
@@ -67,6 +73,9 @@ TABLES = {
         note=f"{_8B}, one replica, without headroom. Goodput: share of requests within the SLO. {_MEANS}",
     ),
     "tenants": Table(text=_text(_TENANTS), where={"case": "tenants"}, note=f"{_8B}, one replica. {_MEANS}"),
+    "output-order": Table(
+        text=_text(_OUTPUT_ORDER), where={"case": "order by output"}, note=f"{_8B}, one replica. {_MEANS}"
+    ),
     "long-prompts": Table(
         text=_text(_SHORT_LONG),
         where={"case": "long prompts"},

@@ -11,7 +11,7 @@ then in the order in which they were scheduled, so a replay of a run is byte-ide
 import enum
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -21,6 +21,7 @@ from serve_app.core import events as ev
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.policies import MakePolicy
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -274,6 +275,7 @@ class Simulation:
         on_decision: called with every decision; None records nothing, which is faster.
         learner: learner of length queues; None for the policy's initial ones.
         estimator: replaces the one that the settings describe.
+        policies: the policies that the settings may name.
         partitions: every partition that was applied, with its time.
     """
 
@@ -283,6 +285,7 @@ class Simulation:
     on_decision: Callable[[Decision], None] | None = None
     learner: PartitionLearner | None = None
     estimator: TokenEstimator | None = None
+    policies: Mapping[str, MakePolicy] = field(default_factory=lambda: SIMULATED_POLICIES)
     timeline: Timeline = field(init=False, default_factory=Timeline)
     scheduler: Scheduler = field(init=False)
     replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
@@ -293,9 +296,7 @@ class Simulation:
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(
-            self.scheduler_settings, policies=SIMULATED_POLICIES, estimator=self.estimator
-        )
+        self.scheduler = Scheduler(self.scheduler_settings, policies=self.policies, estimator=self.estimator)
         self._apply_due_partition()
         for number, plan in enumerate(self.plans):
             # Real replicas do not report simultaneously either.
