@@ -178,7 +178,7 @@ class ParameterLoop:
         return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
 
     def observe(self, observation: Observation) -> list[Retune]:
-        """Process what happened since the last call. To be called about every second."""
+        """Process what happened since the last call. To be called about every second during a trial."""
         now = self._now = observation.at
         applies: list[Apply] = []
         for record in observation.records:

@@ -50,7 +50,7 @@ class ParameterTuningSettings:
     min_requests: Annotated[int, at_least(1)] = 600
     search: SearchKind = "presets"
     search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
-    core_share: Annotated[float, POSITIVE_SHARE] = 0.02
+    core_share: Annotated[float, POSITIVE_SHARE] = 0.01
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
@@ -94,8 +94,8 @@ class TunerSettings:
     # Maximum CPU seconds per search. Presets need about ten.
     search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
     # Maximum share of a core that the tuner's work uses in the mean. Work is done at a quarter of a core, and
-    # followed by a pause. So a search of ten CPU seconds is at most every ten minutes.
-    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.02
+    # followed by a pause. So a search of ten CPU seconds is at most every 17 minutes.
+    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.01
     # Seconds per slice of a trial, in which one side is active; the first ten are not judged. Shorter
     # slices have more similar traffic but exclude a larger share of it.
     slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0

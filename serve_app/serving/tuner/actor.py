@@ -31,7 +31,7 @@ _CALL_TIMEOUT_S = 10.0
 # Queues are learned from hundreds of requests, so a shorter interval brings nothing new. A longer one delays
 # the reaction to a change of traffic.
 _PULL_INTERVAL_S = 5.0
-# Slices of a trial begin and end by the clock, so a tuner with trials updates more often.
+# Slices of a trial begin and end by the clock.
 _TRIAL_INTERVAL_S = 1.0
 
 
@@ -106,8 +106,8 @@ class TunerActor:
             await self._update()
 
     def _interval_s(self) -> float:
-        is_idle = self._parameters is None or self._parameters.is_idle
-        return _PULL_INTERVAL_S if is_idle else _TRIAL_INTERVAL_S
+        is_trying = self._parameters is not None and self._parameters.is_trying
+        return _TRIAL_INTERVAL_S if is_trying else _PULL_INTERVAL_S
 
     async def _update(self) -> None:
         observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))

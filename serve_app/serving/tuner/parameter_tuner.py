@@ -72,7 +72,6 @@ class ParameterTuner:
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tuner", initializer=_give_way)
         self.freeze_due = ""
-        self._saw_requests = False
         self._saved: Mapping[str, Any] | None = None
         self._store_is_unreachable = False
 
@@ -85,10 +84,9 @@ class ParameterTuner:
         return (0 if self.loop is None else self.loop.rollout.decisions.total(), self._ended)
 
     @property
-    def is_idle(self) -> bool:
-        """True if there are no requests, no trial and no work."""
-        trying = self.loop is not None and self.loop.rollout.target is not None
-        return not (self._work is not None or trying or self._saw_requests)
+    def is_trying(self) -> bool:
+        """True during a trial."""
+        return self.loop is not None and self.loop.rollout.target is not None
 
     def stop(self) -> None:
         """Start no further work; a running search ends after its window."""
@@ -123,7 +121,6 @@ class ParameterTuner:
         """Process the scheduler's observations, and return orders to execute in sequence."""
         if observed.settings is None:
             return []
-        self._saw_requests = bool(observed.outcomes) or observed.completed_until < observed.at
         orders: list[Retune] = []
         if self.loop is None or observed.incarnation != self._incarnation:
             self.loop, begun = self._begin(observed, observed.settings)
