@@ -129,6 +129,7 @@ METRIC_ADVICE = {
     "ewsjf_replica_waiting": (
         "Above the target of backpressure: another client sends requests to the engine directly."
     ),
+    "ewsjf_endpoints": "`down` above 0: see the alert `EndpointDown`.",
     "ewsjf_replicas_stale": "Above 0: see the alert `StaleReplicas`.",
     "ewsjf_requests_concluded_total": (
         "As `ewsjf_gateway_requests_total`, without requests that never reached the scheduler."

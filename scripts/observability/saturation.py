@@ -81,6 +81,12 @@ SATURATION = Dashboard(
                     (rate("ewsjf_stale_reports_total", "model"), "{{model}} new per second"),
                 ),
                 line(
+                    "Endpoints down",
+                    "Endpoints of remote pools that cannot be used.",
+                    "short",
+                    (gauge('ewsjf_endpoints{state="down"}', "model, pool"), "{{model}} {{pool}}"),
+                ),
+                line(
                     "Preemptions in engines",
                     "Sequences whose KV cache was evicted, from the engines' metrics.",
                     "ops",

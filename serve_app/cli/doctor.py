@@ -20,7 +20,7 @@ from serve_app.cli.command import Command, print_result, program
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
-from serve_app.cli.status import add_address, api_key_for, default_url
+from serve_app.cli.status import add_address, api_key_for, default_url, endpoints_down
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.settings.checking.machine import listening_process
 from serve_app.settings.loading import load_settings
@@ -293,6 +293,17 @@ def check_reports(model: Document) -> Iterator[Finding]:
     )
 
 
+def check_endpoints(model: Document) -> Iterator[Finding]:
+    """Yield a finding for each remote endpoint that is down."""
+    for each in endpoints_down(model):
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {model['model']}: {each}",
+            "restart its server: it is used again as soon as it answers; or remove it with "
+            "DELETE /admin/endpoints",
+        )
+
+
 def check_pools(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
@@ -481,6 +492,7 @@ Check = Callable[[Document], Iterator[Finding]]
 
 _STATUS_CHECKS: tuple[Check, ...] = (
     check_pools,
+    check_endpoints,
     check_reports,
     check_saturation,
     check_tuner,

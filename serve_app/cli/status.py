@@ -170,6 +170,7 @@ def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
         yield _overview(model)
         yield _replicas(model["replicas"])
         yield from _learned_contexts(model["replicas"])
+        yield from (f"  {each}" for each in endpoints_down(model))
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
             yield _sub_queues(queue, most_shown)
@@ -220,6 +221,20 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
     for name, replica in sorted(replicas.items()):
         if learned := replica.get("learned_context_tokens"):
             yield f"  {name} reports no context limit; learned from rejected requests: {learned:,} tokens"
+
+
+def endpoints_down(model: Document) -> Iterator[str]:
+    """Yield each remote endpoint that is down, with the reason."""
+    # A scheduler of an older release does not report this.
+    for pool in model.get("endpoints", ()):
+        number, all_of_them = len(pool["down"]), pool["endpoints"]
+        for one in pool["down"]:
+            since = datetime.fromtimestamp(one["since"], UTC)
+            reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
+            yield (
+                f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
+                f"{since:%H:%M:%S} UTC"
+            )
 
 
 def _format_or_dash(figure: float | None, form: str = "") -> str:

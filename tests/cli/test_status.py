@@ -38,6 +38,20 @@ STATUS: dict[str, Any] = {
                     "learned_context_tokens": 8_192,
                 },
             },
+            "endpoints": [
+                {
+                    "pool": "short",
+                    "endpoints": 3,
+                    "down": [
+                        {
+                            "url": "http://b:1",
+                            "replica": "b",
+                            "reason": "not identified yet",
+                            "since": 1_700_000_000.0,
+                        }
+                    ],
+                }
+            ],
             "tuner": {
                 "mode": "advise",
                 "state": "idle",
@@ -136,6 +150,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "stale",
         "suspended",
         "l1 reports no context limit; learned from rejected requests: 8,192 tokens",
+        "1 of 3 endpoints of pool short down: http://b:1: not identified yet, since 22:13:20 UTC",
         "t1",
         "other requests have precedence",
         "2 more",

@@ -221,6 +221,7 @@ def failing_engines(watched: Watched, outside: BackgroundServer) -> None:
         watched.expect("EnginesFail")
         outside.stop()
         watched.expect("NoReplica")
+        watched.expect("EndpointDown")
 
 
 def silent_and_dying_replicas(watched: Watched) -> None:

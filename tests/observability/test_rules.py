@@ -74,6 +74,7 @@ CASES = {
         "ewsjf_length_queue_oldest_wait_seconds", 'model="m",class="interactive"', "40x400", "20x400"
     ),
     "StaleReplicas": gauge("ewsjf_replicas_stale", 'model="m"', "1x400", "0x400"),
+    "EndpointDown": gauge("ewsjf_endpoints", 'model="m",pool="p",state="down"', "1x400", "0x400"),
     "ReplicasLost": gauge("ewsjf_put_backs_total", 'model="m",failure="lost"', ONE_BY_ONE, "0+0.1x400"),
     "Preemptions": gauge("vllm:num_preemptions_total", 'model="m",pool="p"', "0+10x400", ONE_BY_ONE),
     "SlowApplication": Case(overhead("5"), overhead("0")),

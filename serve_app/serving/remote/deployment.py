@@ -37,7 +37,12 @@ class EndpointsDeployment:
         application = serve.get_replica_context().app_name
         store = None if state_uri is None else StateStore(state_uri, "endpoints", f"{application}/{scope}")
         self._watcher = EndpointWatcher(
-            pool, settings, channel, locator(scheduler, Role.REPLICA), EndpointChoices(store)
+            pool,
+            settings,
+            channel,
+            locator(scheduler, Role.REPLICA),
+            EndpointChoices(store),
+            scheduler.show_endpoints.remote,
         )
         await self._watcher.start()
 

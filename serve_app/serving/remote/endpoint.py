@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import os
+import time
 from dataclasses import dataclass, replace
 
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
@@ -68,7 +70,10 @@ class ControlClient:
                 f"{self._url}{path} gave no answer in {self._timeout_s:g} s"
             ) from exc
         except UpstreamError as exc:
-            raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {exc}") from exc
+            why, cause = str(exc), exc.__cause__
+            if isinstance(cause, ConnectionError) and cause.errno:
+                why = os.strerror(cause.errno)
+            raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {why}") from exc
 
     async def page(self, path: str) -> bytes:
         """Return a page that must exist.
@@ -246,12 +251,14 @@ class Endpoint:
 
     Attributes:
         failure: why it receives no requests; empty while it does.
+        down_since: begin of the latest time without requests, in Unix seconds.
         is_rejected: it has answered, but cannot be used.
     """
 
     def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
         self.url = url
         self.failure = "not identified yet"
+        self.down_since = time.time()
         self._shared = surroundings
         timeout_s = surroundings.settings.metrics_timeout_s
         self._control = ControlClient(surroundings.upstream, url, surroundings.api_key, timeout_s)
@@ -439,6 +446,8 @@ class Endpoint:
         return None if reading.progress is None else reading.progress != before
 
     def _record_failure(self, reason: str) -> None:
-        if not self.failure or reason != self.failure:
+        if reason != self.failure:
             logger.warning("event=endpoint_closed endpoint=%s reason=%r", self.url, reason)
+        if not self.failure:
+            self.down_since = time.time()
         self.failure = reason

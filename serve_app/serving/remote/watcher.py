@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from serve_app.errors import EngineError, SettingsError
@@ -131,10 +132,19 @@ def _read(document: Mapping[str, Any]) -> tuple[set[str], set[str]]:
 
 
 _START_POLL_S = 0.05
+# Interval of looks at the states, and of showing unchanged ones, for a new scheduler.
+_LOOK_S, _SHOW_AGAIN_S = 1.0, 10.0
+_SHOW_TIMEOUT_S = 10.0
+
+Show = Callable[[Mapping[str, Any]], Awaitable[object]]
 
 
 class EndpointWatcher:
-    """Watcher of one pool's endpoints."""
+    """Watcher of one pool's endpoints.
+
+    Args:
+        show: sends `states` to the scheduler, for operators.
+    """
 
     def __init__(
         self,
@@ -143,6 +153,7 @@ class EndpointWatcher:
         channel: ChannelSettings,
         locate: Locate,
         choices: EndpointChoices,
+        show: Show,
     ) -> None:
         self._settings = settings
         self._sources: list[EndpointSource] = [source_of(text) for text in settings.endpoints]
@@ -158,6 +169,7 @@ class EndpointWatcher:
             locate=_shared(locate),
             channel=channel,
         )
+        self._show = show
         self._following: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -179,6 +191,7 @@ class EndpointWatcher:
             self._following.append(asyncio.create_task(self._follow(index, source), name=f"follow {source}"))
         await asyncio.sleep(0)
         self._reconcile()
+        self._following.append(asyncio.create_task(self._show_states(), name="show the states"))
         if self._sources and all(source.is_fixed for source in self._sources):
             try:
                 await self._wait_for_one()
@@ -200,7 +213,7 @@ class EndpointWatcher:
         self._shared.upstream.close()
 
     def check_health(self) -> None:
-        """Raise if a source is no longer followed, which is an internal error."""
+        """Raise if a source is no longer followed, or states no longer shown: an internal error."""
         for task in self._following:
             if task.done() and (fault := task.exception()) is not None:
                 raise EngineError(f"{task.get_name()} has ended") from fault
@@ -215,6 +228,20 @@ class EndpointWatcher:
             for url in sorted(self._choices.removed)
         ]
         return [*chosen, *taken]
+
+    def states(self) -> dict[str, Any]:
+        """Return the number of wanted endpoints, and those that receive no requests, with the reason."""
+        down = [
+            {
+                "url": str(url),
+                "replica": endpoint.replica_id,
+                "reason": endpoint.failure,
+                "since": endpoint.down_since,
+            }
+            for url, endpoint in sorted(self._endpoints.items())
+            if endpoint.failure
+        ]
+        return {"pool": self._shared.pool, "endpoints": len(self._endpoints), "down": down}
 
     async def change(self, action: str, text: str) -> dict[str, object]:
         """Add or remove an endpoint; an invalid URL is returned as `error`."""
@@ -258,6 +285,20 @@ class EndpointWatcher:
             self._reconcile()
 
         await source.follow(publish, self._settings.refresh_s)
+
+    async def _show_states(self) -> None:
+        """Show the states when they change, and periodically."""
+        loop, shown, shown_at = asyncio.get_running_loop(), None, -math.inf
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            states, now = self.states(), loop.time()
+            if states == shown and now - shown_at < _SHOW_AGAIN_S:
+                continue
+            # A scheduler that is being replaced does not answer; the next look tries again.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_SHOW_TIMEOUT_S):
+                    await self._show(states)
+                shown, shown_at = states, now
 
     def _reconcile(self) -> None:
         """Start and stop watches to match the wanted endpoints."""

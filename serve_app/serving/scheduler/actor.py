@@ -34,6 +34,7 @@ from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.queries import AdminQueries
 from serve_app.serving.scheduler.recent_activity import RecentActivity
+from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.scheduler.usage import PersistentUsage
 from serve_app.serving.state import StatePersister, StateStore
@@ -156,6 +157,7 @@ class SchedulerActor:
         )
         self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
         self._activity = RecentActivity(precise_clock(self._loop))
+        self._endpoints = RemoteEndpoints()
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -208,6 +210,10 @@ class SchedulerActor:
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         """Store the tuner's state document for `status`."""
         (await self._current()).tuner.store_document(document)
+
+    async def show_endpoints(self, document: Mapping[str, Any]) -> None:
+        """Store the state of a remote pool's endpoints for `status`, see `EndpointWatcher.states`."""
+        self._endpoints.update(document)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Continue with other settings as a new incarnation; the gateways resubmit their requests.
@@ -278,6 +284,7 @@ class SchedulerActor:
             more_metrics=self._more_metrics,
             usage_ledger=self._usage.ledger,
             activity=self._activity,
+            endpoints=self._endpoints,
         )
         live = LiveScheduler(settings.scheduler, parts)
         live.queries = AdminQueries(

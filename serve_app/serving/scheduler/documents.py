@@ -96,9 +96,15 @@ def overview(
 ) -> dict[str, Any]:
     """Return the overview of one scheduler; `queue` has at most `SUB_QUEUES_SHOWN` sub-queues."""
     replicas = [_replica(name, each) for name, each in status["replicas"].items()]
+    replicas += [
+        {**_DOWN, "replica": one["replica"], "pool": pool["pool"], "reason": one["reason"]}
+        for pool in status["endpoints"]
+        for one in pool["down"]
+        if one["replica"] not in status["replicas"]
+    ]
     replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
     return {
-        **{name: each for name, each in status.items() if name not in ("replicas", "pools")},
+        **{name: each for name, each in status.items() if name not in ("replicas", "pools", "endpoints")},
         **{name: each for name, each in queue.items() if name not in ("served", "waiting")},
         "waiting_requests": queue["waiting"],
         "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
@@ -107,6 +113,22 @@ def overview(
         "replicas_omitted": len(replicas[_MAX_REPLICAS:]),
         "activity": activity,
     }
+
+
+# A remote endpoint that is down is no replica of the scheduler.
+_DOWN: Mapping[str, Any] = {
+    "state": "down",
+    "in_flight": 0,
+    "running": None,
+    "waiting_in_engine": None,
+    "max_num_seqs": None,
+    "kv_usage_ratio": None,
+    "tpot_s": None,
+    "max_model_len": None,
+    "peak_tokens": 0,
+    "budget_tokens": 0,
+    "pending_prefill_tokens": 0,
+}
 
 
 def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.recordings import LEAD_S, RecordedSurroundings, TrafficRecorder
+from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage import UsageLedger
@@ -74,6 +75,7 @@ class LiveSchedulerOptions:
         usage_ledger: counts usage by API key; None disables it.
         more_metrics: returns further metrics in the Prometheus text format; called in a thread.
         activity: recent activity to continue; None starts a new one.
+        endpoints: states of remote endpoints to continue; None if none is known.
     """
 
     incarnation: int
@@ -85,6 +87,7 @@ class LiveSchedulerOptions:
     more_metrics: Callable[[], str] = str
     usage_ledger: UsageLedger | None = None
     activity: RecentActivity | None = None
+    endpoints: RemoteEndpoints | None = None
 
 
 class QueryHandler(Protocol):
@@ -105,6 +108,7 @@ class LiveScheduler:
         mode: the scheduled share of the traffic, and the latencies of both parts.
         history: its open and recently ended requests.
         activity: activity of the last minutes.
+        endpoints: remote endpoints that are down.
         recorder: creates recordings of the traffic around a request, for replays.
         queries: answers admins' queries; None until set.
     """
@@ -147,6 +151,7 @@ class LiveScheduler:
         )
         self.mode = SchedulingMode(self)
         self.activity = options.activity or RecentActivity(self._clock)
+        self.endpoints = options.endpoints or RemoteEndpoints()
         costs = self.core.prefill_costs
         self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         surroundings = RecordedSurroundings(self.core, RETENTION_S + LEAD_S)
@@ -234,6 +239,7 @@ class LiveScheduler:
             "pools": list(self._settings.routing.pools),
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
             "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, stale),
+            "endpoints": self.endpoints.documents(),
         }
 
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
@@ -340,6 +346,7 @@ class LiveScheduler:
             *pool_figures(core, now),
             *cost_figures(core, names),
             *self.tuner.figures(now),
+            self.endpoints.figures(),
         ]
 
     def _render(self, figures: list[Figures]) -> str:

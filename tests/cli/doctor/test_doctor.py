@@ -106,6 +106,11 @@ def has_a_stale_report(answers: dict[str, Any]) -> None:
     model(answers)["replicas"]["s2"]["stale"] = True
 
 
+def has_a_dead_endpoint(answers: dict[str, Any]) -> None:
+    down = {"url": "http://b:1", "replica": "b", "reason": "not identified yet", "since": 1_700_000_000}
+    model(answers)["endpoints"] = [{"pool": "short", "endpoints": 2, "down": [down]}]
+
+
 def has_no_report_at_all(answers: dict[str, Any]) -> None:
     for replica in model(answers)["replicas"].values():
         replica["report"] = None
@@ -163,6 +168,10 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     "empty pool": (
         lambda answers: model(answers).update(pools=["short", "long"]),
         "degraded: model demo: pool long has no replica",
+    ),
+    "dead endpoint": (
+        has_a_dead_endpoint,
+        "degraded: model demo: 1 of 2 endpoints of pool short down: http://b:1: not identified yet",
     ),
     "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no recent load report"),
     "no report": (has_no_report_at_all, "down: model demo: 2 of 2 replicas have no recent load report"),

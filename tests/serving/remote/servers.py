@@ -1,7 +1,7 @@
 """Scripted endpoints, and a fleet that watches them."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,13 +123,19 @@ async def watched(
         await world.begin()
         stack.push_async_callback(world.close)
         remote = RemoteSettings(endpoints=endpoints, **{"start_timeout_s": 5.0, **settings})
+
+        async def show(states: Mapping[str, Any]) -> None:
+            world.live.endpoints.update(states)
+
         watcher = EndpointWatcher(
-            POOL, remote, CHANNEL, world.locate_for_replica, kept or EndpointChoices(None)
+            POOL, remote, CHANNEL, world.locate_for_replica, kept or EndpointChoices(None), show
         )
         stack.push_async_callback(watcher.close)
         if long:
             of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
-            other = EndpointWatcher("long", of_long, CHANNEL, world.locate_for_replica, EndpointChoices(None))
+            other = EndpointWatcher(
+                "long", of_long, CHANNEL, world.locate_for_replica, EndpointChoices(None), show
+            )
             stack.push_async_callback(other.close)
             await other.start()
         client = await world.gateway()

@@ -1,6 +1,8 @@
 """Watcher with its endpoints, a scheduler and a gateway, over HTTP and without Ray."""
 
 import asyncio
+import re
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tests.engines.servers import free_port, serving
 from tests.serving.channel.harness import until
 from tests.serving.gateway.builders import MODEL
 
-from .servers import VllmLike, watched
+from .servers import POOL, VllmLike, watched
 
 
 async def test_requests_go_straight_to_the_endpoints() -> None:
@@ -64,6 +66,41 @@ async def test_an_endpoint_that_dies_loses_no_request_and_returns() -> None:
         await until(lambda: len(fleet.open()) == 2, "it serves again")
         # The server restarts with another limit.
         assert fleet.world.live.status()["replicas"][f"short/127.0.0.1:{port}"]["max_model_len"] == 2048
+
+
+async def test_a_dead_endpoint_is_named_with_its_reason_until_it_returns() -> None:
+    port = free_port()
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(serving(VllmLike()))
+        mortal = AsyncExitStack()
+        url = await mortal.enter_async_context(serving(VllmLike(), port))
+        fleet = await stack.enter_async_context(watched(other, url))
+
+        def down() -> list[dict[str, Any]]:
+            (pool,) = fleet.world.live.status()["endpoints"] or [{"endpoints": 0, "down": []}]
+            assert pool["endpoints"] in (0, 2)
+            return list(pool["down"])
+
+        await until(lambda: len(fleet.open()) == 2 and not down(), "both serve")
+        began = time.time()
+        await mortal.aclose()
+        await until(lambda: len(down()) == 1, "its death is shown")
+        (dead,) = down()
+        assert (dead["url"], dead["replica"]) == (url, f"{POOL}/127.0.0.1:{port}")
+        assert re.fullmatch(rf"{url}/\S+ gave no answer: Connection refused", dead["reason"])
+        assert began - 1 <= dead["since"] <= time.time()
+        metrics = await fleet.world.live.exposition()
+        assert f'ewsjf_endpoints{{model="{MODEL}",pool="{POOL}",state="down"}} 1.0' in metrics
+        await stack.enter_async_context(serving(VllmLike(), port))
+        await until(lambda: not down(), "it is shown as serving")
+
+
+async def test_an_endpoint_that_never_answered_is_named() -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    async with serving(VllmLike()) as one, watched(one, nobody) as fleet:
+        shown = fleet.world.live.endpoints.documents
+        await until(lambda: bool(shown()) and bool(shown()[0]["down"]), "it is shown")
+        assert [each["url"] for each in shown()[0]["down"]] == [nobody]
 
 
 async def test_one_that_fails_again_and_again_is_held_back() -> None:

@@ -23,8 +23,13 @@ def replica(pool: str = "short", report: dict[str, Any] | None = REPORT, **chang
     return {**document, "state": replica_state(document)}
 
 
-def shown(replicas: dict[str, Any], served: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
+def shown(
+    replicas: dict[str, Any],
+    served: dict[str, dict[str, float]] | None = None,
+    endpoints: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     status = {"model": "m", "replicas": replicas, "pools": ["short", "long"], "waiting": {"batch": 2}}
+    status["endpoints"] = endpoints or []
     queue = {"waiting": 2, "sub_queues": [], "sub_queues_omitted": 3, "served": served or {}}
     return overview(status, queue, {"slots": 1})
 
@@ -52,6 +57,16 @@ def test_pools_are_summed_over_all_replicas() -> None:
     assert (short["peak_tokens"], short["budget_tokens"]) == (900, 3_000)
     assert short["kv_usage_ratio"] == pytest.approx((0.5 + 0.7 + 0.5) / 3)
     assert (long["replicas"], long["kv_usage_ratio"]) == (0, None)
+
+
+def test_an_endpoint_that_is_down_counts_as_a_replica_that_is_not_ready() -> None:
+    down = [{"url": "http://b", "replica": "b", "reason": "gave no answer: refused", "since": 1.0}]
+    found = shown({"a": replica()}, endpoints=[{"pool": "short", "endpoints": 2, "down": down}])
+    first, second = found["replicas"]
+    assert (first["replica"], first["state"], first["reason"]) == ("b", "down", "gave no answer: refused")
+    assert (second["replica"], second["state"]) == ("a", "ready")
+    short = found["pools"][0]
+    assert (short["ready"], short["replicas"], short["budget_tokens"]) == (1, 2, 1_000)
 
 
 def test_a_pool_whose_engines_do_not_report_their_cache_has_no_budget() -> None:

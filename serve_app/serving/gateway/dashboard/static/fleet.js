@@ -8,9 +8,12 @@ export const title = "Fleet";
 
 export function render(model) {
   return h("div", { key: "fleet" },
+    ...model.replicas.filter((each) => each.reason).map(down),
     h("div", { class: "card" }, poolTable(model)),
     h("div", { class: "card" }, replicaTable(model)));
 }
+
+const down = (each) => h("p", { class: "notice warning", key: each.replica }, `${each.replica} is down: ${each.reason}`);
 
 function reserved({ peak_tokens: peak, budget_tokens: budget }) {
   if (budget === null) return `${compact(peak)}, limit not reported`;
@@ -63,6 +66,7 @@ const MEANING = {
   stale: "its last report is too old; counts as saturated",
   draining: "receives no new requests, and stops when the last one ends",
   suspended: "its requests failed; receives no requests until a later report",
+  down: "cannot be used",
   "no report yet": "registered, but has not reported its load yet",
 };
 
