@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/roofline_profiles.py --write
 
-A profile fitted to measurements of the engine is better: see `python -m serve_app calibrate`.
+A profile fitted to measurements of the engine is better: see `ewsjf calibrate`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Served application: `python -m serve_app serve` on a free port, started and stopped here."""
+"""Served application: `ewsjf serve` on a free port, started and stopped here."""
 
 import contextlib
 import json

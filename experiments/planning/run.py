@@ -26,7 +26,7 @@ from serve_app.lab.workloads.generators import stream
 
 @settings
 class PlanCase:
-    """One plan, with fields as the arguments of `python -m serve_app plan`.
+    """One plan, with fields as the arguments of `ewsjf plan`.
 
     Attributes:
         name: of its row.

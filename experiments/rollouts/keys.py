@@ -1,4 +1,4 @@
-"""API key of all clients, rotated under load with `python -m serve_app keys`, as operators do it."""
+"""API key of all clients, rotated under load with `ewsjf keys`, as operators do it."""
 
 import asyncio
 import subprocess

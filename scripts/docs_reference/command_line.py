@@ -13,7 +13,7 @@ from serve_app.cli import COMMANDS, CommandEntry
 _INTRODUCTION = """
 # Command line reference
 
-`python -m serve_app COMMAND` writes and serves configurations, inspects running applications, and runs
+`ewsjf COMMAND` writes and serves configurations, inspects running applications, and runs
 simulations and benchmarks. After an installation with pip, the same commands are available as
 `ewsjf COMMAND`.
 
@@ -32,7 +32,7 @@ def command_line_page() -> str:
 
 def _section(entry: CommandEntry) -> str:
     command = entry.load()
-    parser = argparse.ArgumentParser(prog=f"python -m serve_app {entry.name}", add_help=False)
+    parser = argparse.ArgumentParser(prog=f"ewsjf {entry.name}", add_help=False)
     command.configure(parser)
     parts = [f"## {entry.name}", sentence(entry.summary), *_example(command.example)]
     for group in parser._action_groups:  # noqa: SLF001 - argparse names no public way to its groups

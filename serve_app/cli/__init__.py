@@ -6,6 +6,7 @@ Importing all modules takes most of a second, which is too long for a completion
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from typing import Any
 import serve_app
 from serve_app.cli.command import Command, CommandParser, program, warn
 from serve_app.errors import ServeAppError
-
-_MODULE_CALL = "python -m serve_app"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    args = _parser().parse_args(argv)
-    args.words = list(sys.argv[1:] if argv is None else argv)
+    words, parser = list(sys.argv[1:] if argv is None else argv), _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    args = parser.parse_args(words)
+    args.words = words
     command: Command = args.command
     try:
         return command.run(args)
@@ -127,7 +130,7 @@ class _EntryParser(CommandParser):
         if self.entry is None:
             return
         command, self.entry = self.entry.load(), None
-        self.epilog = command.example.replace(_MODULE_CALL, program())
+        self.epilog = re.sub(r"(?m)^  ewsjf ", f"  {program()} ", command.example)
         command.configure(self)
         self.set_defaults(command=command)
 

@@ -311,8 +311,8 @@ def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
 
 
 _EXAMPLE = """example:
-  python -m serve_app bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
-  python -m serve_app bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
+  ewsjf bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
+  ewsjf bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
       --rate 20 --duration 300
 """
 # Secrets, and the parser's own attributes.

@@ -14,9 +14,9 @@ from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
 from serve_app.lab.reports.tables import table_text
 
 _EXAMPLE = """example:
-  python -m serve_app bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
+  ewsjf bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
       --body text --records out/requests.jsonl
-  python -m serve_app calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
+  ewsjf calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
       --out out/my-model-my-gpu-tp1.yaml
 
 Errors are measured on the held-out requests, whose arrivals and lengths are replayed. They compare statistics

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from serve_app.cli.command import Command, print_result
+from serve_app.cli.command import Command, print_result, program
 from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
 
@@ -37,13 +37,13 @@ def _run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
     print_result(
-        f"{count:,} requests in {args.out}; replay them with: python -m serve_app simulate --trace {args.out}"
+        f"{count:,} requests in {args.out}; replay them with: {program()} simulate --trace {args.out}"
     )
     return 0
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app capture --out out/captured.jsonl",
+    example="example:\n  ewsjf capture --out out/captured.jsonl",
     configure=_configure,
     run=_run,
 )

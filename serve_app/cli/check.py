@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app check configs/local.yaml",
+    example="example:\n  ewsjf check configs/local.yaml",
     configure=_configure,
     run=_run,
 )

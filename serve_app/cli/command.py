@@ -1,10 +1,11 @@
-"""Sub-commands of `python -m serve_app`, and their helpers for arguments, files and progress."""
+"""Sub-commands of `ewsjf`, and their helpers for arguments, files and progress."""
 
 import argparse
 import difflib
 import json
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,9 +61,17 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def program() -> str:
-    """Return the name by which the user called this program, for messages that suggest a command."""
-    called = Path(sys.argv[0]).name
-    return called if called == "ewsjf" else "python -m serve_app"
+    """Return how to call this program in a new terminal, for messages that suggest a command.
+
+    In a clone, this is the path of its environment's program; elsewhere `ewsjf`, if that is on the path.
+    """
+    own, here = Path(sys.executable).with_name("ewsjf"), Path.cwd()
+    if not own.is_file():
+        return f"{shlex.quote(sys.executable)} -m serve_app"
+    if own.is_relative_to(here):
+        return shlex.quote(str(own.relative_to(here)))
+    known = shutil.which("ewsjf")
+    return "ewsjf" if known is not None and own.samefile(known) else shlex.quote(str(own))
 
 
 def print_result(text: str) -> None:

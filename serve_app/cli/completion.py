@@ -21,7 +21,7 @@ def _run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     example=(
         "example:\n"
-        "  python -m serve_app completion bash\n"
+        "  ewsjf completion bash\n"
         "\n"
         'in ~/.bashrc: eval "$(ewsjf completion bash)"; in ~/.zshrc: eval "$(ewsjf completion zsh)"; '
         "in fish: ewsjf completion fish | source"

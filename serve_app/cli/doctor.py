@@ -570,7 +570,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app doctor --url http://127.0.0.1:8000",
+    example="example:\n  ewsjf doctor --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,
 )

@@ -80,8 +80,8 @@ def _best(result: Mapping[str, Any]) -> str:
 
 
 _EXAMPLE = """example:
-  python -m serve_app explain chatcmpl-7
-  python -m serve_app explain chatcmpl-7 --what-if
+  ewsjf explain chatcmpl-7
+  ewsjf explain chatcmpl-7 --what-if
 """
 _BAR = 40
 

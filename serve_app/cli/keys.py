@@ -239,10 +239,10 @@ def _day(text: str) -> str:
 
 COMMAND = Command(
     example="example:\n"
-    "  python -m serve_app keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
-    "  python -m serve_app keys list --file /etc/ewsjf/keys.json\n"
-    "  python -m serve_app keys revoke 3f9a2c17b0de --file /etc/ewsjf/keys.json\n"
-    "  python -m serve_app keys usage --csv --since 2026-01-01",
+    "  ewsjf keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
+    "  ewsjf keys list --file /etc/ewsjf/keys.json\n"
+    "  ewsjf keys revoke 3f9a2c17b0de --file /etc/ewsjf/keys.json\n"
+    "  ewsjf keys usage --csv --since 2026-01-01",
     configure=_configure,
     run=_run,
 )

@@ -86,7 +86,7 @@ def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app mode active --share 10%",
+    example="example:\n  ewsjf mode active --share 10%",
     configure=_configure,
     run=_run,
 )

@@ -177,7 +177,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 _EXAMPLE = """example:
-  python -m serve_app plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
+  ewsjf plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
       --slo-ttft-s 2 --slo-tpot-s 0.08 --report out/plan.html
 """
 

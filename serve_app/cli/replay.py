@@ -8,8 +8,8 @@ from serve_app.core.decision_log import DecisionLogError, LoggedRun, read_runs, 
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 
 _EXAMPLE = """example:
-  python -m serve_app simulate --trace paper-mix --policy fcfs,ewsjf --requests 2000 --log out/decisions.jsonl
-  python -m serve_app replay out/decisions.jsonl
+  ewsjf simulate --trace paper-mix --policy fcfs,ewsjf --requests 2000 --log out/decisions.jsonl
+  ewsjf replay out/decisions.jsonl
 
 A live scheduler writes such a log if its model has `decision_log: {path: ...}`.
 """

@@ -40,7 +40,7 @@ from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 
 _EXAMPLE = """example:
-  python -m serve_app simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
+  ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
       --requests 10000 --seeds 5 --report out/report.html
 """
 

@@ -322,7 +322,7 @@ def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, t
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app status --url http://127.0.0.1:8000",
+    example="example:\n  ewsjf status --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,
 )

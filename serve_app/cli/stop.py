@@ -84,7 +84,7 @@ def _print_progress(message: HostMessage) -> None:
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app stop --url http://127.0.0.1:8000",
+    example="example:\n  ewsjf stop --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,
 )

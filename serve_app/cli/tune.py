@@ -151,7 +151,7 @@ def _names(text: str) -> list[str]:
 
 
 _EXAMPLE = """example:
-  python -m serve_app tune --trace azure-code+azure-conv --load 0.9 --seconds 180 --json out/tuned.json
+  ewsjf tune --trace azure-code+azure-conv --load 0.9 --seconds 180 --json out/tuned.json
 """
 
 

@@ -98,7 +98,7 @@ class SchedulerConfig:
 
     policy: str = "ewsjf"
     # Share of the requests that are scheduled. The others go directly to the replica with the fewest
-    # requests: with 0, the scheduler only observes. `python -m serve_app mode` changes the share at run time.
+    # requests: with 0, the scheduler only observes. `ewsjf mode` changes the share at run time.
     active_share: Annotated[float, SHARE] = 1.0
     # Maximum number of queued requests, which bounds memory and the wait of the last one. The default is
     # nearly two minutes of work at 20 requests/s. Beyond that a rejection with `Retry-After` serves clients

@@ -186,7 +186,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
         data = path.read_bytes()
     except OSError as exc:
         raise KeysFileError(
-            f"the keys in {path} cannot be read: {exc.strerror}; `python -m serve_app keys` writes them"
+            f"the keys in {path} cannot be read: {exc.strerror}; `ewsjf keys` writes them"
         ) from exc
     try:
         document = msgspec.json.decode(data, type=_KeysDocument)

@@ -7,6 +7,7 @@ import pytest
 
 import serve_app
 from serve_app.cli import COMMANDS, CommandEntry, main
+from serve_app.cli.command import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +26,7 @@ def test_every_command_has_help_with_an_example(
         main([command.name, "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert f"  python -m serve_app {command.name} " in out.partition("example:\n")[2]
+    assert f"  {program()} {command.name} " in out.partition("example:\n")[2]
 
 
 def test_the_module_runs_and_prints_its_version() -> None:
@@ -45,7 +46,6 @@ def test_the_help_lists_the_commands() -> None:
         (("bench", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " bench"),
         (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),
         (("fly",), "invalid choice: 'fly'", ""),
-        ((), "COMMAND", ""),
     ],
 )
 def test_wrong_arguments_are_answered_in_one_line_that_names_the_help(
@@ -94,16 +94,31 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_messages_and_examples_name_the_program_as_it_was_called(installed: Path) -> None:
+@pytest.mark.parametrize("in_the_clone", [True, False])
+def test_suggested_commands_work_in_a_new_terminal(tmp_path: Path, in_the_clone: bool) -> None:
+    folder, fresh = ROOT if in_the_clone else tmp_path, {"PATH": "/usr/bin:/bin"}
+    called = [sys.executable, "-m", "serve_app", "check", "--help"]
     helped = subprocess.run(
-        [installed / "ewsjf", "check", "--help"], capture_output=True, text=True, timeout=60, check=False
+        called,
+        cwd=folder,
+        env={**fresh, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    assert helped.stdout.startswith("usage: ewsjf check ")
-    assert "  ewsjf check configs/local.yaml" in helped.stdout
-    assert "python -m" not in helped.stdout
-    wrong = subprocess.run([installed / "ewsjf"], capture_output=True, text=True, timeout=60, check=False)
-    assert wrong.stderr.endswith("see ewsjf --help\n")
-    assert run("-m", "serve_app", "check", "--help").stdout.startswith("usage: python -m serve_app check ")
+    named = helped.stdout.removeprefix("usage: ").partition(" check ")[0]
+    assert f"  {named} check configs/local.yaml" in helped.stdout
+    again = subprocess.run(
+        f"{named} --version", shell=True, cwd=folder, env=fresh, capture_output=True, timeout=60, check=False
+    )
+    assert again.returncode == 0, again.stderr
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n    {command.name}" in listed for command in COMMANDS)
 
 
 @pytest.mark.parametrize(

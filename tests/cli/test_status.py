@@ -1,4 +1,4 @@
-"""`python -m serve_app status` on documents with a live scheduler's fields."""
+"""`ewsjf status` on documents with a live scheduler's fields."""
 
 import json
 import socket

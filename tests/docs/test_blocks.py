@@ -130,10 +130,10 @@ def _fenced(language: str, text: str, mark: str = "") -> str:
 
 
 WRONG = {
-    "an option that the command does not have": _fenced("console", "$ python -m serve_app status --urls x"),
-    "a missing required option": _fenced("console", "$ python -m serve_app plan --trace lmsys"),
-    "a command that does not exist": _fenced("console", "$ python -m serve_app fly"),
-    "a wrong second line": _fenced("console", "$ ls\n$ python -m serve_app status \\\n    --nothing"),
+    "an option that the command does not have": _fenced("console", "$ ewsjf status --urls x"),
+    "a missing required option": _fenced("console", "$ ewsjf plan --trace lmsys"),
+    "a command that does not exist": _fenced("console", "$ ewsjf fly"),
+    "a wrong second line": _fenced("console", "$ ls\n$ ewsjf status \\\n    --nothing"),
     "a missing file": _fenced("console", "$ scripts/serve configs/nothing.yaml"),
     "a script that does not exist": _fenced("console", "$ scripts/nothing"),
     "an option that a script does not have": _fenced("console", "$ scripts/check --mend"),
@@ -171,7 +171,7 @@ def test_a_wrong_block_is_found(text: str) -> None:
 
 
 RIGHT = {
-    "a command with its output": _fenced("console", "$ python -m serve_app bench --help\nusage: any text"),
+    "a command with its output": _fenced("console", "$ ewsjf bench --help\nusage: any text"),
     "a marked unknown program": _fenced("console", "$ launch --all", "cloud, needs a cluster"),
     "settings in their place": _fenced("yaml", "max_waiting: 3", "settings under models[0].scheduler"),
     "another engine": _fenced(
@@ -179,7 +179,7 @@ RIGHT = {
         "engine: {vllm: {model: m, args: {max_model_len: 65536}}}",
         "settings under models[0].pools[0]",
     ),
-    "a variable and a pipe": _fenced("console", "$ X=1 python -m serve_app --version | tail -n 1 >out.txt"),
+    "a variable and a pipe": _fenced("console", "$ X=1 ewsjf --version | tail -n 1 >out.txt"),
     "a query": _fenced("promql", 'sum by (le) (rate(ewsjf_queue_wait_seconds_bucket{model="a)"}[5m]))'),
 }
 
@@ -194,8 +194,8 @@ def test_a_right_block_passes(text: str) -> None:
     [
         (_fenced("console", "$ curl -s http://127.0.0.1:8000/ready | jq ."), True),
         (_fenced("console", "$ curl http://gateway.example/ready", "cloud"), False),
-        (_fenced("console", "$ python -m serve_app --version"), False),
-        (_fenced("console", "$ python -m serve_app --version", "run"), True),
+        (_fenced("console", "$ ewsjf --version"), False),
+        (_fenced("console", "$ ewsjf --version", "run"), True),
         (_fenced("python", 'url = "http://127.0.0.1:8000/v1"'), True),
         (_fenced("python", "import serve_app"), False),
         (_fenced("yaml", "args: {}"), False),

@@ -1,5 +1,6 @@
 """Outputs of commands in documents and `--help`: only in ignored folders or outside the checkout."""
 
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from tests.docs import documents, shell
 from tests.docs.documents import ROOT, code_blocks
 
 _OUTPUTS = ("json", "records", "report", "log", "out", "save_partition")
-_OWN = "python -m serve_app "
+_OWN = re.compile(r"\s*(?:\.venv/bin/)?ewsjf (.*)", re.DOTALL)
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
@@ -28,9 +29,9 @@ def shown_commands() -> Iterator[tuple[str, str]]:
 
 
 SHOWN = [
-    (place, command.replace("\\\n", " ").partition(_OWN)[2])
+    (place, own[1])
     for place, command in shown_commands()
-    if _OWN in command
+    if (own := _OWN.match(command.replace("\\\n", " ")))
 ]
 
 

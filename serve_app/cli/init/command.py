@@ -218,7 +218,7 @@ def _report(fleet: Fleet, path: Path, found: CheckResult) -> None:
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app init out/ewsjf.yaml --emulated",
+    example="example:\n  ewsjf init out/ewsjf.yaml --emulated",
     configure=_configure,
     run=_run,
 )

@@ -24,60 +24,57 @@ from serve_app.cli.serve.supervisor import LaunchParameters, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
+from serve_app.settings.address import DEFAULT_PORT, http_address
 from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.checking import CheckResult, check_file
-from serve_app.settings.checking.machine import http_address
+from serve_app.settings.checking import check_file
 
-_PORT = 8000
 # Wildcard addresses, which clients cannot connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
 
 
-def serve(config: Path, *, address: str | None = None, dashboard: bool = False) -> int:
+def serve(
+    config: Path, *, address: str | None = None, port: int | None = None, dashboard: bool = False
+) -> int:
     """Serve the application of a configuration until a signal stops it.
 
     Args:
         address: address of a running Ray cluster.
+        port: port to listen on, instead of the configuration's.
 
     Returns:
         The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
     """
     console = Console()
-    checked = check_file(config, on_this_machine=address is None)
+    checked = check_file(config, on_this_machine=address is None, port=port)
     print_findings(config, checked)
     if checked.mistakes:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
     console.line(f"{config} is valid ({console.elapsed_s:.1f} s)")
-    host, port = http_address(checked.content)
-    folder = _fresh_folder(instance_folder(port))
+    host, listening = http_address(checked.content)
+    folder = _fresh_folder(instance_folder(listening))
     raise_descriptor_limit()
     launch = LaunchParameters(
-        job=_job(config, checked, folder, address, dashboard),
+        job=HostJob(
+            config=str(config.resolve()),
+            folder=str(folder),
+            url=local_url(checked.content),
+            address=address,
+            port=port,
+            dashboard=dashboard,
+            engines=_engines(checked.settings),
+        ),
         environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: write_admin_key(folder)},
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
         requires_key=checked.settings.gateway.requires_keys,
-        listen_address=f"http://{host}:{port}",
+        listen_address=f"http://{host}:{listening}",
     )
     register(launch.job.url, config, folder)
     try:
         return asyncio.run(Supervisor(launch, console).run())
     finally:
         unregister(folder)
-
-
-def _job(config: Path, checked: CheckResult, folder: Path, address: str | None, dashboard: bool) -> HostJob:
-    settings = checked.settings
-    assert settings is not None, "see serve"
-    return HostJob(
-        config=str(config.resolve()),
-        folder=str(folder),
-        url=local_url(checked.content),
-        address=address,
-        dashboard=dashboard,
-        engines=_engines(settings),
-    )
 
 
 def local_url(content: Mapping[str, Any]) -> str:
@@ -111,7 +108,7 @@ def _fresh_folder(folder: Path) -> Path:
         if running.folder == str(folder):
             raise SettingsError(
                 f"process {running.pid} already runs {running.config} on this port: stop it with "
-                "`python -m serve_app stop`, or choose another http_options.port"
+                f"`{program()} stop`, or choose another port with --port"
             )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
@@ -143,8 +140,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port",
         type=positive_int,
-        default=_PORT,
-        help="with --endpoints: port to listen on, at 127.0.0.1 (default: %(default)s)",
+        help="port to listen on (default: that of the configuration; with --endpoints "
+        f"{DEFAULT_PORT}, at 127.0.0.1)",
     )
 
 
@@ -153,8 +150,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.endpoints is not None:
         if args.config is not None:
             raise SettingsError("pass a configuration or --endpoints, not both")
-        config = _write_config_for(args.endpoints.split(","), args.api_key_env, args.port)
-    return serve(config, address=args.address, dashboard=args.dashboard)
+        config = _write_config_for(args.endpoints.split(","), args.api_key_env, args.port or DEFAULT_PORT)
+    return serve(config, address=args.address, port=args.port, dashboard=args.dashboard)
 
 
 def _write_config_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
@@ -169,7 +166,7 @@ def _write_config_for(urls: list[str], api_key_env: str | None, port: int) -> Pa
 
 
 COMMAND = Command(
-    example="example:\n  python -m serve_app serve configs/local.yaml",
+    example="example:\n  ewsjf serve configs/local.yaml",
     configure=_configure,
     run=_run,
 )

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +25,7 @@ import yaml
 from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
 from serve_app.cli.serve.processes import become_subreaper, kill_descendants
 from serve_app.errors import ServeAppError
+from serve_app.settings.address import with_port
 
 # Polling intervals of the controller during the start, and afterwards.
 _START_POLL_S = 0.2
@@ -41,7 +41,8 @@ class ApplicationHost:
     def __init__(self, job: HostJob, messages: BinaryIO) -> None:
         self._job = job
         self._messages = messages
-        self._content: Mapping[str, Any] = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
+        self._content = with_port(content, job.port)
         # None means that the supervisor has exited.
         self._commands: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
 

@@ -9,6 +9,7 @@ class HostJob(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         folder: folder for all files of this instance: Ray's files, logs.
         address: address of a running Ray cluster; None to start one on this machine.
+        port: the application's port, instead of the configuration's.
         engines: kind of engine (`vllm`, `emulated`, `remote`) by deployment of a pool.
     """
 
@@ -16,6 +17,7 @@ class HostJob(msgspec.Struct, kw_only=True, frozen=True):
     folder: str
     url: str
     address: str | None = None
+    port: int | None = None
     dashboard: bool = False
     engines: dict[str, str] = {}
 

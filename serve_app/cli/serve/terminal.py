@@ -13,6 +13,7 @@ from rich.console import Console as RichConsole
 from rich.status import Status
 from rich.text import Text
 
+from serve_app.cli.command import program
 from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.cli.serve.messages import Progress
 
@@ -264,7 +265,7 @@ class Console:
         curl = f"curl {info.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
         self.line(f"  try        {curl}")
         self.line(f"  dashboard  {info.url}/dashboard   (key: {info.key_file})")
-        self.line(f"  status     python -m serve_app status --url {info.url}")
+        self.line(f"  status     {program()} status --url {info.url}")
         self.line(f"  logs       {info.logs}")
         self.line(f"  output     {info.output}   (Ray and Ray Serve)")
         if info.dashboard:

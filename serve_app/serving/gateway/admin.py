@@ -293,7 +293,7 @@ class Replays:
             raise RequestRejected(
                 Outcome.FAILED,
                 f"the replay exceeded {self._time_limit_s:g} s: to replay on your machine without a limit, "
-                "run `python -m serve_app explain ID --what-if`",
+                "run `ewsjf explain ID --what-if`",
                 code="replay_timeout",
                 status=504,
             ) from error

@@ -57,7 +57,7 @@ class GatewayConfig:
     Attributes:
         keys: API keys. Without `keys` and `keys_file`, requests need no key (for a laptop, or behind a
             gateway that authenticates).
-        keys_file: absolute path of a file with further keys, written by `python -m serve_app keys`; gateways
+        keys_file: absolute path of a file with further keys, written by `ewsjf keys`; gateways
             reload it when it changes.
         insecure: without keys, accept requests on non-loopback addresses too.
         cors: web origins whose pages may call from a browser; none by default.

@@ -8,9 +8,10 @@ from typing import Any
 import fsspec
 
 from serve_app.errors import SettingsError
+from serve_app.settings.address import http_address, with_port
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.engines import check_capacity, check_engines
-from serve_app.settings.checking.machine import check_machine, http_address, single_gpu_name
+from serve_app.settings.checking.machine import check_machine, single_gpu_name
 from serve_app.settings.checking.serve_file import Document, Mistake, UnreadableError, check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH, settings_of
 
@@ -33,13 +34,16 @@ class CheckResult:
     settings: ApplicationSettings | None = None
 
 
-def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> CheckResult:
+def check_file(
+    path: Path, *, on_this_machine: bool = True, gpu: str | None = None, port: int | None = None
+) -> CheckResult:
     """Return all mistakes in a configuration that can be found before Ray starts.
 
     Args:
         on_this_machine: also check ports, cores, GPUs, memory and model folders; False for a configuration
             that another machine or a cluster runs.
         gpu: GPU of the engines; None for this machine's if it runs the configuration.
+        port: the application's port, instead of the file's.
     """
     found = CheckResult()
     try:
@@ -50,7 +54,7 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     found.mistakes += [*document.mistakes, *check_serve_keys(document, IMPORT_PATH)]
     if not isinstance(document.content, Mapping):
         return found
-    found.content = document.content
+    found.content = document.content = with_port(document.content, port)
     number, application = _find_application(document.content)
     if application is None:
         return found

@@ -11,11 +11,9 @@ from typing import Any
 import psutil
 
 from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.settings.address import http_address
 from serve_app.settings.application import ApplicationSettings, PoolSettings
 from serve_app.settings.checking.serve_file import Step
-
-DEFAULT_PORT = 8000
-DEFAULT_HOST = "0.0.0.0"  # noqa: S104 - Ray Serve's default, which is only checked here
 
 # CPUs reserved for the scheduler and the tuner of each model, see `serve_app.app`.
 _CPUS_PER_MODEL = 0.2
@@ -33,12 +31,6 @@ def check_machine(content: Mapping[str, Any], settings: ApplicationSettings) -> 
     yield from _check_gpus(settings)
     yield from _check_nodes(settings)
     yield from _check_memory(settings)
-
-
-def http_address(content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the host and port on which the application listens."""
-    options = content.get("http_options") or {}
-    return str(options.get("host", DEFAULT_HOST)), int(options.get("port", DEFAULT_PORT))
 
 
 def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
@@ -62,8 +54,8 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
             yield (
                 where,
                 (
-                    f"http_options.port {port} is in use{listening_process(port)}: stop that program or "
-                    "choose another port"
+                    f"http_options.port {port} is in use{listening_process(port)}: stop that program, or "
+                    "choose another port, such as with `serve --port`"
                 ),
             )
         else:

@@ -16,6 +16,7 @@ import pytest
 
 from serve_app.cli import doctor as command
 from serve_app.cli import main, status
+from serve_app.cli.command import program
 from serve_app.cli.init.document import PACKAGED_CONFIG
 from serve_app.cli.serve.instance import Instance
 from serve_app.core import SchedulerSettings
@@ -275,7 +276,7 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         silent = f"http://127.0.0.1:{taken.getsockname()[1]}"
     assert main(["doctor", "--url", silent]) == 1
-    assert "start it with python -m serve_app serve CONFIG" in capsys.readouterr().out
+    assert f"start it with {program()} serve CONFIG" in capsys.readouterr().out
     other = instance("http://127.0.0.1:7", tmp_path)
     monkeypatch.setattr(command, "running_instances", lambda: iter([other]))
     assert main(["doctor", "--url", silent]) == 1

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from serve_app.cli import main
+from serve_app.cli.command import program
 from serve_app.cli.init.document import PACKAGED_CONFIG, default_config
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.settings.application import ModelSettings
@@ -54,7 +55,7 @@ def test_emulated_engines_equal_those_of_configs_local(
     assert content["http_options"].pop("port") == port
     assert local["http_options"].pop("port") == 8000
     assert content == local
-    assert capsys.readouterr().out.splitlines()[-1] == f"next: python -m serve_app serve {path}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: {program()} serve {path}"
     assert "scripts/serve" not in path.read_text()
 
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app keys`: the life of a key, from creation to revocation."""
+"""`ewsjf keys`: the life of a key, from creation to revocation."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m serve_app` as a user runs it, in a terminal that can be closed."""
+"""`ewsjf` as a user runs it, in a terminal that can be closed."""
 
 import contextlib
 import fcntl

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.common.application import free_port
 from serve_app.cli.serve.instance import running_instances
-from tests.cli.serve.application import Terminal, configuration, listening, terminal
+from tests.cli.serve.application import Terminal, configuration, listening, on_terminal, terminal
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -150,14 +150,12 @@ def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_instances_serve_side_by_side(tmp_path: Path) -> None:
-    folders = [tmp_path / "1", tmp_path / "2"]
-    ports = []
+def test_two_instances_of_a_configuration_serve_side_by_side(tmp_path: Path) -> None:
+    ports = [free_port(), free_port()]
+    config = configuration(tmp_path, ports[0], drain_s=5.0)
     with contextlib.ExitStack() as stack:
-        for folder in folders:
-            folder.mkdir()
-            ports.append(free_port())
-            opened = stack.enter_context(terminal(configuration(folder, ports[-1], drain_s=5.0)))
+        for options in ((), ("--port", str(ports[1]))):
+            opened = stack.enter_context(on_terminal("serve", str(config), *options))
             opened.wait_for("stop ")
         for port in ports:
             answer = httpx.post(

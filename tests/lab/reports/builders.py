@@ -61,7 +61,7 @@ def report(name: str = "ours", **changes: object) -> ResultReport:
         ],
         origin=Origin(
             {"commit": "abc", "settings": {"policy": name}, "seeds": [0, 1], "trace": {name: None}},
-            f"python -m serve_app simulate --policy {name}",
+            f"ewsjf simulate --policy {name}",
         ),
     )
     return replace(whole, **changes)  # type: ignore[arg-type]

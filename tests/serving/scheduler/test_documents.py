@@ -28,8 +28,13 @@ def shown(
     served: dict[str, dict[str, float]] | None = None,
     endpoints: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    status = {"model": "m", "replicas": replicas, "pools": ["short", "long"], "waiting": {"batch": 2}}
-    status["endpoints"] = endpoints or []
+    status = {
+        "model": "m",
+        "replicas": replicas,
+        "pools": ["short", "long"],
+        "waiting": {"batch": 2},
+        "endpoints": endpoints or [],
+    }
     queue = {"waiting": 2, "sub_queues": [], "sub_queues_omitted": 3, "served": served or {}}
     return overview(status, queue, {"slots": 1})
 
