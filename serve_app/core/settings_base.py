@@ -23,7 +23,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, overload
 
@@ -306,6 +306,8 @@ class _Invalid:
 
 
 _INVALID = _Invalid()
+# Similarity of a misspelt key to the name that was meant, in whatever block that is.
+_ALMOST = 0.9
 
 
 class _Reader:
@@ -363,12 +365,22 @@ class _Reader:
     def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
         if cls in self._extended and key in self._known(self._extended[cls]):
             return " cannot be set here: it is derived from models"
-        known = self._known(cls)
-        near = difflib.get_close_matches(str(key), known, n=1)
-        if not near:
-            return ": unknown key"
-        elsewhere = self._as_file and known[near[0]].is_advanced and not is_advanced
-        return f": unknown key; did you mean {f'{ADVANCED.value}.' if elsewhere else ''}{near[0]}?"
+        own, inside = self._paths(cls, in_advanced=is_advanced), dict[str, str]()
+        for name, setting in self._known(cls).items():
+            if (block := block_of(setting.kind)) is not None:
+                inside |= {inner: f"{own[name]}.{path}" for inner, path in self._paths(block).items()}
+        near = partial(difflib.get_close_matches, str(key), n=1)
+        found = near(own, cutoff=_ALMOST) or near(inside, cutoff=_ALMOST) or near(own)
+        return f": unknown key; did you mean {(inside | own)[found[0]]}?" if found else ": unknown key"
+
+    def _paths(self, cls: type, *, in_advanced: bool = False) -> dict[str, str]:
+        """Return where each setting of a block is written, by its name."""
+        return {
+            name: f"{ADVANCED.value}.{name}"
+            if self._as_file and setting.is_advanced and not in_advanced
+            else name
+            for name, setting in self._known(cls).items()
+        }
 
     def _setting(self, value: object, setting: Setting, path: str) -> Any:
         found = self._value(value, setting.kind, path)

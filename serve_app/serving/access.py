@@ -17,6 +17,9 @@ ADMIN_KEY_VARIABLE = "EWSJF_ADMIN_KEY"
 """Environment variable of gateways with the admin key; set it if Ray is not started by `serve`."""
 ADMIN_KEY_FILE = "admin-key"
 """File in an application's folder, readable only by the user who started it."""
+RAY_TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - a name
+"""Environment variable of Ray with the file of a cluster's token."""
+_RAY_TOKEN_FILE = "ray-token"  # noqa: S105 - a name
 
 
 # File descriptors per client connection; most requests wait, without a connection to an engine.
@@ -42,10 +45,26 @@ def admin_key_of(environment: Mapping[str, str]) -> str:
 def write_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
     """Write the admin key of a starting application into its folder, and return it."""
     key = admin_key_of(environment) or secrets.token_urlsafe(32)
-    descriptor = os.open(folder / ADMIN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(key)
+    _write_private(folder / ADMIN_KEY_FILE, key)
     return key
+
+
+def write_ray_token(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Write the token of a new Ray cluster into its folder, and return the variables that name it.
+
+    Ray's default is the home folder, which may be read-only. The user's own token has precedence.
+    """
+    if any(environment.get(name) for name in ("RAY_AUTH_TOKEN", RAY_TOKEN_VARIABLE)):
+        return {}
+    path = folder / _RAY_TOKEN_FILE
+    _write_private(path, secrets.token_hex(32))
+    return {RAY_TOKEN_VARIABLE: str(path)}
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read_admin_key(folder: Path) -> str | None:

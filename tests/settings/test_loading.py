@@ -92,6 +92,10 @@ def test_a_key_with_nothing_behind_it_is_a_block_of_defaults() -> None:
         ({"advanced": {"channel": {"zzz": 1}}}, "advanced.channel.zzz: unknown key"),
         ({"chanel": {}}, "chanel: unknown key; did you mean advanced.channel?"),
         ({"gateways": {1: 2}}, "gateways.1: unknown key"),
+        (
+            {"models": [model(pools=[pool("short", min_replica=2)])]},
+            "did you mean autoscaling.min_replicas?",
+        ),
     ],
 )
 def test_an_unknown_key_is_rejected_by_its_full_name(changes: dict[str, Any], message: str) -> None:

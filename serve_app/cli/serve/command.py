@@ -23,7 +23,12 @@ from serve_app.cli.serve.messages import HostJob
 from serve_app.cli.serve.supervisor import LaunchParameters, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
-from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
+from serve_app.serving.access import (
+    ADMIN_KEY_VARIABLE,
+    raise_descriptor_limit,
+    write_admin_key,
+    write_ray_token,
+)
 from serve_app.settings.address import DEFAULT_PORT, http_address
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking import check_file
@@ -64,7 +69,9 @@ def serve(
             dashboard=dashboard,
             engines=_engines(checked.settings),
         ),
-        environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: write_admin_key(folder)},
+        environment=environment(os.environ)
+        | {ADMIN_KEY_VARIABLE: write_admin_key(folder)}
+        | (write_ray_token(folder) if address is None else {}),
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
         requires_key=checked.settings.gateway.requires_keys,

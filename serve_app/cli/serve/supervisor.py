@@ -33,7 +33,7 @@ from serve_app.cli.serve.messages import (
 )
 from serve_app.cli.serve.processes import become_subreaper, descendants, kill_descendants
 from serve_app.cli.serve.terminal import ConnectionInfo, Console, LiveView
-from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
+from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, RAY_TOKEN_VARIABLE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time for Ray to exit after the drain. Remaining processes are killed.
@@ -171,6 +171,7 @@ class Supervisor:
             logs=_CLUSTER_LOGS if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
             drain_s=launch.drain_s,
             dashboard=dashboard,
+            ray_token=launch.environment.get(RAY_TOKEN_VARIABLE, ""),
         )
 
     async def _until_stopped(self, reading: asyncio.Task[None]) -> None:

@@ -180,6 +180,7 @@ class ConnectionInfo:
         requires_key: whether clients need a key.
         output: file with the output of Ray and Ray Serve.
         key_file: file with the application's admin key.
+        ray_token: file with the token of Ray; empty for that of `ray get-auth-token`.
     """
 
     url: str
@@ -191,6 +192,7 @@ class ConnectionInfo:
     key_file: str
     drain_s: float
     dashboard: str | None
+    ray_token: str
 
 
 class _Output(RichConsole):
@@ -269,7 +271,7 @@ class Console:
         self.line(f"  logs       {info.logs}")
         self.line(f"  output     {info.output}   (Ray and Ray Serve)")
         if info.dashboard:
-            self.line(f"  Ray        {info.dashboard}   (token: ray get-auth-token)")
+            self.line(f"  Ray        {info.dashboard}   (token: {info.ray_token or 'ray get-auth-token'})")
         self.line(
             f"  stop       Ctrl-C: in-flight requests have {info.drain_s:g} s to complete; "
             "again to stop immediately"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ INFO = ConnectionInfo(
     key_file="/tmp/instance/admin-key",
     drain_s=600.0,
     dashboard="http://127.0.0.1:8265",
+    ray_token="",
 )
 
 
@@ -45,6 +47,8 @@ def test_the_ready_message_has_all_connection_details(capsys: pytest.CaptureFixt
     assert "output     /tmp/serve.log" in output
     assert "in-flight requests have 600 s to complete" in output
     assert "http://127.0.0.1:8265   (token: ray get-auth-token)" in output
+    Console().ready(replace(INFO, ray_token="/tmp/instance/ray-token"))
+    assert "http://127.0.0.1:8265   (token: /tmp/instance/ray-token)" in capsys.readouterr().err
     assert "\x1b" not in output
 
 

@@ -150,7 +150,11 @@ def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_instances_of_a_configuration_serve_side_by_side(tmp_path: Path) -> None:
+def test_two_instances_of_a_configuration_serve_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A home in which nothing can be written, as in many containers.
+    monkeypatch.setenv("HOME", os.devnull)
     ports = [free_port(), free_port()]
     config = configuration(tmp_path, ports[0], drain_s=5.0)
     with contextlib.ExitStack() as stack:
