@@ -3,16 +3,25 @@
 import os
 import shlex
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 _SETTINGS = Path(__file__).with_name("serve.env")
 
 
+def instances_folder() -> Path:
+    """Return the folder of this user's instances.
+
+    `tempfile.gettempdir` would choose another one while the disk of the usual one is full.
+    """
+    named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    base = next((path for path in named if path and Path(path).is_dir()), "/tmp")  # noqa: S108 - as tempfile
+    return Path(base) / f"ewsjf-{os.getuid()}"
+
+
 def instance_folder(port: int) -> Path:
     """Return the folder of an instance. It is short, because Ray's socket paths have at most 107 bytes."""
-    return Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}" / str(port)
+    return instances_folder() / str(port)
 
 
 def default_settings() -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Registry of running applications on this machine: one small file per port."""
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import psutil
+
+from serve_app.cli.serve.environment import instances_folder
 
 
 class Instance(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,8 +53,7 @@ def unregister(folder: Path) -> None:
 
 def running_instances() -> Iterator[Instance]:
     """Yield the running applications of this user on this machine."""
-    base = Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}"
-    for file in sorted(base.glob("*/instance.json")):
+    for file in sorted(instances_folder().glob("*/instance.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             instance = msgspec.json.decode(file.read_bytes(), type=Instance)
             if instance.is_running():

@@ -1,6 +1,9 @@
 """Instance files, by which applications on a machine find each other."""
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from serve_app.cli.serve.instance import register, running_instances, unregister
 
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def published(port: int) -> Path:
@@ -37,6 +40,25 @@ def test_the_file_of_a_process_that_is_gone_counts_for_nothing() -> None:
     (instance_folder(8001)).mkdir()
     (instance_folder(8001) / "instance.json").write_text("{")
     assert list(running_instances()) == []
+
+
+def test_an_application_is_found_while_the_disk_is_full() -> None:
+    published(8000)
+    published(8001)
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    # No file can grow in this process.
+    stopped = subprocess.run(
+        [sys.executable, "-m", "serve_app", "stop"],
+        preexec_fn=fill,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "choose one with --url: http://127.0.0.1:8000, http://127.0.0.1:8001" in stopped.stderr
 
 
 def test_stop_lists_what_it_could_stop(capsys: pytest.CaptureFixture[str]) -> None:
