@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import math
 import os
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,12 +115,12 @@ class Server:
     Attributes:
         url: address without `/v1`.
         models: served names, the base model before its adapters.
-        max_model_len: context limit in tokens.
+        max_model_len: context limit in tokens; None if it is not reported, and learned from rejections.
     """
 
     url: str
     models: tuple[str, ...]
-    max_model_len: int
+    max_model_len: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +189,6 @@ def _ask(given: str, api_key: str | None) -> Server:
     names = tuple(listing.model for listing in found.models)
     if not names:
         raise ServeAppError(f"{url} serves no model")
-    if found.limits.max_model_len is None:
-        raise ServeAppError(
-            f"{url} does not report its max_model_len: add its pool to "
-            "the configuration by hand, with engine.remote.max_model_len"
-        )
     return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
 
 
@@ -326,22 +322,26 @@ def remote_models(servers: Servers) -> str:
 
 
 def _model(name: str, found: list[Server], servers: Servers) -> str:
-    contexts = sorted({server.max_model_len for server in found})
-    pools = {each: [server for server in found if server.max_model_len == each] for each in contexts}
+    pools: dict[int | None, list[Server]] = {}
+    for server in sorted(found, key=lambda server: server.max_model_len or math.inf):
+        pools.setdefault(server.max_model_len, []).append(server)
     common = set.intersection(*(set(server.models) for server in found))
     aliases = tuple(alias for alias in found[0].models if alias in common - {name})
     return "".join(_lines(name, aliases, pools, servers))
 
 
 def _lines(
-    name: str, aliases: tuple[str, ...], pools: dict[int, list[Server]], servers: Servers
+    name: str, aliases: tuple[str, ...], pools: Mapping[int | None, list[Server]], servers: Servers
 ) -> Iterator[str]:
     yield "# The name that the servers use: request bodies are forwarded unchanged.\n"
     yield f"- name: {scalar(name)}\n"
     if aliases:
         yield f"  aliases: {flow(aliases)}\n"
     yield "  pools:\n"
-    names = _NAMES.get(len(pools)) or tuple(f"up-to-{context}" for context in pools)
+    contexts = [context for context in pools if context is not None]
+    names = _NAMES.get(len(pools)) or tuple(
+        "longer" if context is None else f"up-to-{context}" for context in pools
+    )
     if len(pools) > 1:
         yield _SHORTER_FIRST
     for pool, (context, found) in zip(names, pools.items(), strict=True):
@@ -349,7 +349,7 @@ def _lines(
     if len(pools) > 1:
         # With more than two pools, contexts are the boundaries. The first pool's boundary has to be set
         # explicitly.
-        boundary = min(SHORT_CONTEXT, *pools) if len(pools) == len(_NAMES) else min(pools)
+        boundary = min(SHORT_CONTEXT, *contexts) if len(pools) == len(_NAMES) else min(contexts)
         yield (
             "  scheduler:\n"
             "    routing:\n"
@@ -358,12 +358,13 @@ def _lines(
         )
 
 
-def _remote_pool(name: str, context: int, found: list[Server], servers: Servers) -> str:
+def _remote_pool(name: str, context: int | None, found: list[Server], servers: Servers) -> str:
     key = f"          api_key_env: {scalar(servers.api_key_env)}\n" if servers.api_key_env else ""
     if servers.max_num_seqs is not None:
         key += f"          max_num_seqs: {servers.max_num_seqs}\n"
     urls = "".join(f"            - {scalar(server.url)}\n" for server in found)
-    return _POOL.format(name=name, urls=urls, key=key, context=context)
+    limit = "not reported, so learned from rejections" if context is None else f"{context:,} tokens"
+    return _POOL.format(name=name, urls=urls, key=key, context=limit)
 
 
 _NAMES = {1: ("all",), 2: ("short", "long")}
@@ -376,8 +377,9 @@ _POOL = """\
     - name: {name}
       engine:
         remote:
-          # Limits are read from each server (context now: {context:,} tokens). Servers can be added here, or
-          # discovered by DNS, from a file or in Kubernetes, also at run time: see docs/put-in-front.md.
+          # Limits are read from each server (context now: {context}).
+          # Servers can be added here, or discovered by DNS, from a file or in Kubernetes, also at run time:
+          # see docs/put-in-front.md.
           endpoints:
 {urls}{key}"""
 

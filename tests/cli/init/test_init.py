@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.settings.application import ModelSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
+from tests.cli.pages import answering
 from tests.cli.serve.application import on_terminal
 from tests.engines.servers import free_port
 from tests.lab.bench.live import emulated_endpoint
@@ -226,6 +228,24 @@ def test_servers_are_queried_and_become_pools(tmp_path: Path) -> None:
     assert found == [(urls[1],), (urls[0],)], "the shorter context comes first"
     assert first.scheduler.routing.b_short_tokens == 2048
     assert "context now: 8,192 tokens" in path.read_text()
+
+
+def test_a_server_that_reports_no_context_is_the_longest_pool(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+
+    def answer(_method: str, path: str, _headers: Message) -> tuple[int, object]:
+        return (200, {"data": [{"id": "a", "object": "model"}]}) if path == "/v1/models" else (404, {})
+
+    with answering(answer) as silent, servers(engine(4096, "a")) as urls:
+        assert main(["init", str(path), "--servers", silent, *urls]) == 0
+        short, long = written(path).pools
+        assert short.engine.remote is not None
+        assert long.engine.remote is not None
+        assert (short.engine.remote.endpoints, long.engine.remote.endpoints) == (tuple(urls), (silent,))
+        assert written(path).scheduler.routing.b_short_tokens == 4096
+        assert "context now: not reported, so learned from rejections" in path.read_text()
+        assert main(["init", str(path), "--force", "--servers", silent]) == 0
+    assert [pool.name for pool in written(path).pools] == ["all"]
 
 
 def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -> None:
