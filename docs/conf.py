@@ -16,6 +16,7 @@ CONTENTS = {
     "Use it": (
         "get-started",
         "put-in-front",
+        "coming-from",
         "clients",
         "configure",
         "tuning",
