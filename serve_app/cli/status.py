@@ -20,6 +20,7 @@ Document = Mapping[str, Any]
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
 _MAX_COSTS = 10
+_MAX_DOWN = 5
 
 
 class StatusError(ServeAppError):
@@ -224,17 +225,19 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
 
 
 def endpoints_down(model: Document) -> Iterator[str]:
-    """Yield each remote endpoint that is down, with the reason."""
+    """Yield the first endpoints of each pool that are down, with the reason, and how many others are."""
     # A scheduler of an older release does not report this.
     for pool in model.get("endpoints", ()):
         number, all_of_them = len(pool["down"]), pool["endpoints"]
-        for one in pool["down"]:
+        for one in pool["down"][:_MAX_DOWN]:
             since = datetime.fromtimestamp(one["since"], UTC)
             reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
             yield (
                 f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
                 f"{since:%H:%M:%S} UTC"
             )
+        if (more := number - _MAX_DOWN) > 0:
+            yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
 
 
 def _format_or_dash(figure: float | None, form: str = "") -> str:

@@ -41,14 +41,15 @@ STATUS: dict[str, Any] = {
             "endpoints": [
                 {
                     "pool": "short",
-                    "endpoints": 3,
+                    "endpoints": 8,
                     "down": [
                         {
-                            "url": "http://b:1",
+                            "url": f"http://b:{port}",
                             "replica": "b",
                             "reason": "not identified yet",
                             "since": 1_700_000_000.0,
                         }
+                        for port in range(7)
                     ],
                 }
             ],
@@ -150,7 +151,8 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "stale",
         "suspended",
         "l1 reports no context limit; learned from rejected requests: 8,192 tokens",
-        "1 of 3 endpoints of pool short down: http://b:1: not identified yet, since 22:13:20 UTC",
+        "7 of 8 endpoints of pool short down: http://b:1: not identified yet, since 22:13:20 UTC",
+        "2 more endpoints of pool short down: GET /admin/endpoints lists them",
         "t1",
         "other requests have precedence",
         "2 more",
