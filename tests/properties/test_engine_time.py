@@ -57,3 +57,5 @@ for case in (TestEngineTime, TestIsolatingEngineTime, TestThreePoolsEngineTime):
     case.settings = settings(
         max_examples=50, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
+# Otherwise pytest would collect it as one more case.
+del case

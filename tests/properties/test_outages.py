@@ -44,5 +44,5 @@ class OutageMachine(SchedulerMachine):
 
 TestOutageMachine = OutageMachine.TestCase
 TestOutageMachine.settings = settings(
-    max_examples=200, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
 )

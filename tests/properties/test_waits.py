@@ -158,3 +158,5 @@ for case, examples in ((TestWaits, 100), (TestIsolatingWaits, 100), (TestThreePo
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
+# Otherwise pytest would collect it as one more case.
+del case

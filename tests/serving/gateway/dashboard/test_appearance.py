@@ -63,10 +63,12 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
     await page.becomes(f"{receipt}.includes('Best change:')")
     assert await barriers(page) == []
-    await page.emulate(scheme=scheme, width=400)
-    for tab in TABS:
-        await choose(page, tab)
-        assert await barriers(page) == [], tab
+    # The width changes no colour.
+    if scheme == "light":
+        await page.emulate(scheme=scheme, width=400)
+        for tab in TABS:
+            await choose(page, tab)
+            assert await barriers(page) == [], tab
 
 
 @pytest.mark.parametrize("width", [400, 1280])
