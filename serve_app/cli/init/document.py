@@ -6,11 +6,12 @@ import math
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
+from serve_app.cli.command import warn
 from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.engines.adapters import PageResponse, identify
 from serve_app.engines.model.hardware import find_gpu
@@ -153,21 +154,41 @@ def config_context_limit(model: str) -> int | None:
 # -- discovery of running servers --------------------------------------------------------------------------
 
 
+class SilentServerError(ServeAppError):
+    """A server does not answer."""
+
+
 def discover_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
     """Query each server for its models and limits.
+
+    One that does not answer is assumed to equal the others if these are equal to each other, with a warning.
 
     Args:
         api_key_env: environment variable with their API key.
 
     Raises:
-        ServeAppError: a server does not answer, rejects the key, or cannot be used.
+        SilentServerError: a server does not answer, and it is unknown what it serves.
+        ServeAppError: a server rejects the key, or cannot be used.
     """
     api_key = None
     if api_key_env is not None and not (api_key := os.environ.get(api_key_env)):
         raise SettingsError(
             f"the environment variable {api_key_env} is not set: export the servers' API key in it"
         )
-    return tuple(_ask(url, api_key) for url in urls)
+    found: list[Server] = []
+    silent: dict[str, SilentServerError] = {}
+    for url in urls:
+        try:
+            found.append(_ask(url, api_key))
+        except SilentServerError as exc:
+            silent[url.rstrip("/").removesuffix("/v1")] = exc
+    different = {(server.models, server.max_model_len) for server in found}
+    for url, error in silent.items():
+        if len(different) != 1:
+            raise error
+        warn(f"{error}; it receives requests once it responds")
+        found.append(replace(found[0], url=url))
+    return tuple(found)
 
 
 def _ask(given: str, api_key: str | None) -> Server:
@@ -196,7 +217,7 @@ def _page(url: str, api_key: str | None) -> PageResponse:
     try:
         answer = request(url, api_key)
     except ConnectionFailedError as exc:
-        raise ServeAppError(f"{url} does not respond: {exc}") from exc
+        raise SilentServerError(f"{url} does not respond: {exc}") from exc
     if answer.is_denied:
         raise ServeAppError(
             f"{url} returned {answer}: pass --api-key-env with the environment variable that holds its key"
