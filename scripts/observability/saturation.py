@@ -81,10 +81,10 @@ SATURATION = Dashboard(
                     (rate("ewsjf_stale_reports_total", "model"), "{{model}} new per second"),
                 ),
                 line(
-                    "Endpoints down",
-                    "Endpoints of remote pools that cannot be used.",
+                    "Remote endpoints",
+                    "Endpoints of remote pools that can be used (up) and that cannot (down).",
                     "short",
-                    (gauge('ewsjf_endpoints{state="down"}', "model, pool"), "{{model}} {{pool}}"),
+                    (gauge("ewsjf_endpoints", "model, pool, state"), "{{model}} {{pool}} {{state}}"),
                 ),
                 line(
                     "Preemptions in engines",
