@@ -14,8 +14,7 @@ _INTRODUCTION = """
 # Command line reference
 
 `ewsjf COMMAND` writes and serves configurations, inspects running applications, and runs
-simulations and benchmarks. After an installation with pip, the same commands are available as
-`ewsjf COMMAND`.
+simulations and benchmarks. In a clone the program is `.venv/bin/ewsjf`.
 
 Exit status: 0 for success, 1 if the command failed or reports a problem (as `doctor` and `replay` do), 2 for
 invalid arguments or input, 130 if interrupted.

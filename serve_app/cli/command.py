@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -63,15 +64,15 @@ class CommandParser(argparse.ArgumentParser):
 def program() -> str:
     """Return how to call this program in a new terminal, for messages that suggest a command.
 
-    In a clone, this is the path of its environment's program; elsewhere `ewsjf`, if that is on the path.
+    It is `ewsjf` if that is on the path, and the path of the program otherwise. A new terminal does not have
+    the path of an activated environment.
     """
-    own, here = Path(sys.executable).with_name("ewsjf"), Path.cwd()
+    own, here, known = Path(sys.executable).with_name("ewsjf"), Path.cwd(), shutil.which("ewsjf")
     if not own.is_file():
         return f"{shlex.quote(sys.executable)} -m serve_app"
-    if own.is_relative_to(here):
-        return shlex.quote(str(own.relative_to(here)))
-    known = shutil.which("ewsjf")
-    return "ewsjf" if known is not None and own.samefile(known) else shlex.quote(str(own))
+    if known is not None and own.samefile(known) and "VIRTUAL_ENV" not in os.environ:
+        return "ewsjf"
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
 
 
 def print_result(text: str) -> None:

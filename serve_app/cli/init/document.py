@@ -155,7 +155,7 @@ def config_context_limit(model: str) -> int | None:
 
 
 class SilentServerError(ServeAppError):
-    """A server does not answer."""
+    """Nothing answers at the address of a server."""
 
 
 def discover_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
@@ -217,7 +217,11 @@ def _page(url: str, api_key: str | None) -> PageResponse:
     try:
         answer = request(url, api_key)
     except ConnectionFailedError as exc:
-        raise SilentServerError(f"{url} does not respond: {exc}") from exc
+        reason = getattr(exc.__cause__, "reason", exc.__cause__)
+        # Any other reason, such as an unknown host, is more likely to be a mistake in the URL.
+        is_silent = isinstance(reason, ConnectionRefusedError | TimeoutError)
+        kind = SilentServerError if is_silent else ServeAppError
+        raise kind(f"{url} does not respond: {exc}") from exc
     if answer.is_denied:
         raise ServeAppError(
             f"{url} returned {answer}: pass --api-key-env with the environment variable that holds its key"

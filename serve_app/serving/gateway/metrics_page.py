@@ -1,7 +1,8 @@
 """`/metrics` of all gateways and schedulers, and `/metrics/engines` of the engines behind them.
 
 Every gateway serves the metrics of all of them, so that a scraper needs one address. A gateway that does not
-answer quickly is missing from that scrape, with all of its series.
+answer quickly is missing from that scrape, with all of its series. Gateways cache pages for about a second at
+most. If scrapes that are closer together reach different gateways, a counter may seem to fall.
 
 Metrics expose models, replicas and load. If keys are configured, `/metrics` requires the scraper's own key
 (`gateway.advanced.metrics_key`) or an admin's; otherwise it is open, as are all endpoints.

@@ -305,6 +305,7 @@ class Endpoint:
             "replica": self.replica_id,
             "state": "serving" if not self.failure else "closed",
             "reason": self.failure,
+            "since": self.down_since if self.failure else None,
             "server": f"{identity.server.kind} {identity.server.version or ''}".strip() if identity else "",
             "models": [listing.model for listing in identity.server.models] if identity else [],
             "max_model_len": identity.max_model_len if identity else None,

@@ -230,17 +230,9 @@ class EndpointWatcher:
         return [*chosen, *taken]
 
     def states(self) -> dict[str, Any]:
-        """Return the number of wanted endpoints, and those that receive no requests, with the reason."""
-        down = [
-            {
-                "url": str(url),
-                "replica": endpoint.replica_id,
-                "reason": endpoint.failure,
-                "since": endpoint.down_since,
-            }
-            for url, endpoint in sorted(self._endpoints.items())
-            if endpoint.failure
-        ]
+        """Return the number of wanted endpoints, and a description of those that receive no requests."""
+        failing = (each for _, each in sorted(self._endpoints.items()) if each.failure)
+        down = [each.describe() for each in failing]
         return {"pool": self._shared.pool, "endpoints": len(self._endpoints), "down": down}
 
     async def change(self, action: str, text: str) -> dict[str, object]:

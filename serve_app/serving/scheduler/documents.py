@@ -97,7 +97,7 @@ def overview(
     """Return the overview of one scheduler; `queue` has at most `SUB_QUEUES_SHOWN` sub-queues."""
     replicas = [_replica(name, each) for name, each in status["replicas"].items()]
     replicas += [
-        {**_DOWN, "replica": one["replica"], "pool": pool["pool"], "reason": one["reason"]}
+        {**_replica(one["replica"], {**_DOWN, "pool": pool["pool"]}), "reason": one["reason"]}
         for pool in status["endpoints"]
         for one in pool["down"]
         if one["replica"] not in status["replicas"]
@@ -115,20 +115,8 @@ def overview(
     }
 
 
-# A remote endpoint that is down is no replica of the scheduler.
-_DOWN: Mapping[str, Any] = {
-    "state": "down",
-    "in_flight": 0,
-    "running": None,
-    "waiting_in_engine": None,
-    "max_num_seqs": None,
-    "kv_usage_ratio": None,
-    "tpot_s": None,
-    "max_model_len": None,
-    "peak_tokens": 0,
-    "budget_tokens": 0,
-    "pending_prefill_tokens": 0,
-}
+# A remote endpoint that is down is no replica of the scheduler, and adds nothing to its pool's budget.
+_DOWN = {"state": "down", "in_flight": 0, "report": None, "max_num_seqs": None, "budget_tokens": 0}
 
 
 def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:

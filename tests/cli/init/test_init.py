@@ -262,6 +262,9 @@ def test_a_server_that_does_not_answer_joins_the_others_if_they_are_alike(
         assert "it receives requests once it responds" in warned
         assert main(["init", str(path), "--force", "--servers", urls[0], nobody, urls[2]]) == 2
         assert "does not respond" in capsys.readouterr().err
+        mistyped = "http://no-such-host.invalid:8000"
+        assert main(["init", str(path), "--force", "--servers", urls[0], mistyped]) == 2
+        assert f"{mistyped}/v1/models does not respond" in capsys.readouterr().err
 
 
 def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.tuner import actor
 from serve_app.serving.tuner.actor import TunerActor
+from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, submission, until
@@ -89,6 +90,20 @@ async def ask(
 
 def queue_names(simulation: Simulation) -> set[str]:
     return simulation.live.core.queue.queue_names()
+
+
+@pytest.mark.parametrize("is_trying", [False, True])
+async def test_the_interval_is_shorter_during_a_trial_only(
+    simulation: Simulation,
+    start: Callable[[], TunerActor],
+    monkeypatch: pytest.MonkeyPatch,
+    is_trying: bool,
+) -> None:
+    monkeypatch.setattr(actor, "_PULL_INTERVAL_S" if is_trying else "_TRIAL_INTERVAL_S", 1_000.0)
+    monkeypatch.setattr(ParameterTuner, "is_trying", is_trying)
+    start()
+    await ask(simulation, await simulation.gateway())
+    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
 
 
 async def test_queues_are_learned_and_waiting_requests_are_queued_again(
