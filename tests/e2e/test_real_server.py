@@ -26,7 +26,7 @@ from tests.vllm_server import VllmServer
 SEQUENCES, TARGET = 4, 3
 FLOOD, TOKENS = 24, 40
 # The backlog that the urgent request overtakes: long compared with its arrival.
-LONG_TOKENS = 150
+LONG_TOKENS = 80
 # A real engine on a shared CPU may exceed the TPOT gate, and would then get no requests.
 NO_GATE = {"tpot_gate_s": None}
 
