@@ -17,7 +17,7 @@ _INTRODUCTION = """
 simulations and benchmarks. In a clone the program is `.venv/bin/ewsjf`.
 
 Exit status: 0 for success, 1 if the command failed or reports a problem (as `doctor` and `replay` do), 2 for
-invalid arguments or input, 130 if interrupted.
+invalid arguments or input, 130 if interrupted, 141 if the reader of the output has left.
 """
 
 _DEFAULT_IN_HELP = re.compile(r"\s*\(default: %\(default\)[sg]\)")

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command.
 
     Returns:
-        The exit status: the command's own, 2 for an error that the user can correct, 130 when interrupted.
+        The exit status: the command's own, 2 for an error that the user can correct, 130 when interrupted,
+        141 if the reader of its output has left.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
@@ -79,12 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.words = words
     command: Command = args.command
     try:
-        return command.run(args)
+        status = command.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has left. Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ServeAppError, ValueError) as exc:
         warn(f"{args.words[0]}: {exc}")
         return 2
     except KeyboardInterrupt:
         return 130
+    return status
 
 
 def _complete() -> None:

@@ -115,6 +115,21 @@ def test_suggested_commands_work_in_a_new_terminal(tmp_path: Path, in_the_clone:
     assert again.returncode == 0, again.stderr
 
 
+def test_a_reader_that_leaves_ends_the_command_without_a_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "serve_app", "completion", "bash"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listed = capsys.readouterr().out
