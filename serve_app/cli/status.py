@@ -227,14 +227,16 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
 def endpoints_down(model: Document) -> Iterator[str]:
     """Yield the first endpoints of each pool that are down, with the reason, and how many others are."""
     # A scheduler of an older release does not report this.
+    today = datetime.now(UTC).date()
     for pool in model.get("endpoints", ()):
         number, all_of_them = len(pool["down"]), pool["endpoints"]
         for one in pool["down"][:_MAX_DOWN]:
             since = datetime.fromtimestamp(one["since"], UTC)
+            date = "" if since.date() == today else f"{since:%Y-%m-%d} "
             reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
             yield (
                 f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
-                f"{since:%H:%M:%S} UTC"
+                f"{date}{since:%H:%M:%S} UTC"
             )
         if (more := number - _MAX_DOWN) > 0:
             yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
