@@ -1,4 +1,5 @@
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,8 @@ def installed(tmp_path: Path) -> Path:
     """Return a folder with the program of an installation."""
     path = tmp_path / "ewsjf"
     path.write_text(
-        f"#!{sys.executable}\n"
+        # As pip writes it, because the interpreter's path may contain a space.
+        f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} \"$0\" \"$@\"\n' '''\n"
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         "from serve_app.cli import main\nsys.exit(main())\n",
         encoding="utf-8",
