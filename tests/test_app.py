@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from ray.serve import Application, Deployment
-from ray.serve._private.build_app import build_app as build_with_serve
+from ray.serve import Deployment
 
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
+from serve_app.serving._ray import deployments_of
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.loading import load_settings, settings_of
@@ -28,12 +28,6 @@ def settings(*models: dict[str, Any], **changes: Any) -> ApplicationSettings:
     return settings_of({"models": list(models) or [default], **changes})
 
 
-def deployments(application: Application) -> dict[str, Deployment]:
-    """Return every deployment of an application, as Serve builds it."""
-    built = build_with_serve(application, name="ewsjf")
-    return {deployment.name: deployment for deployment in built.deployments}
-
-
 def arguments(deployment: Deployment) -> tuple[Any, ...]:
     """Return the constructor arguments of its replicas."""
     return cast("tuple[Any, ...]", deployment.init_args)
@@ -43,7 +37,7 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
     other = {"name": "org/Other-7B", "pools": [emulated("long")], "scheduler": {"policy": "fcfs"}}
     pools = [emulated("short"), emulated("long")]
     demo = {"name": "demo", "pools": pools, "scheduler": {"policy": "ewsjf"}}
-    found = deployments(application_of(settings(demo, other)))
+    found = deployments_of(application_of(settings(demo, other)))
     assert set(found) == {
         "gateway",
         "scheduler-demo",
@@ -58,7 +52,7 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
 def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
     def names(**changes: Any) -> set[str]:
         demo = {"name": "demo", "pools": [emulated("long")], **changes}
-        return set(deployments(application_of(settings(demo))))
+        return set(deployments_of(application_of(settings(demo))))
 
     plain = {"gateway", "scheduler-demo", "long-demo"}
     tuned = plain | {"tuner-demo"}
@@ -69,7 +63,7 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
 
 
 def test_a_scheduler_is_never_scaled() -> None:
-    assert deployments(application_of(settings()))["scheduler-demo"].num_replicas == 1
+    assert deployments_of(application_of(settings()))["scheduler-demo"].num_replicas == 1
 
 
 def test_a_pool_gets_the_resources_in_its_settings() -> None:
@@ -77,7 +71,7 @@ def test_a_pool_gets_the_resources_in_its_settings() -> None:
     pool = emulated(
         "long", replicas=3, resources=resources, drain_timeout_s=100.0, health_check_timeout_s=50.0
     )
-    found = deployments(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    found = deployments_of(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found.num_replicas == 3
     options = found.ray_actor_options or {}
     assert (options["num_cpus"], options["num_gpus"]) == (2, 4)
@@ -96,13 +90,13 @@ def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
     bundles = [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
     resources = {"num_cpus": 1, "advanced": {"placement_bundles": bundles}}
     pool = emulated("long", resources=resources)
-    found = deployments(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    found = deployments_of(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
 
 
 def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
     short = emulated("short", autoscaling={"max_replicas": 4})
-    found = deployments(application_of(settings({"name": "demo", "pools": [short, emulated("long")]})))
+    found = deployments_of(application_of(settings({"name": "demo", "pools": [short, emulated("long")]})))
     config = found["short-demo"]._deployment_config.autoscaling_config
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (1, 4)
@@ -117,7 +111,7 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
 
 def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
     def config(**gateways: Any) -> Any:
-        return deployments(application_of(settings(gateways=gateways)))["gateway"]._deployment_config
+        return deployments_of(application_of(settings(gateways=gateways)))["gateway"]._deployment_config
 
     assert config().num_replicas == 1
     assert config(replicas=3).num_replicas == 3
@@ -129,7 +123,7 @@ def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
 
 
 def test_a_replaced_process_continues_until_its_successor_serves() -> None:
-    found = deployments(application_of(settings()))
+    found = deployments_of(application_of(settings()))
     surge = {name: each._deployment_config.max_surge_percent for name, each in found.items()}
     assert surge == {
         "gateway": 100,
@@ -142,7 +136,7 @@ def test_a_replaced_process_continues_until_its_successor_serves() -> None:
 
 def test_the_gateway_has_every_name_of_every_model() -> None:
     application = application_of(settings())
-    gateway = deployments(application)["gateway"]
+    gateway = deployments_of(application)["gateway"]
     served, _channel, schedulers, names, endpoints, *_, others = arguments(gateway)
     assert [model.name for model in served.models] == ["demo", "alias"]
     assert names == {"demo": "demo", "alias": "demo"}
@@ -155,7 +149,7 @@ def test_the_same_settings_build_the_same_application() -> None:
     """Serve restarts replicas whose arguments have changed, so nothing random may be among them."""
 
     def pickled() -> dict[str, list[bytes]]:
-        found = deployments(application_of(load_settings(CONFIGS / "local.yaml")))
+        found = deployments_of(application_of(load_settings(CONFIGS / "local.yaml")))
         return {
             name: [pickle.dumps(argument) for argument in arguments(deployment) if is_dataclass(argument)]
             for name, deployment in found.items()
@@ -176,9 +170,9 @@ def test_endpoints_have_one_small_watcher_however_many_they_are() -> None:
     remote = {"endpoints": [f"http://far:{port}" for port in range(8000, 8100)]}
     models = ({"name": "far", "pools": [{"name": "long", "engine": {"remote": remote}}]},)
     application = application_of(settings(*models))
-    watcher = deployments(application)["long-far"]
+    watcher = deployments_of(application)["long-far"]
     assert watcher._deployment_config.num_replicas == 1
     assert watcher.ray_actor_options is not None
     assert watcher.ray_actor_options["num_cpus"] == 0.1
-    endpoints = arguments(deployments(application)["gateway"])[4]
+    endpoints = arguments(deployments_of(application)["gateway"])[4]
     assert endpoints["far"]["long"].deployment_name == "long-far"

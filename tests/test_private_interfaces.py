@@ -23,6 +23,8 @@ RAY = {
     "ray._private.worker:_global_node": "an idle application costs more CPU time",
     "ray.experimental.internal_kv:_internal_kv_put": "two schedulers may have one incarnation number",
     "ray.experimental.internal_kv:_internal_kv_list": "two schedulers may have one incarnation number",
+    "ray.experimental.internal_kv:_internal_kv_get": "`deploy` cannot compare or restore configurations",
+    "ray.serve._private.build_app:build_app": "`deploy` cannot tell what a change replaces",
     "ray.serve._private.config:DeploymentConfig.to_proto": "any change of a file replaces every engine",
 }
 

@@ -45,6 +45,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("init", "write a first configuration, from prompts or from options", "init.command"),
     CommandEntry("check", "validate a configuration before anything starts, with line numbers"),
     CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
+    CommandEntry("deploy", "apply a changed configuration to a running application, or roll back"),
     CommandEntry("stop", "stop an application gracefully: in-flight requests are completed"),
     CommandEntry("status", "show queues, replicas, tenants and the tuner of a running application"),
     CommandEntry("mode", "show or set the share of a running application's traffic that is scheduled"),

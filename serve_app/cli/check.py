@@ -4,8 +4,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.cli.command import Command, print_result, warn
+from serve_app.cli.command import Command, print_result, program, warn
+from serve_app.cli.serve.instance import running_instances
 from serve_app.engines.model.hardware import find_gpu, gpu_names
+from serve_app.settings.address import http_address
 from serve_app.settings.checking import CheckResult, check_file
 
 
@@ -40,14 +42,18 @@ def _known_gpu(name: str) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    status = 0
+    status, own_ports = 0, [each.port for each in running_instances()]
     for config in args.configs:
-        found = check_file(config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu)
+        found = check_file(
+            config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu, own_ports=own_ports
+        )
         print_findings(config, found)
         if found.mistakes:
             status = 2
         else:
             print_result(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
+            if not args.skip_machine_checks and http_address(found.content)[1] in own_ports:
+                print_result(f"Its application runs: apply changes with `{program()} deploy {config}`.")
     return status
 
 

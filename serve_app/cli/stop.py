@@ -9,9 +9,8 @@ import time
 import psutil
 
 from serve_app.cli.command import Command, positive_float, print_result
-from serve_app.cli.serve.instance import Instance, instance_at, running_instances
+from serve_app.cli.serve.instance import choose_instance, running_instances
 from serve_app.cli.serve.messages import Draining, HostMessage, Stop
-from serve_app.errors import ServeAppError
 
 _POLL_S = 0.2
 _DRAIN_S = 600.0
@@ -38,31 +37,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.address is not None:
         _drain_cluster(args.address, args.drain_s)
         return 0
-    instance = _chosen(list(running_instances()), args.url)
+    instance = choose_instance(list(running_instances()), args.url)
     print_result(f"stopping {instance.url} ({instance.config}): completing in-flight requests")
     os.kill(instance.pid, signal.SIGTERM)
     while instance.is_running() and not _is_zombie(instance.pid):
         time.sleep(_POLL_S)
     print_result("stopped")
     return 0
-
-
-def _chosen(running: list[Instance], url: str | None) -> Instance:
-    """Return the application to stop.
-
-    Raises:
-        ServeAppError: none runs, or the choice is ambiguous.
-    """
-    urls = ", ".join(each.url for each in running)
-    if not running:
-        raise ServeAppError("no application of this user runs on this machine")
-    if url is None:
-        if len(running) > 1:
-            raise ServeAppError(f"several applications run here, choose one with --url: {urls}")
-        return running[0]
-    if found := instance_at(url, running):
-        return found
-    raise ServeAppError(f"no application of this user runs at {url}; running: {urls}")
 
 
 def _is_zombie(pid: int) -> bool:

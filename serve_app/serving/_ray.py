@@ -5,13 +5,15 @@ lists the checks for another release, and tests/test_private_interfaces.py cover
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ray
 from pydantic import PrivateAttr
 from ray import serve
 from ray.experimental import internal_kv
-from ray.serve import Deployment
+from ray.serve import Application, Deployment
+from ray.serve._private.build_app import build_app
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import HTTPOptions as HttpOptions
@@ -68,6 +70,18 @@ def deploy_file(schema: ServeDeploySchema) -> None:
     client.deploy_apps(schema)
 
 
+def declared_application(name: str) -> dict[str, Any] | None:
+    """Return an application as the file of the last `serve deploy` declares it; None if there was none.
+
+    Without it, `deploy` cannot restore an application that it replaces for the first time. Instead: the REST
+    API of the dashboard.
+    """
+    client = serve.context._get_global_client()  # noqa: SLF001
+    found = client.get_serve_details()["applications"].get(name, {}) if client is not None else {}
+    config: Mapping[str, Any] | None = found.get("deployed_app_config")
+    return None if config is None else {key: value for key, value in config.items() if value is not None}
+
+
 def stop_ray_helpers(*, dashboard: bool) -> None:
     """End unused helper processes of a local Ray; `ray.init` has no options for them.
 
@@ -99,6 +113,17 @@ def keys_with(prefix: str) -> list[str]:
     return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]  # noqa: SLF001
 
 
+def write_record(key: str, value: bytes) -> None:
+    """Write into that store, where a record lives as long as the cluster; see `make_key`."""
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)  # noqa: SLF001
+
+
+def read_record(key: str) -> bytes | None:
+    """Return a record of that store; None if there is none."""
+    value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)  # noqa: SLF001
+    return value
+
+
 class OwnVersionConfig(DeploymentConfig):
     """Deployment options with a version that Serve does not overwrite.
 
@@ -123,3 +148,18 @@ def set_version(deployment: Deployment, version: str) -> None:
     config = OwnVersionConfig.model_construct(_fields_set=given.model_fields_set, **values)
     config._own_version = version  # noqa: SLF001 - a field would reach Serve's schema
     deployment._deployment_config = config  # noqa: SLF001
+
+
+def deployments_of(application: Application) -> dict[str, Deployment]:
+    """Return the deployments of an application by name, as Serve builds them.
+
+    Without it, `deploy` cannot tell what a change replaces. Instead: a list that `serve_app.app` returns.
+    """
+    return {found.name: found for found in build_app(application, name="any").deployments}
+
+
+def own_version(deployment: Deployment) -> str:
+    """Return the version that `set_version` has set."""
+    config = deployment._deployment_config  # noqa: SLF001
+    assert isinstance(config, OwnVersionConfig), "every deployment of this project has a version"
+    return config._own_version  # noqa: SLF001

@@ -56,9 +56,14 @@ def write_ray_token(folder: Path, environment: Mapping[str, str] = os.environ) -
     """
     if any(environment.get(name) for name in ("RAY_AUTH_TOKEN", RAY_TOKEN_VARIABLE)):
         return {}
+    _write_private(folder / _RAY_TOKEN_FILE, secrets.token_hex(32))
+    return ray_token(folder)
+
+
+def ray_token(folder: Path) -> dict[str, str]:
+    """Return the variables that `write_ray_token` returned for a folder; empty without a token there."""
     path = folder / _RAY_TOKEN_FILE
-    _write_private(path, secrets.token_hex(32))
-    return {RAY_TOKEN_VARIABLE: str(path)}
+    return {RAY_TOKEN_VARIABLE: str(path)} if path.is_file() else {}
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -11,10 +11,11 @@ from experiments.rollouts.run import changed_args
 from serve_app.app import application_of
 from serve_app.core.settings_base import with_hot_settings
 from serve_app.errors import SettingsError
+from serve_app.serving._ray import deployments_of
 from serve_app.serving.gateway.settings import gateway_hot, with_hot_gateway
 from serve_app.serving.scheduler.actor import SchedulerActorSettings
 from serve_app.settings.loading import load_settings, settings_of
-from tests.test_app import arguments, deployments
+from tests.test_app import arguments
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(
@@ -63,7 +64,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
 
 
 def built(args: dict[str, Any]) -> dict[str, Deployment]:
-    return deployments(application_of(settings_of(args)))
+    return deployments_of(application_of(settings_of(args)))
 
 
 def version(deployment: Deployment) -> str:
@@ -101,7 +102,7 @@ def test_the_same_settings_are_the_same_version_and_other_models_do_not_matter()
 def test_a_running_process_gets_the_settings_of_a_new_one(config: Path) -> None:
     settings = load_settings(config)
     assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway
-    for name, deployment in deployments(application_of(settings)).items():
+    for name, deployment in deployments_of(application_of(settings)).items():
         if name.startswith("scheduler-"):
             actor = arguments(deployment)[0]
             assert isinstance(actor, SchedulerActorSettings)
@@ -124,14 +125,14 @@ def test_unusual_values_survive_the_way_into_a_process() -> None:
     gateway = {"keys": [key], "advanced": {"metrics_key": {"key": "secret-of-metrics"}}}
     settings = settings_of(changed_args(ARGS, {"models.0.scheduler": scheduler, "gateway": gateway}))
     assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway
-    found = deployments(application_of(settings))
+    found = deployments_of(application_of(settings))
     actor = arguments(found[SCHEDULER])[0]
     # As Ray Serve transmits them.
     assert actor.with_hot(pickle.loads(pickle.dumps(found[SCHEDULER].user_config))) == actor
 
 
 def test_serve_can_hand_settings_to_what_it_makes_of_a_gateway() -> None:
-    made = deployments(application_of(settings_of(ARGS)))[GATEWAY].func_or_class
+    made = deployments_of(application_of(settings_of(ARGS)))[GATEWAY].func_or_class
     assert all(hasattr(made, name) for name in ("reconfigure", "record_autoscaling_stats", "open_requests"))
 
 

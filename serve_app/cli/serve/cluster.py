@@ -1,16 +1,24 @@
 """Ray and Ray Serve for the host: start, deployment, progress, drain and stop."""
 
 import contextlib
+import importlib
+import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve import Application, RunTarget
-from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatusOverview,
+    ServeDeploySchema,
+)
 
 from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drain_gateways
@@ -21,8 +29,11 @@ from serve_app.serving._ray import (
     SERVE_CONTROLLER_NAME,
     SERVE_NAMESPACE,
     TEMPORARY_FOLDER,
+    declared_application,
     deploy_file,
+    read_record,
     stop_ray_helpers,
+    write_record,
 )
 
 # Application keys that this module handles. With others, Serve deploys the file itself in a separate process,
@@ -42,10 +53,12 @@ class Cluster:
         self._job = job
         self._schema = ServeDeploySchema.model_validate(content)
         self._application = self._schema.applications[0]
+        self.content: dict[str, Any] = self._schema.model_dump(mode="json", exclude_unset=True)
         self._began_at = time.monotonic()
         self._ready_at = time.monotonic()
         self._stages = Stages(Path(job.folder))
         self._deaths = StartDeaths()
+        self.ray_address = ""
         self.dashboard: str | None = None
 
     def start(self) -> None:
@@ -67,18 +80,52 @@ class Cluster:
             context = ray.init(**options)
         except Exception as exc:  # Ray raises plain `Exception` if one of its processes is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
+        self.ray_address = ray.get_runtime_context().gcs_address
         if self._job.address is None:
             stop_ray_helpers(dashboard=self._job.dashboard)
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
+        http_options = self._schema.http_options.model_dump()
+        if self._job.port is not None:
+            http_options["port"] = self._job.port
         try:
             serve.start(
                 proxy_location=self._schema.proxy_location,
-                http_options=self._schema.http_options.model_dump(),
+                http_options=http_options,
                 grpc_options=self._schema.grpc_options.model_dump(),
             )
         except Exception as exc:  # Serve raises various errors if a proxy does not start
             raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
+
+    def connect_to(self, address: str) -> None:
+        """Connect to the cluster that runs the application.
+
+        Raises:
+            ServeAppError: there is no such cluster, or it does not run the application.
+        """
+        applications, name = connect(address), self._application.name
+        if name not in applications:
+            found = ", ".join(applications) or "none"
+            raise ServeAppError(
+                f"no application {name!r} runs at {address} (running: {found}): `name` of a configuration "
+                "cannot change while it runs"
+            )
+
+    def deployed(self) -> dict[str, Any] | None:
+        """Return the configuration that is deployed; None if nothing has recorded it."""
+        declared = declared_application(self._application.name)
+        if declared is not None:
+            return {"applications": [declared]}
+        record = read_record(self._record_key)
+        return None if record is None else msgspec.json.decode(record)
+
+    def record(self) -> None:
+        """Record that this configuration is deployed."""
+        write_record(self._record_key, msgspec.json.encode(self.content))
+
+    @property
+    def _record_key(self) -> str:
+        return f"deployed/{self._application.name}"
 
     def deploy(self, application: Application) -> None:
         """Submit the application to Serve. `progress` reports the result."""
@@ -123,6 +170,8 @@ class Cluster:
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")
+        elif not lines and found.status == ApplicationStatus.DEPLOYING:
+            lines.append("waiting for Serve")
         self._check_gateway(ready=not lines)
         return Progress(ready, lines)
 
@@ -216,6 +265,14 @@ class Cluster:
         return reason_of(self._application.name, found.message, folder)
 
 
+def build(content: Mapping[str, Any]) -> Application:
+    """Build the application of a configuration from its import path."""
+    ours = content["applications"][0]
+    module, _, name = ours["import_path"].partition(":")
+    application: Application = getattr(importlib.import_module(module), name)(ours.get("args", {}))
+    return application
+
+
 def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage], None]) -> int:
     """Drain the gateways of all applications of this project on a cluster.
 
@@ -225,16 +282,25 @@ def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage],
     Raises:
         ServeAppError: there is no such cluster, or no such application on it.
     """
-    try:
-        ray.init(address=address, namespace=SERVE_NAMESPACE, log_to_driver=False)
-    except (ConnectionError, RuntimeError, OSError, ValueError) as exc:
-        raise ServeAppError(f"there is no Ray cluster at {address}: {exc}") from exc
-    applications = serve.status().applications
+    applications = connect(address)
     ours = [name for name, found in applications.items() if GATEWAY in found.deployments]
     if not ours:
         raise ServeAppError(f"the Ray cluster at {address} runs no application of this project")
     gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
     return sum(drain_gateways(gateway, stop, on_progress) for gateway in gateways)
+
+
+def connect(address: str) -> dict[str, ApplicationStatusOverview]:
+    """Connect to a running cluster, and return the applications of Serve by name.
+
+    Raises:
+        ServeAppError: there is no such cluster.
+    """
+    try:
+        ray.init(address=address, namespace=SERVE_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, OSError, ValueError) as exc:
+        raise ServeAppError(f"there is no Ray cluster at {address}: {exc}") from exc
+    return serve.status().applications
 
 
 def _last_line(error: Exception) -> str:

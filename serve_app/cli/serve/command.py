@@ -50,7 +50,8 @@ def serve(
         The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
     """
     console = Console()
-    checked = check_file(config, on_this_machine=address is None, port=port)
+    own_ports = [each.port for each in running_instances()]
+    checked = check_file(config, on_this_machine=address is None, port=port, own_ports=own_ports)
     print_findings(config, checked)
     if checked.mistakes:
         return 2
@@ -67,7 +68,7 @@ def serve(
             address=address,
             port=port,
             dashboard=dashboard,
-            engines=_engines(checked.settings),
+            engines=engine_kinds(checked.settings),
         ),
         environment=environment(os.environ)
         | {ADMIN_KEY_VARIABLE: write_admin_key(folder)}
@@ -77,7 +78,7 @@ def serve(
         requires_key=checked.settings.gateway.requires_keys,
         listen_address=f"http://{host}:{listening}",
     )
-    register(launch.job.url, config, folder)
+    register(launch.job.url, config, folder, launch.drain_s)
     try:
         return asyncio.run(Supervisor(launch, console).run())
     finally:
@@ -92,7 +93,8 @@ def local_url(content: Mapping[str, Any]) -> str:
     return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}{prefix.rstrip('/')}"
 
 
-def _engines(settings: ApplicationSettings) -> dict[str, str]:
+def engine_kinds(settings: ApplicationSettings) -> dict[str, str]:
+    """Return the kind of engine by deployment, see `HostJob.engines`."""
     found = {}
     for model in settings.models:
         for pool in model.pools:
@@ -114,8 +116,8 @@ def _fresh_folder(folder: Path) -> Path:
     for running in running_instances():
         if running.folder == str(folder):
             raise SettingsError(
-                f"process {running.pid} already runs {running.config} on this port: stop it with "
-                f"`{program()} stop`, or choose another port with --port"
+                f"process {running.pid} already runs {running.config} on this port: change it with "
+                f"`{program()} deploy`, stop it with `{program()} stop`, or choose another port with --port"
             )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)

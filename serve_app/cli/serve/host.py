@@ -8,7 +8,6 @@ also ends if its supervisor is killed.
 """
 
 import contextlib
-import importlib
 import os
 import queue
 import sys
@@ -17,7 +16,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import yaml
@@ -25,7 +24,6 @@ import yaml
 from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
 from serve_app.cli.serve.processes import become_subreaper, kill_descendants
 from serve_app.errors import ServeAppError
-from serve_app.settings.address import with_port
 
 # Polling intervals of the controller during the start, and afterwards.
 _START_POLL_S = 0.2
@@ -41,8 +39,7 @@ class ApplicationHost:
     def __init__(self, job: HostJob, messages: BinaryIO) -> None:
         self._job = job
         self._messages = messages
-        content = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
-        self._content = with_port(content, job.port)
+        self._content = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
         # None means that the supervisor has exited.
         self._commands: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
 
@@ -71,11 +68,11 @@ class ApplicationHost:
     def _start(self) -> None:
         self._send(StepBegun("ray"))
         # Imported here, because Ray takes two seconds to import and the supervisor waits for a first message.
-        from serve_app.cli.serve.cluster import Cluster  # noqa: PLC0415
+        from serve_app.cli.serve.cluster import Cluster, build  # noqa: PLC0415
 
         # Ray's start mostly waits for other processes, so the application's imports run in parallel. They
         # must not run in parallel with the import of Ray, which fails if two threads import it.
-        application = ThreadPoolExecutor(1).submit(self._build)
+        application = ThreadPoolExecutor(1).submit(build, self._content)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
         self._send(StepBegun("application"))
@@ -90,13 +87,8 @@ class ApplicationHost:
                 self._commands.get(timeout=_START_POLL_S)
                 raise ServeAppError("stopped before it was ready")
         self._cluster.connect()
-        self._send(Ready(self._cluster.dashboard))
-
-    def _build(self) -> Any:
-        """Build the application from its import path."""
-        ours = self._content["applications"][0]
-        module, _, name = ours["import_path"].partition(":")
-        return getattr(importlib.import_module(module), name)(ours.get("args", {}))
+        self._cluster.record()
+        self._send(Ready(self._cluster.ray_address, self._cluster.dashboard))
 
     def _watch(self) -> Stop | None:
         """Wait for a command. Return None if the supervisor exited without one.

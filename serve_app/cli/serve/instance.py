@@ -1,13 +1,15 @@
 """Registry of running applications on this machine: one small file per port."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
 
 from serve_app.cli.serve.environment import instances_folder
+from serve_app.errors import ServeAppError
 
 
 class Instance(msgspec.Struct, kw_only=True, frozen=True):
@@ -17,7 +19,10 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
         pid: process id of the supervisor; SIGTERM stops it gracefully.
         started_at: start of that process, as a Unix time in seconds, because process ids are reused.
         url: base URL of the API, without `/v1`.
+        config: file of its settings.
         folder: folder with its logs and Ray's files.
+        drain_s: time limit for in-flight requests when it is stopped.
+        ray_address: address of its Ray cluster; empty until it is ready.
     """
 
     pid: int
@@ -25,6 +30,13 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
     url: str
     config: str
     folder: str
+    drain_s: float = 600.0
+    ray_address: str = ""
+
+    @property
+    def port(self) -> int:
+        """The port of `url`."""
+        return urlsplit(self.url).port or 0
 
     def is_running(self) -> bool:
         """Return whether the supervisor is alive."""
@@ -33,7 +45,7 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
         return False
 
 
-def register(url: str, config: Path, folder: Path) -> None:
+def register(url: str, config: Path, folder: Path, drain_s: float) -> None:
     """Register this process's application."""
     me = psutil.Process()
     instance = Instance(
@@ -42,8 +54,26 @@ def register(url: str, config: Path, folder: Path) -> None:
         url=url,
         config=str(config.resolve()),
         folder=str(folder),
+        drain_s=drain_s,
     )
-    _file(folder).write_bytes(msgspec.json.encode(instance))
+    write_instance(instance)
+
+
+def write_instance(instance: Instance) -> None:
+    """Register an application, or changed values of it."""
+    file = _file(Path(instance.folder))
+    draft = file.with_suffix(".new")
+    draft.write_bytes(msgspec.json.encode(instance))
+    draft.replace(file)
+
+
+def read_instance(folder: Path) -> Instance:
+    """Return the application that is registered in a folder.
+
+    Raises:
+        OSError: there is none.
+    """
+    return msgspec.json.decode(_file(folder).read_bytes(), type=Instance)
 
 
 def unregister(folder: Path) -> None:
@@ -55,7 +85,7 @@ def running_instances() -> Iterator[Instance]:
     """Yield the running applications of this user on this machine."""
     for file in sorted(instances_folder().glob("*/instance.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            instance = msgspec.json.decode(file.read_bytes(), type=Instance)
+            instance = read_instance(file.parent)
             if instance.is_running():
                 yield instance
 
@@ -64,6 +94,24 @@ def instance_at(url: str, running: Iterable[Instance]) -> Instance | None:
     """Return the application at an address, in any notation; None if there is none."""
     named = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
     return next((each for each in running if each.url.rstrip("/") == named), None)
+
+
+def choose_instance(running: Sequence[Instance], url: str | None) -> Instance:
+    """Return the application at an address; the only one for None.
+
+    Raises:
+        ServeAppError: none runs, or the choice is ambiguous.
+    """
+    urls = ", ".join(each.url for each in running)
+    if not running:
+        raise ServeAppError("no application of this user runs on this machine")
+    if url is None:
+        if len(running) > 1:
+            raise ServeAppError(f"several applications run here, choose one with --url: {urls}")
+        return running[0]
+    if found := instance_at(url, running):
+        return found
+    raise ServeAppError(f"no application of this user runs at {url}; running: {urls}")
 
 
 def _file(folder: Path) -> Path:

@@ -41,8 +41,14 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The application is ready for requests. `dashboard` is the address of Ray's dashboard, if it runs."""
+    """The application is ready for requests.
 
+    Attributes:
+        ray_address: address of its Ray cluster.
+        dashboard: address of Ray's dashboard, if it runs.
+    """
+
+    ray_address: str
     dashboard: str | None = None
 
 

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from serve_app.cli.serve.instance import read_instance, write_instance
 from serve_app.cli.serve.messages import (
     Drained,
     Draining,
@@ -148,8 +150,9 @@ class Supervisor:
                 console.step(name)
             case Progress():
                 console.progress(message)
-            case Ready(dashboard):
+            case Ready(ray_address, dashboard):
                 self._is_ready = True
+                self._register(ray_address)
                 self._startup_s = console.elapsed_s
                 console.ready(self._connection_info(dashboard))
             case Failed(reason):
@@ -158,6 +161,11 @@ class Supervisor:
                 console.draining(open_requests, remaining_s)
             case Drained(aborted):
                 self._aborted = aborted
+
+    def _register(self, ray_address: str) -> None:
+        # `deploy` needs the address; all else works without it, even if the disk is full.
+        with contextlib.suppress(OSError):
+            write_instance(replace(read_instance(Path(self._launch.job.folder)), ray_address=ray_address))
 
     def _connection_info(self, dashboard: str | None) -> ConnectionInfo:
         launch = self._launch
@@ -196,21 +204,26 @@ class Supervisor:
         with_status = "" if status is None else f" with status {status}"
         return f"The process that runs Ray ended unexpectedly{with_status}."
 
+    def _drain_s(self) -> float:
+        """Return the time limit for in-flight requests, which `deploy` may have changed."""
+        with contextlib.suppress(OSError):
+            return read_instance(Path(self._launch.job.folder)).drain_s
+        return self._launch.drain_s
+
     async def _drain(self, reading: asyncio.Task[None]) -> None:
         assert self._host is not None
         assert self._host.stdin is not None
-        began_at = time.monotonic()
+        began_at, drain_s = time.monotonic(), self._drain_s()
         self._console.line(
-            "Stopping: new requests are rejected. "
-            f"In-flight requests have {self._launch.drain_s:g} s to complete."
+            f"Stopping: new requests are rejected. In-flight requests have {drain_s:g} s to complete."
         )
-        stop = Stop(self._launch.drain_s, max(1.0, self._startup_s))
+        stop = Stop(drain_s, max(1.0, self._startup_s))
         with contextlib.suppress(ConnectionError):
             self._host.stdin.write(msgspec.json.encode(stop) + b"\n")
             await self._host.stdin.drain()
         self._signalled.clear()
         again = asyncio.create_task(self._signalled.wait())
-        limit_s = self._launch.drain_s + _DRAIN_MARGIN_S
+        limit_s = drain_s + _DRAIN_MARGIN_S
         await asyncio.wait({reading, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         self._console.end()

@@ -1,6 +1,6 @@
 """All checks of a configuration, in order: file, Ray Serve's keys, settings, engines, this machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,12 @@ class CheckResult:
 
 
 def check_file(
-    path: Path, *, on_this_machine: bool = True, gpu: str | None = None, port: int | None = None
+    path: Path,
+    *,
+    on_this_machine: bool = True,
+    gpu: str | None = None,
+    port: int | None = None,
+    own_ports: Container[int] = (),
 ) -> CheckResult:
     """Return all mistakes in a configuration that can be found before Ray starts.
 
@@ -44,6 +49,8 @@ def check_file(
             that another machine or a cluster runs.
         gpu: GPU of the engines; None for this machine's if it runs the configuration.
         port: the application's port, instead of the file's.
+        own_ports: ports of running applications of this project, which a configuration may change: then its
+            port and the free memory are not checked.
     """
     found = CheckResult()
     try:
@@ -72,7 +79,7 @@ def check_file(
     gpu = gpu or (single_gpu_name() if on_this_machine else None)
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, gpu)]
     if on_this_machine:
-        found.mistakes += _machine_mistakes(document, found.settings)
+        found.mistakes += _machine_mistakes(document, found.settings, own_ports)
         sentences = (*_state(found.settings), *_tracing(found.settings))
         found.mistakes += [document.mistake(where, sentence) for sentence in sentences]
     return found
@@ -108,8 +115,10 @@ def _exposure(document: Document, settings: ApplicationSettings) -> Iterator[Mis
         yield Mistake(str(exc), document.line(("http_options", "host")))
 
 
-def _machine_mistakes(document: Document, settings: ApplicationSettings) -> Iterator[Mistake]:
-    for path, sentence in check_machine(document.content, settings):
+def _machine_mistakes(
+    document: Document, settings: ApplicationSettings, own_ports: Container[int]
+) -> Iterator[Mistake]:
+    for path, sentence in check_machine(document.content, settings, own_ports):
         yield Mistake(sentence, document.line(path))
 
 

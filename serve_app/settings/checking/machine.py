@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,25 @@ _GIB = 2**30
 Found = tuple[tuple[Step, ...], str]
 
 
-def check_machine(content: Mapping[str, Any], settings: ApplicationSettings) -> Iterator[Found]:
+def check_machine(
+    content: Mapping[str, Any], settings: ApplicationSettings, own_ports: Container[int] = ()
+) -> Iterator[Found]:
     """Yield what is missing, each with the path of the setting that requires it."""
-    yield from check_port(content)
+    is_running = _port_of(content) in own_ports
+    if not is_running:
+        yield from check_port(content)
     yield from _check_cpus(settings)
     yield from _check_gpus(settings)
     yield from _check_nodes(settings)
-    yield from _check_memory(settings)
+    if not is_running:
+        yield from _check_memory(settings)
+
+
+def _port_of(content: Mapping[str, Any]) -> int | None:
+    try:
+        return http_address(content)[1]
+    except (TypeError, ValueError):
+        return None  # check_serve_keys reports it
 
 
 def check_port(content: Mapping[str, Any]) -> Iterator[Found]:

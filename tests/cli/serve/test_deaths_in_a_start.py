@@ -43,6 +43,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
         trigger = DeploymentStatusTrigger.UNSPECIFIED
         deployment = DeploymentStatusOverview(status, trigger, {}, message)
         of_application = {
+            DeploymentStatus.HEALTHY: ApplicationStatus.RUNNING,
             DeploymentStatus.UNHEALTHY: ApplicationStatus.UNHEALTHY,
             DeploymentStatus.DEPLOY_FAILED: ApplicationStatus.DEPLOY_FAILED,
         }.get(status, ApplicationStatus.DEPLOYING)

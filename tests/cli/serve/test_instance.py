@@ -21,7 +21,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def published(port: int) -> Path:
     folder = instance_folder(port)
     folder.mkdir(parents=True)
-    register(f"http://127.0.0.1:{port}", Path("config.yaml"), folder)
+    register(f"http://127.0.0.1:{port}", Path("config.yaml"), folder, 600.0)
     return folder
 
 

@@ -1,0 +1,221 @@
+"""Command `deploy`: applies a changed configuration to a running application, or rolls back."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import yaml
+
+from serve_app.cli.check import print_findings
+from serve_app.cli.command import Command, positive_float, print_result
+from serve_app.cli.serve.command import engine_kinds
+from serve_app.cli.serve.environment import environment
+from serve_app.cli.serve.instance import Instance, choose_instance, running_instances, write_instance
+from serve_app.cli.serve.messages import HostJob, Progress
+from serve_app.cli.serve.terminal import Console
+from serve_app.errors import ServeAppError
+from serve_app.serving.access import ray_token
+from serve_app.settings.checking import CheckResult, check_file
+
+if TYPE_CHECKING:
+    from serve_app.cli.serve.changes import Change
+    from serve_app.cli.serve.cluster import Cluster
+
+_POLL_S = 0.5
+# An engine that loads a large model shows no progress for minutes.
+_TIMEOUT_S = 1_800.0
+# Variables that belong to a terminal, not to an application.
+_OF_A_TERMINAL = frozenset({"PATH", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "PWD", "OLDPWD"})
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="the changed configuration")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", help="application on this machine to change, if several run")
+    where.add_argument("--address", help="Ray cluster that runs the application, such as auto")
+    parser.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=_TIMEOUT_S,
+        help="roll back if the change is not complete after these seconds (default: %(default)g)",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    config: Path = args.config
+    if args.address is not None:
+        instance = None
+    else:
+        instance = _instance(config, args.url)
+        _enter(instance)
+    checked = _check(config, instance)
+    print_findings(config, checked)
+    if checked.mistakes:
+        return 2
+    assert checked.settings is not None, "a file without mistakes has settings"
+    os.environ.update(environment(os.environ))
+    return _Deployment(config, checked, instance, args.address, args.timeout_s).run()
+
+
+def _instance(config: Path, url: str | None) -> Instance:
+    """Return the application to change: of several, the one that this file started."""
+    running = list(running_instances())
+    if url is None and len(running) > 1:
+        running = [each for each in running if each.config == str(config.resolve())] or running
+    chosen = choose_instance(running, url)
+    if not chosen.ray_address:
+        raise ServeAppError(f"{chosen.url} is not ready yet: wait until it is")
+    return chosen
+
+
+def _enter(instance: Instance) -> None:
+    """Take the application's environment, in which its processes find keys and which Ray authenticates."""
+    try:
+        theirs = psutil.Process(instance.pid).environ()
+    except psutil.Error as exc:
+        raise ServeAppError(f"process {instance.pid} of {instance.url} cannot be inspected: {exc}") from exc
+    for name in os.environ.keys() - theirs.keys() - _OF_A_TERMINAL:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in theirs.items() if name not in _OF_A_TERMINAL})
+    # A Ray that `serve` starts requires its token, and clients do not send one by default.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.update(ray_token(Path(instance.folder)))
+
+
+def _is_local(instance: Instance | None) -> bool:
+    """Return whether an application runs on this machine, as opposed to a cluster that `serve` uses."""
+    return instance is not None and (Path(instance.folder) / "ray").is_dir()
+
+
+def _check(config: Path, instance: Instance | None) -> CheckResult:
+    if instance is None:
+        return check_file(config, on_this_machine=False)
+    return check_file(
+        config, on_this_machine=_is_local(instance), port=instance.port, own_ports={instance.port}
+    )
+
+
+class _Deployment:
+    """One change of an application, from the comparison to its end."""
+
+    def __init__(
+        self,
+        config: Path,
+        checked: CheckResult,
+        instance: Instance | None,
+        address: str | None,
+        timeout_s: float,
+    ) -> None:
+        assert checked.settings is not None, "see `_run`"
+        self._config = config
+        self._checked = checked
+        self._instance = instance
+        self._address = instance.ray_address if instance else address or ""
+        self._timeout_s = timeout_s
+        self._console = Console()
+        self._unchanged: set[str] = set()
+        self._job = HostJob(
+            config=str(config.resolve()),
+            folder=instance.folder if instance else "",
+            url=instance.url if instance else "",
+            # The gateways of a cluster may not be reachable from here.
+            address=None if _is_local(instance) else self._address,
+            engines=engine_kinds(checked.settings),
+        )
+
+    def run(self) -> int:
+        """Compare, deploy, wait, and restore the old configuration if that fails.
+
+        Returns:
+            The exit status: 1 if the change failed.
+        """
+        # Imported here, because Ray takes two seconds to import, with the environment as it is now.
+        from serve_app.cli.serve.changes import change  # noqa: PLC0415
+        from serve_app.cli.serve.cluster import Cluster, build  # noqa: PLC0415
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        # A module of the user may extend the application.
+        sys.path.insert(0, str(Path.cwd()))
+        cluster = Cluster(self._job, yaml.safe_load(self._config.read_text(encoding="utf-8")))
+        application = build(cluster.content)
+        cluster.connect_to(self._address)
+        before = cluster.deployed()
+        if before is None:
+            print_result("The deployed configuration is unknown, so this cannot be rolled back.")
+        else:
+            self._print_change(change(before, build(before), cluster.content, application))
+        try:
+            cluster.deploy(application)
+            self._wait(cluster)
+        except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - Ray raises various errors
+            self._console.end()
+            reason = "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc) or repr(exc)
+            self._console.line(f"The change failed: {reason}", "red")
+            if before is None:
+                return 1
+            self._console.line("Restoring the previous configuration; Ctrl-C leaves it as it is now.")
+            old = Cluster(self._job, before)
+            old.deploy(build(before))
+            self._wait(old)
+            self._console.line(f"Restored after {self._console.elapsed_s:.0f} s.")
+            return 1
+        cluster.record()
+        self._register()
+        self._console.line(f"Applied after {self._console.elapsed_s:.0f} s.", "bold green")
+        return 0
+
+    def _print_change(self, change: "Change") -> None:
+        print_result("changed settings: " + (", ".join(change.settings) or "none"))
+        self._unchanged = {name for name, effect in change.effects.items() if not effect}
+        affected = {name: effect for name, effect in change.effects.items() if effect}
+        for name, effect in affected.items():
+            print_result(f"  {name:<{max(map(len, affected))}}  {effect}")
+        if self._unchanged:
+            print_result(f"unchanged: {', '.join(sorted(self._unchanged))}")
+        if change.after_restart:
+            print_result(f"only when it starts again: {', '.join(change.after_restart)}")
+
+    def _wait(self, cluster: "Cluster") -> None:
+        """Wait until all processes have changed.
+
+        Raises:
+            ServeAppError: one cannot, or it takes too long.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        self._console.step("change")
+        while True:
+            progress = cluster.progress()
+            ready = [name for name in progress.ready if name not in self._unchanged]
+            self._console.progress(Progress(ready, progress.lines))
+            if not progress.lines and cluster.is_ready():
+                break
+            if time.monotonic() > deadline:
+                raise ServeAppError(
+                    f"not complete after {self._timeout_s:g} s: {', '.join(progress.lines) or 'not ready'}"
+                )
+            time.sleep(_POLL_S)
+        self._console.end_step()
+
+    def _register(self) -> None:
+        if self._instance is not None:
+            assert self._checked.settings is not None, "see `_run`"
+            write_instance(
+                msgspec.structs.replace(
+                    self._instance,
+                    config=self._job.config,
+                    drain_s=self._checked.settings.gateways.drain_timeout_s,
+                )
+            )
+
+
+COMMAND = Command(
+    example="example:\n  ewsjf deploy configs/local.yaml",
+    configure=_configure,
+    run=_run,
+)

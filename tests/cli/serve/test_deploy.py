@@ -1,0 +1,165 @@
+"""`ewsjf deploy` as a user runs it: a change under requests, and one that fails."""
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from experiments.common.application import free_port
+from experiments.common.processes import titled
+from experiments.rollouts.run import changed_args
+from serve_app.cli import main
+from serve_app.cli.serve.changes import (
+    CHANGED,
+    REPLACED_IN_TURN,
+    STARTED,
+    STOPPED,
+    UNCHANGED,
+    differences,
+    effects,
+)
+from serve_app.cli.serve.environment import instance_folder
+from serve_app.serving.access import read_admin_key
+from serve_app.settings.checking import check_file
+from tests.cli.serve.application import ROOT, configuration, terminal
+from tests.serving.test_hot import ARGS, CHANGES, built
+
+pytestmark = pytest.mark.timeout(400)
+# No process listens there, so a pool on it cannot start.
+NOWHERE = {"remote": {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 3.0}}}
+
+
+def changed_file(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the arguments of the application in a file."""
+    content = yaml.safe_load(path.read_text())
+    change(content["applications"][0]["args"])
+    path.write_text(yaml.safe_dump(content))
+
+
+def deploy(path: Path) -> subprocess.CompletedProcess[str]:
+    # As in a new terminal: another folder, and without the application's environment.
+    return subprocess.run(
+        [sys.executable, "-m", "serve_app", "deploy", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def replicas(pid: int) -> dict[str, set[int]]:
+    """Return the processes of each deployment."""
+    found: dict[str, set[int]] = {}
+    for process, title in titled(pid, "ray::ServeReplica:"):
+        found.setdefault(title.split()[0].partition(":")[2], set()).add(process.pid)
+    return found
+
+
+async def ends_beside(url: str, work: Callable[[], Any]) -> tuple[Counter[int], Any]:
+    """Send requests while `work` runs; return their statuses, and its result."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    body = {"model": "demo", "prompt": "Hi", "max_tokens": 8}
+    statuses: Counter[int] = Counter()
+    async with httpx.AsyncClient(timeout=60) as http:
+        while not working.done():
+            answers = [http.post(f"{url}/v1/completions", json=body) for _ in range(4)]
+            statuses.update([answer.status_code for answer in await asyncio.gather(*answers)])
+    return statuses, await working
+
+
+async def test_a_change_is_applied_and_one_that_fails_is_rolled_back_while_requests_are_answered(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = configuration(tmp_path, port, drain_s=5.0)
+    with terminal(config) as opened:
+        await asyncio.to_thread(opened.wait_for, "stop ")
+        before = replicas(opened.process.pid)
+        assert len(before) == 5
+        # The port belongs to the application that the file is for.
+        assert check_file(config, own_ports={port}).mistakes == []
+        assert [found.message for found in check_file(config).mistakes if "in use" in found.message]
+
+        changed_file(config, lambda args: args["models"][0].update(scheduler={"max_waiting": 77}))
+        statuses, done = await ends_beside(url, lambda: deploy(config))
+        assert done.returncode == 0, done.stderr
+        assert "changed settings: models[0].scheduler" in done.stdout
+        assert f"scheduler-demo  {CHANGED}" in done.stdout
+        assert "unchanged: gateway, long-demo, short-demo" in done.stdout
+        assert set(statuses) == {200}
+        assert replicas(opened.process.pid) == before
+        (queue,) = (await queues(url))["models"]
+        assert queue["max_waiting"] == 77
+
+        working = config.read_text()
+        changed_file(config, lambda args: args["models"][0]["pools"][1].update(engine=NOWHERE))
+        changed_file(config, lambda args: args["models"][0]["pools"][1].pop("autoscaling"))
+        statuses, done = await ends_beside(url, lambda: deploy(config))
+        assert done.returncode == 1
+        assert f"long-demo       {REPLACED_IN_TURN}" in done.stdout
+        assert "The change failed: long-demo did not start: no endpoint can be used" in done.stderr
+        assert "Restored after" in done.stderr
+        assert set(statuses) == {200}
+        after = replicas(opened.process.pid)
+        assert after.keys() == before.keys()
+        assert after["short-demo"] == before["short-demo"]
+        (queue,) = (await queues(url))["models"]
+        assert queue["max_waiting"] == 77
+
+        config.write_text(working)
+        done = await asyncio.to_thread(deploy, config)
+        assert "changed settings: none" in done.stdout
+
+
+async def queues(url: str) -> Any:
+    """Return the application's own view of its queues."""
+    key = read_admin_key(instance_folder(int(url.rpartition(":")[2])))
+    async with httpx.AsyncClient() as http:
+        answer = await http.get(f"{url}/debug/queue", headers={"authorization": f"Bearer {key}"})
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_what_a_change_replaces_is_what_serve_replaces(path: str) -> None:
+    value, replaced = CHANGES[path]
+    found = effects(built(ARGS), built(changed_args(ARGS, {path.replace("[]", ".0"): value})))
+    assert {name for name, effect in found.items() if effect.startswith("replaced")} == replaced
+    assert set(found.values()) != {UNCHANGED}
+
+
+def test_deployments_that_come_and_go_are_named() -> None:
+    fewer = {**ARGS, "models": [{**ARGS["models"][0], "pools": ARGS["models"][0]["pools"][:1]}]}
+    assert effects(built(ARGS), built(fewer))["long-demo"] == STOPPED
+    assert effects(built(fewer), built(ARGS))["long-demo"] == STARTED
+    assert set(effects(built(ARGS), built(ARGS)).values()) == {UNCHANGED}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "paths"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "d": None}}, ["a.b", "a.c", "a.d"]),
+        ({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]}, ["a[1].b"]),
+        ({"a": [1]}, {"a": [1, 2]}, ["a"]),
+        ({"a": "secret"}, {"a": None}, ["a"]),
+    ],
+)
+def test_settings_that_differ_are_named_without_values(before: Any, after: Any, paths: list[str]) -> None:
+    assert list(differences(before, after)) == paths
+
+
+def test_without_a_running_application_there_is_nothing_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert main(["deploy", str(ROOT / "configs/local.yaml")]) == 2
+    assert "no application of this user runs on this machine" in capsys.readouterr().err
