@@ -1,8 +1,8 @@
-"""Distribution of tests over the two processes of `scripts/test`: one gets all that serve an application.
+"""Distribution of tests over the processes of `scripts/test`: one gets all that serve an application.
 
-These mostly wait for Ray's processes, and share one application. The other process runs the other files, then
-helps with the rest. Tests with real engines are in the first group, too: their starts take half a minute
-each, mostly on one core.
+These mostly wait for Ray's processes, and share one application. The others run the other files, then help
+with the rest. Tests with real engines are in the first group, too: their starts take half a minute each,
+mostly on one core.
 """
 
 import pytest

@@ -81,7 +81,13 @@ def test_a_block_follows_the_rule_of_its_language(block: CodeBlock) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if _may_be_run(block)], ids=lambda block: block.place
+    "block",
+    [
+        # Commands that documents mark, such as simulations, take long; requests do not.
+        pytest.param(block, marks=[pytest.mark.slow] if block.mark else [], id=block.place)
+        for block in BLOCKS
+        if _may_be_run(block)
+    ],
 )
 def test_a_block_that_can_be_run_works(
     block: CodeBlock, tmp_path: Path, request: pytest.FixtureRequest

@@ -45,6 +45,7 @@ def wait_for(collector: Collector, count: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
     key = {"tenant": "acme", "key": "s3cret-of-acme"}
     config = serve_config("logs", {"models": [MODEL], "gateway": {"keys": [key], "tracing": True}})

@@ -25,6 +25,7 @@ ASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_proxy_of_serve_reaches_gateways_as_it_reaches_any_asgi_app() -> None:
     with serve(ARGS, proxy_location="HeadOnly") as served:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from serve_app.errors import Outcome
 from serve_app.lab.bench.connection import ConnectionPool, Target
 from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
@@ -11,6 +13,7 @@ from tests.e2e.served import Served, wait_for
 REQUESTS = 400
 
 
+@pytest.mark.slow
 async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app: Served) -> None:
     trace = resolve(WorkloadSettings(trace="azure-conv", requests=REQUESTS, rate_per_s=40.0))
     before = app.metric("ewsjf_requests_concluded_total")

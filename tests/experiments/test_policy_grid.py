@@ -31,6 +31,7 @@ def test_the_projects_grids_have_a_baseline_and_enough_seeds(name: str) -> None:
     assert "fcfs" in grid.variants
 
 
+@pytest.mark.slow
 def test_every_variant_meets_every_load_with_every_seed_at_one_rate() -> None:
     cells = list(cells_of(SMALL))
     plan = planned(SMALL, cells, jobs=1)

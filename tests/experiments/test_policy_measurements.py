@@ -72,6 +72,7 @@ def test_a_row_has_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None
     assert [source.sha256 for source in row.traces] == [None]
 
 
+@pytest.mark.slow
 def test_a_row_of_a_point_has_the_figures_of_every_orders_own_row() -> None:
     small = PolicyGrid(
         profiles=("laptop",),

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from experiments.scaling.rules import ScaledFleet, ScaledSimulation, WorkRule
 from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings
 from serve_app.errors import Outcome
@@ -56,6 +58,7 @@ def test_only_the_pool_whose_traffic_grows_is_scaled_and_nothing_is_cut() -> Non
     assert [size.ready for size in scaled.sizes if size.pool == "short"][-1] < most(scaled, "short")
 
 
+@pytest.mark.slow
 def test_a_replica_costs_from_its_order_to_its_last_answer() -> None:
     scaled = play(requests((200, 60, 50)))
     sizes = [size for size in scaled.sizes if size.pool == "short"]
@@ -68,6 +71,7 @@ def test_a_replica_costs_from_its_order_to_its_last_answer() -> None:
     assert came - ordered == 20.0
 
 
+@pytest.mark.slow
 def test_the_same_requests_give_the_same_fleet() -> None:
     assert play(requests((100, 60, 50))).sizes == play(requests((100, 60, 50))).sizes
 

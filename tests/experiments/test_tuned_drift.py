@@ -43,6 +43,7 @@ def arrived_in(requests: Sequence[TraceRequest], begin_s: float) -> list[TraceRe
     return [one for one in requests if begin_s <= one.arrival_s < begin_s + 2_000]
 
 
+@pytest.mark.slow
 def test_a_longer_mix_takes_more_of_the_fleet() -> None:
     before_s, after_s = seconds_of((0.1, 0.6), FleetSettings(profile="laptop", replicas={ONE_POOL: 1}))
     assert 0 < before_s < after_s

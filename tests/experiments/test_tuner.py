@@ -23,6 +23,7 @@ def test_the_bad_start_differs_from_the_defaults_in_every_value() -> None:
     assert good.scheduler.ewsjf.weights != bad.scheduler.ewsjf.weights
 
 
+@pytest.mark.slow
 def test_both_searches_stay_within_their_seconds_and_repeat_themselves() -> None:
     small = experiment()
     pair = SearchPair(small, "paper-mix", "bad", 5.0, 0)

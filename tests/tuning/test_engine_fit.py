@@ -53,6 +53,7 @@ def test_a_fit_without_a_profile_predicts_other_requests(factor: float, rate_per
     assert error.max_abs < 0.05
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced() -> None:
     known = fitted().engines
     assert known is not None

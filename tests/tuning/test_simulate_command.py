@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from serve_app.cli import main
 from serve_app.lab.simulation.partitions import read_partition
 
@@ -12,5 +14,6 @@ def queues(policy: str, folder: Path) -> int:
     return len(read_partition(out))
 
 
+@pytest.mark.slow
 def test_the_published_policy_has_the_published_queues(tmp_path: Path) -> None:
     assert queues("ewsjf-paper", tmp_path) > 2 * queues("ewsjf", tmp_path)

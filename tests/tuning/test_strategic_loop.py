@@ -126,6 +126,7 @@ def test_without_requests_nothing_happens() -> None:
     assert [loop.due(1e6 + now) for now in (600.0, 1e4)] == [None, None]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([paper_mix, heavy_tail]), st.integers(0, 10_000), st.sampled_from([2.0, 10.0, 40.0]))
 def test_a_stationary_mix_rarely_changes_the_partition(mix: Mix, seed: int, per_s: float) -> None:

@@ -33,7 +33,7 @@ from tests.serving.test_hot import ARGS, CHANGES, built
 
 pytestmark = pytest.mark.timeout(400)
 # No process listens there, so a pool on it cannot start.
-NOWHERE = {"remote": {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 3.0}}}
+NOWHERE = {"remote": {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 1.0}}}
 
 
 def changed_file(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

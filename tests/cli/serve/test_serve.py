@@ -171,6 +171,7 @@ def test_two_instances_of_a_configuration_serve_side_by_side(
             assert httpx.get(f"http://127.0.0.1:{port}/metrics").text.count("ewsjf_gateways_connected{") == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Path) -> None:
     server = {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 3.0}}
     pool = {"name": "only", "engine": {"remote": server}, "resources": {"num_cpus": 0.1}}

@@ -67,6 +67,7 @@ def test_a_fit_is_the_same_every_time_and_reports_its_replays() -> None:
     assert 0 < len(calls) <= EXPECTED_REPLAYS
 
 
+@pytest.mark.slow
 def test_the_timings_of_requests_that_are_not_fitted_are_not_used() -> None:
     requests = run("light")[:60]
     disguised = requests[:40] + [

@@ -83,6 +83,7 @@ def test_the_fleets_of_the_report_are_those_of_the_json_output(written: Written)
     }
 
 
+@pytest.mark.slow
 def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,13 +16,14 @@ def run(load: float | None = None, **changes: object) -> RunSettings:
     return replace(plain, **changes)  # type: ignore[arg-type] # each test names what it changes
 
 
+@pytest.mark.slow
 def test_the_saturated_rate_is_the_same_whenever_it_is_measured() -> None:
     fresh = TraceChoice(name="paper-mix", requests=1_999)
     assert saturated_rate_per_s(ONE, fresh, 3) == saturated_rate_per_s(ONE, replace(fresh), 3)
     assert saturated_rate_per_s(ONE, fresh, 3) != saturated_rate_per_s(ONE, fresh, 4)
 
 
-@pytest.mark.parametrize("profile", ["laptop", "llama2-70b-h100-tp4"])
+@pytest.mark.parametrize("profile", ["laptop", pytest.param("llama2-70b-h100-tp4", marks=pytest.mark.slow)])
 def test_short_and_long_runs_find_the_same_rate(profile: str) -> None:
     fleet = FleetSettings(profile=profile, replicas={"all": 1})
     short, long = (
@@ -55,6 +56,7 @@ def test_the_chunk_limit_under_test_does_not_affect_load_1() -> None:
     assert saturated_rate_per_s(smaller, PAPER_MIX, 0) < saturated_rate_per_s(ONE, PAPER_MIX, 0)
 
 
+@pytest.mark.slow
 def test_a_chunk_limit_of_one_pool_has_no_part_in_it_either() -> None:
     two = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_024)
     limit = PoolChanges(engine=EngineChanges(long_prefill_token_threshold=64))
