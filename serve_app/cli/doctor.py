@@ -5,12 +5,10 @@
 
 import argparse
 import email.utils
-import enum
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,40 +18,13 @@ from serve_app.cli.command import Command, print_result, program
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
-from serve_app.cli.status import add_address, api_key_for, default_url, endpoints_down
+from serve_app.cli.status import add_address, api_key_for, default_url
 from serve_app.errors import ServeAppError, SettingsError
+from serve_app.serving.scheduler.findings import Document, Finding, Severity, queue_findings, status_findings
 from serve_app.settings.checking.machine import listening_process
 from serve_app.settings.loading import load_settings
 
-# -- findings ----------------------------------------------------------------------------------------------
-
-
-class Severity(enum.IntEnum):
-    """Severity of a finding, by its current effect on clients."""
-
-    DOWN = 0
-    """Requests are not served."""
-    DEGRADED = 1
-    """Requests are delayed, or some fail."""
-    RISK = 2
-    """Requests are not affected yet, or were affected in the past."""
-    NOTE = 3
-    """Unusual, without effect on requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A finding and the next step, one sentence each."""
-
-    severity: Severity
-    what: str
-    next_step: str
-
-
 # -- inspection of a running application --------------------------------------------------------------------
-
-
-Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,154 +227,6 @@ def _listener(url: str) -> str:
     return listening_process(parts.port or (443 if parts.scheme == "https" else 80))
 
 
-# -- schedulers and replicas -------------------------------------------------------------------------------
-
-
-def check_scheduler(model: Document) -> Iterator[Finding]:
-    """Yield a finding if a model's scheduler does not respond or has ended."""
-    name = model["model"]
-    if "error" in model:
-        yield Finding(
-            Severity.DOWN,
-            f"model {name}: {model['error']}; new requests are queued until it is back",
-            "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
-        )
-    elif model["ended"]:
-        yield Finding(
-            Severity.DEGRADED,
-            f"model {name}: its scheduler has ended: {model['ended']}",
-            "another scheduler takes over automatically: check again in a few seconds",
-        )
-
-
-def check_reports(model: Document) -> Iterator[Finding]:
-    """Yield a finding for replicas without a fresh load report, which receive no requests."""
-    replicas = model["replicas"]
-    stale = sorted(name for name, replica in replicas.items() if replica["stale"])
-    silent = sorted(name for name, replica in replicas.items() if replica["report"] is None)
-    late = sorted({*stale, *silent})
-    if not late:
-        return
-    everyone = len(late) == len(replicas)
-    yield Finding(
-        Severity.DOWN if everyone else Severity.DEGRADED,
-        f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no recent load report, so "
-        f"they receive no requests: {', '.join(late)}",
-        "an engine that hangs is replaced after its health check: see its log and the load of its node",
-    )
-
-
-def check_endpoints(model: Document) -> Iterator[Finding]:
-    """Yield a finding for each remote endpoint that is down."""
-    for each in endpoints_down(model):
-        yield Finding(
-            Severity.DEGRADED,
-            f"model {model['model']}: {each}",
-            "restart its server: it is used again as soon as it answers; or remove it with "
-            "DELETE /admin/endpoints",
-        )
-
-
-def check_pools(model: Document) -> Iterator[Finding]:
-    """Yield a finding per pool without replicas while another pool of the model serves its requests."""
-    has = {replica["pool"] for replica in model["replicas"].values()}
-    for pool in model.get("pools", ()):
-        if has and pool not in has:
-            yield Finding(
-                Severity.DEGRADED,
-                f"model {model['model']}: pool {pool} has no replica: its requests wait or spill",
-                "replicas that start are used automatically; if "
-                "none becomes ready, see the logs of its engine",
-            )
-
-
-def check_tuner(model: Document) -> Iterator[Finding]:
-    """Yield a finding if the tuner is frozen."""
-    frozen = (model.get("tuner") or {}).get("frozen")
-    if frozen:
-        yield Finding(
-            Severity.NOTE,
-            f"model {model['model']}: the tuner is {frozen}",
-            f"thaw it: {program()} status --thaw-tuner",
-        )
-
-
-def check_decision_log(model: Document) -> Iterator[Finding]:
-    """Yield a finding if the decision log has ended while the scheduler continues."""
-    reason = model.get("decision_log_ended")
-    if reason:
-        yield Finding(
-            Severity.NOTE,
-            f"model {model['model']}: the decision log has ended: {reason}",
-            "nothing is recorded until the scheduler restarts: raise max_events, or free disk space",
-        )
-
-
-# -- current queue: queue length, queue time near its timeout, saturated engines -----------------------------
-
-
-_NEARLY_FULL_RATIO = 0.8
-_NEAR_TIMEOUT_RATIO = 0.5
-# KV usage above which an engine is likely to preempt soon.
-_KV_FULL = 0.95
-
-
-def check_queue_length(queue: Document) -> Iterator[Finding]:
-    """Yield a finding if a queue is near its limit, above which requests are rejected with 429."""
-    limit = queue.get("max_waiting")
-    if limit is None or queue["waiting"] < _NEARLY_FULL_RATIO * limit:
-        return
-    full = queue["waiting"] >= limit
-    rejected = "so requests are rejected with 429" if full else "beyond it, requests are rejected with 429"
-    yield Finding(
-        Severity.DEGRADED if full else Severity.RISK,
-        f"model {queue['model']}: {queue['waiting']:,} requests are queued, and the limit is {limit:,}"
-        f"{', ' if full else '; '}{rejected}",
-        "add replicas (`plan` computes how many) or reduce the load; a longer queue only adds queue time",
-    )
-
-
-def check_longest_wait(queue: Document) -> Iterator[Finding]:
-    """Yield a finding per class whose longest queue time is near its timeout."""
-    timeouts = queue.get("queue_timeout_s") or {}
-    reported: set[str] = set()
-    # The longest queue time comes first, so one finding per class is enough.
-    for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
-        priority = sub_queue["priority"]
-        timeout_s = timeouts.get(priority)
-        if timeout_s is None or priority in reported or sub_queue["wait_s"] < _NEAR_TIMEOUT_RATIO * timeout_s:
-            continue
-        reported.add(priority)
-        yield Finding(
-            Severity.DEGRADED,
-            f"model {queue['model']}: a request of class {priority} has been queued for "
-            f"{sub_queue['wait_s']:.0f} s of at most {timeout_s:.0f} s ({sub_queue['reason']})",
-            "`status` shows what is queued and why; add replicas of its pool, or raise the class's share",
-        )
-
-
-def check_saturation(model: Document) -> Iterator[Finding]:
-    """Yield a finding if requests wait and all engines are saturated."""
-    waiting = sum(model["waiting"].values())
-    ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
-    if not waiting or not ready or not all(_is_full(replica) for replica in ready):
-        return
-    yield Finding(
-        Severity.RISK,
-        f"model {model['model']}: {waiting:,} requests are "
-        f"queued, and all {len(ready)} replicas are saturated",
-        "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
-    )
-
-
-def _is_full(replica: Document) -> bool:
-    report = replica["report"]
-    # A server may not report all of these.
-    waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
-    batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
-    return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)
-
-
 # -- failures since the schedulers started, from their counters ----------------------------------------------
 
 
@@ -488,19 +311,6 @@ def check_errors(inspection: Inspection, model: str) -> Iterator[Finding]:
 # -- diagnosis ---------------------------------------------------------------------------------------------
 
 
-Check = Callable[[Document], Iterator[Finding]]
-
-_STATUS_CHECKS: tuple[Check, ...] = (
-    check_pools,
-    check_endpoints,
-    check_reports,
-    check_saturation,
-    check_tuner,
-    check_decision_log,
-)
-_QUEUE_CHECKS: tuple[Check, ...] = (check_queue_length, check_longest_wait)
-
-
 def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Finding]:
     """Return the findings for the application at an address, the most severe first.
 
@@ -522,12 +332,10 @@ def _findings(inspection: Inspection, instance: Instance | None) -> Iterator[Fin
     yield from check_access(inspection)
     try:
         for model in inspection.status:
-            yield from check_scheduler(model)
-            if "error" not in model:
-                yield from (finding for check in _STATUS_CHECKS for finding in check(model))
+            yield from status_findings(model)
         for queue in inspection.queues:
             if "error" not in queue:
-                yield from (finding for check in _QUEUE_CHECKS for finding in check(queue))
+                yield from queue_findings(queue)
     except (KeyError, TypeError, AttributeError) as error:
         yield Finding(
             Severity.NOTE,
@@ -549,9 +357,6 @@ def _models_with_metrics(inspection: Inspection) -> list[str]:
 # -- command -----------------------------------------------------------------------------------------------
 
 
-_LABELS = ("down", "degraded", "risk", "note")
-
-
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
 
@@ -565,7 +370,8 @@ def _run(args: argparse.Namespace) -> int:
         print_result(f"{url}: no problems found")
         return 0
     for number, finding in enumerate(findings, 1):
-        print_result(f"{number}. {_LABELS[finding.severity]}: {finding.what}\n   next: {finding.next_step}")
+        step = finding.next_step.replace("ewsjf status", f"{program()} status")
+        print_result(f"{number}. {finding.severity.label}: {finding.what}\n   next: {step}")
     return 1
 
 

@@ -14,13 +14,13 @@ from serve_app.cli.serve.instance import instance_at, running_instances
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
 from serve_app.serving.access import read_admin_key
+from serve_app.serving.scheduler.findings import endpoints_down
 
 Document = Mapping[str, Any]
 
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
 _MAX_COSTS = 10
-_MAX_DOWN = 5
 
 
 class StatusError(ServeAppError):
@@ -222,24 +222,6 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
     for name, replica in sorted(replicas.items()):
         if learned := replica.get("learned_context_tokens"):
             yield f"  {name} reports no context limit; learned from rejected requests: {learned:,} tokens"
-
-
-def endpoints_down(model: Document) -> Iterator[str]:
-    """Yield the first endpoints of each pool that are down, with the reason, and how many others are."""
-    # A scheduler of an older release does not report this.
-    today = datetime.now(UTC).date()
-    for pool in model.get("endpoints", ()):
-        number, all_of_them = len(pool["down"]), pool["endpoints"]
-        for one in pool["down"][:_MAX_DOWN]:
-            since = datetime.fromtimestamp(one["since"], UTC)
-            date = "" if since.date() == today else f"{since:%Y-%m-%d} "
-            reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
-            yield (
-                f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
-                f"{date}{since:%H:%M:%S} UTC"
-            )
-        if (more := number - _MAX_DOWN) > 0:
-            yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
 
 
 def _format_or_dash(figure: float | None, form: str = "") -> str:

@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from serve_app.cli import main, status
 from serve_app.cli.serve.instance import Instance
-from serve_app.cli.status import StatusError, api_key_for, endpoints_down, get_document
+from serve_app.cli.status import StatusError, api_key_for, get_document
 from tests.cli.pages import answering
 
 STATUS: dict[str, Any] = {
@@ -170,15 +169,6 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         assert text in shown
     assert "t2" not in shown
     assert "payer10" not in shown
-
-
-def test_a_time_of_today_is_shown_without_its_date() -> None:
-    now = datetime.now(UTC)
-    down = {"url": "http://b:1", "reason": "http://b:1/metrics gave no answer", "since": now.timestamp()}
-    (line,) = endpoints_down({"endpoints": [{"pool": "all", "endpoints": 2, "down": [down]}]})
-    assert line == (
-        f"1 of 2 endpoints of pool all down: http://b:1/metrics gave no answer, since {now:%H:%M:%S} UTC"
-    )
 
 
 def test_json_is_the_applications_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from serve_app.errors import ChannelError
 from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview
+from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.scheduler.recordings import captured, known_step_times
@@ -89,7 +90,9 @@ class AdminQueries:
     async def overview(self) -> dict[str, Any]:
         """Return this model's data for the dashboard."""
         live = self.live
-        found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
+        status, queue = live.status(), live.queue(SUB_QUEUES_SHOWN)
+        found = overview(status, queue, live.activity.document())
+        found["findings"] = findings_document(status, queue)
         return {**found, "scaling": await self.scaling(), "costs": most_costly(await self.costs())}
 
     async def costs(self) -> dict[str, Any]:

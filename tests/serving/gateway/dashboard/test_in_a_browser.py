@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.core.routing.replica import ReplicaReport
 from tests.browser import BrowserPage, needs_browser
 from tests.serving.gateway.builders import MODEL, Answers, replies
 
@@ -41,6 +42,25 @@ async def test_a_wrong_key_is_reported_and_another_can_be_entered(
     assert await page.evaluate("sessionStorage.length") == 0
     await live(page)
     assert await text(page, "#door-error") == ""
+
+
+async def test_what_is_wrong_is_shown_above_all_views_with_the_next_step(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    findings = "document.getElementById('findings').innerText"
+    await live(page)
+    await page.becomes(f"{findings} === 'No problems found.'")
+    (double,) = stage.fleet.doubles
+    double.counts = lambda: ReplicaReport(
+        received=0, waiting=3, running=8, kv_usage_ratio=0.99, draining=True
+    )
+    await stage.held()
+    stage.submit("r1")
+    await page.becomes(f"{findings}.includes('all 1 replicas are saturated')")
+    assert "RISK model " in await page.evaluate(findings)
+    assert "Next: if it lasts, add replicas" in await page.evaluate(findings)
+    stage.release()
+    await page.becomes(f"{findings} === 'No problems found.'")
 
 
 async def test_it_shows_waiting_requests_with_causes_and_updates_live(

@@ -8,13 +8,9 @@ export const title = "Fleet";
 
 export function render(model) {
   return h("div", { key: "fleet" },
-    ...model.replicas.filter((each) => each.reason).slice(0, MAX_REASONS).map(down),
     h("div", { class: "card" }, poolTable(model)),
     h("div", { class: "card" }, replicaTable(model)));
 }
-
-const MAX_REASONS = 5;
-const down = (each) => h("p", { class: "notice warning", key: each.replica }, `${each.replica} is down: ${each.reason}`);
 
 function reserved({ peak_tokens: peak, budget_tokens: budget }) {
   if (budget === null) return `${compact(peak)}, limit not reported`;

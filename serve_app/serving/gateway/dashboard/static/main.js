@@ -103,6 +103,7 @@ function leave() {
 function render() {
   const known = page.models.get(page.model);
   renderModels();
+  renderFindings();
   renderTiles(known?.shown);
   const panel = byId(`panel-${page.view}`);
   const view = VIEWS[page.view];
@@ -131,6 +132,24 @@ function renderModels() {
   if (select.value !== page.model) select.value = page.model;
 }
 
+/** Show what is wrong with any of the models, as `ewsjf doctor` finds it. */
+function renderFindings() {
+  const known = [...page.models.values()].filter((each) => each.shown && !each.error);
+  const findings = known.flatMap((each) => each.shown.findings ?? []);
+  const section = byId("findings");
+  section.hidden = !known.length;
+  const shown = findings.slice(0, MAX_FINDINGS);
+  const more = findings.length - shown.length;
+  show(
+    section,
+    shown.map((each) => h("div", { class: `finding ${each.severity}`, key: each.what },
+      h("p", null, h("b", null, each.severity), ` ${each.what}`), h("p", { class: "step" }, `Next: ${each.next_step}`))),
+    more > 0 ? h("p", { class: "note", key: "more" }, `${counted(more, "more finding")}: ewsjf doctor lists them`) : null,
+    findings.length || known.length < page.models.size ? null : h("p", { class: "note", key: "none" }, "No problems found."),
+  );
+}
+
+const MAX_FINDINGS = 6;
 const CLASSES = ["interactive", "default", "batch"];
 const REJECTED = (name) => name.startsWith("rejected");
 

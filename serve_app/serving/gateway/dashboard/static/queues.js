@@ -105,18 +105,20 @@ function border(tokens, x, width) {
 
 function queueTable(model) {
   const columns = [["Queue (tokens)"], ["Waiting", "figure"], ["Longest wait", "figure"], ["Most urgent head"], ["Wait", "figure"], ["Score", "figure"], ["Wait cause", "why"]];
-  const rows = model.length_queues.map((queue) => {
+  const filled = model.length_queues.filter((queue) => queue.waiting);
+  const empty = model.length_queues.length - filled.length;
+  const rows = filled.map((queue) => {
     const head = queue.head;
     const name = queue.bounds?.bubble ? [queue.name, " ", h("span", { class: "tag" }, "bubble")] : queue.name;
     return {
       key: queue.name,
-      kind: queue.waiting ? "" : "idle",
       cells: head
         ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), receiptOf(head, `${head.priority} · ${head.tenant}`), seconds(head.wait_s), score(head.score), reasons(head)]
         : [name, "0", NONE, NONE, NONE, NONE, "empty"],
     };
   });
-  return table("Length queues with their most urgent heads", columns, rows, "The queue is empty.");
+  const caption = `Length queues with their most urgent heads${filled.length && empty ? ` (${counted(empty, "empty queue")} not shown)` : ""}`;
+  return table(caption, columns, rows, empty > 1 ? `All ${empty} queues are empty.` : "The queue is empty.");
 }
 
 /** Link from a head to its receipt. */

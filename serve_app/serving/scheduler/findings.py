@@ -1,0 +1,235 @@
+"""Findings about one model: what affects its clients now, and the next step.
+
+They follow from the documents of `/debug/status` and `/debug/queue` alone. The dashboard shows them, and
+`doctor` adds what it sees from outside.
+"""
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+Document = Mapping[str, Any]
+
+
+class Severity(enum.IntEnum):
+    """Severity of a finding, by its current effect on clients."""
+
+    DOWN = 0
+    """Requests are not served."""
+    DEGRADED = 1
+    """Requests are delayed, or some fail."""
+    RISK = 2
+    """Requests are not affected yet, or were affected in the past."""
+    NOTE = 3
+    """Unusual, without effect on requests."""
+
+    @property
+    def label(self) -> str:
+        """The name as it is shown."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding and the next step, one sentence each."""
+
+    severity: Severity
+    what: str
+    next_step: str
+
+
+def check_scheduler(model: Document) -> Iterator[Finding]:
+    """Yield a finding if a model's scheduler does not respond or has ended."""
+    name = model["model"]
+    if "error" in model:
+        yield Finding(
+            Severity.DOWN,
+            f"model {name}: {model['error']}; new requests are queued until it is back",
+            "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
+        )
+    elif model["ended"]:
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {name}: its scheduler has ended: {model['ended']}",
+            "another scheduler takes over automatically: check again in a few seconds",
+        )
+
+
+def check_reports(model: Document) -> Iterator[Finding]:
+    """Yield a finding for replicas without a fresh load report, which receive no requests."""
+    replicas = model["replicas"]
+    stale = sorted(name for name, replica in replicas.items() if replica["stale"])
+    silent = sorted(name for name, replica in replicas.items() if replica["report"] is None)
+    late = sorted({*stale, *silent})
+    if not late:
+        return
+    everyone = len(late) == len(replicas)
+    yield Finding(
+        Severity.DOWN if everyone else Severity.DEGRADED,
+        f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no recent load report, so "
+        f"they receive no requests: {', '.join(late)}",
+        "an engine that hangs is replaced after its health check: see its log and the load of its node",
+    )
+
+
+def check_endpoints(model: Document) -> Iterator[Finding]:
+    """Yield a finding for each remote endpoint that is down."""
+    for each in endpoints_down(model):
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {model['model']}: {each}",
+            "restart its server: it is used again as soon as it answers; or remove it with "
+            "DELETE /admin/endpoints",
+        )
+
+
+def check_pools(model: Document) -> Iterator[Finding]:
+    """Yield a finding per pool without replicas while another pool of the model serves its requests."""
+    has = {replica["pool"] for replica in model["replicas"].values()}
+    for pool in model.get("pools", ()):
+        if has and pool not in has:
+            yield Finding(
+                Severity.DEGRADED,
+                f"model {model['model']}: pool {pool} has no replica: its requests wait or spill",
+                "replicas that start are used automatically; if "
+                "none becomes ready, see the logs of its engine",
+            )
+
+
+def check_tuner(model: Document) -> Iterator[Finding]:
+    """Yield a finding if the tuner is frozen."""
+    frozen = (model.get("tuner") or {}).get("frozen")
+    if frozen:
+        yield Finding(
+            Severity.NOTE,
+            f"model {model['model']}: the tuner is {frozen}",
+            "thaw it: ewsjf status --thaw-tuner",
+        )
+
+
+def check_decision_log(model: Document) -> Iterator[Finding]:
+    """Yield a finding if the decision log has ended while the scheduler continues."""
+    reason = model.get("decision_log_ended")
+    if reason:
+        yield Finding(
+            Severity.NOTE,
+            f"model {model['model']}: the decision log has ended: {reason}",
+            "nothing is recorded until the scheduler restarts: raise max_events, or free disk space",
+        )
+
+
+_NEARLY_FULL_RATIO = 0.8
+_NEAR_TIMEOUT_RATIO = 0.5
+# KV usage above which an engine is likely to preempt soon.
+_KV_FULL = 0.95
+
+
+def check_queue_length(queue: Document) -> Iterator[Finding]:
+    """Yield a finding if a queue is near its limit, above which requests are rejected with 429."""
+    limit = queue.get("max_waiting")
+    if limit is None or queue["waiting"] < _NEARLY_FULL_RATIO * limit:
+        return
+    full = queue["waiting"] >= limit
+    rejected = "so requests are rejected with 429" if full else "beyond it, requests are rejected with 429"
+    yield Finding(
+        Severity.DEGRADED if full else Severity.RISK,
+        f"model {queue['model']}: {queue['waiting']:,} requests are queued, and the limit is {limit:,}"
+        f"{', ' if full else '; '}{rejected}",
+        "add replicas (`plan` computes how many) or reduce the load; a longer queue only adds queue time",
+    )
+
+
+def check_longest_wait(queue: Document) -> Iterator[Finding]:
+    """Yield a finding per class whose longest queue time is near its timeout."""
+    timeouts = queue.get("queue_timeout_s") or {}
+    reported: set[str] = set()
+    # The longest queue time comes first, so one finding per class is enough.
+    for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
+        priority = sub_queue["priority"]
+        timeout_s = timeouts.get(priority)
+        if timeout_s is None or priority in reported or sub_queue["wait_s"] < _NEAR_TIMEOUT_RATIO * timeout_s:
+            continue
+        reported.add(priority)
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {queue['model']}: a request of class {priority} has been queued for "
+            f"{sub_queue['wait_s']:.0f} s of at most {timeout_s:.0f} s ({sub_queue['reason']})",
+            "`status` shows what is queued and why; add replicas of its pool, or raise the class's share",
+        )
+
+
+def check_saturation(model: Document) -> Iterator[Finding]:
+    """Yield a finding if requests wait and all engines are saturated."""
+    waiting = sum(model["waiting"].values())
+    ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
+    if not waiting or not ready or not all(_is_full(replica) for replica in ready):
+        return
+    yield Finding(
+        Severity.RISK,
+        f"model {model['model']}: {waiting:,} requests are "
+        f"queued, and all {len(ready)} replicas are saturated",
+        "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
+    )
+
+
+def _is_full(replica: Document) -> bool:
+    report = replica["report"]
+    # A server may not report all of these.
+    waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
+    batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
+    return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)
+
+
+# Endpoints that are named one by one.
+_MAX_DOWN = 5
+
+
+def endpoints_down(model: Document) -> Iterator[str]:
+    """Yield the first endpoints of each pool that are down, with the reason, and how many others are."""
+    # A scheduler of an older release does not report this.
+    today = datetime.now(UTC).date()
+    for pool in model.get("endpoints", ()):
+        number, all_of_them = len(pool["down"]), pool["endpoints"]
+        for one in pool["down"][:_MAX_DOWN]:
+            since = datetime.fromtimestamp(one["since"], UTC)
+            date = "" if since.date() == today else f"{since:%Y-%m-%d} "
+            reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
+            yield (
+                f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
+                f"{date}{since:%H:%M:%S} UTC"
+            )
+        if (more := number - _MAX_DOWN) > 0:
+            yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
+
+
+_CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
+    check_scheduler,
+    check_pools,
+    check_endpoints,
+    check_reports,
+    check_saturation,
+    check_tuner,
+    check_decision_log,
+)
+
+
+def status_findings(status: Document) -> Iterator[Finding]:
+    """Yield the findings from a model's document of `/debug/status`."""
+    for check in (check_scheduler,) if "error" in status else _CHECKS:
+        yield from check(status)
+
+
+def queue_findings(queue: Document) -> Iterator[Finding]:
+    """Yield the findings from a model's document of `/debug/queue`."""
+    yield from check_queue_length(queue)
+    yield from check_longest_wait(queue)
+
+
+def findings_document(status: Document, queue: Document) -> list[dict[str, str]]:
+    """Return all findings of a model as plain values, the most severe first."""
+    found = sorted([*status_findings(status), *queue_findings(queue)], key=lambda each: each.severity)
+    return [
+        {"severity": each.severity.label, "what": each.what, "next_step": each.next_step} for each in found
+    ]
