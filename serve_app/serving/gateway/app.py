@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving.channel.scheduler_client import SchedulerClient
+from serve_app.serving.channel.scheduler_client import SchedulerClient, ServerAddress
 from serve_app.serving.gateway.admin import (
     ENDPOINTS_METHODS,
     ENDPOINTS_PATH,
@@ -41,6 +41,7 @@ from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.forward import ScheduledCall, Services
+from serve_app.serving.gateway.halted import HaltWatch
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.body import check_structure
@@ -105,6 +106,7 @@ class Gateway:
         self._tracer = make_tracer(gateway_id) if settings.tracing else None
         self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
+        self._halts = HaltWatch(self._upstream, self._open_servers)
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
@@ -224,6 +226,9 @@ class Gateway:
                     self._call_ended.clear()
                     await self._call_ended.wait()
 
+    def _open_servers(self) -> set[ServerAddress]:
+        return {each.server for scheduler in self._schedulers.values() for each in scheduler.replicas()}
+
     def _check_stopping(self) -> None:
         if self._stopping_retry_after_s is not None:
             raise stopping(self._stopping_retry_after_s)
@@ -233,6 +238,7 @@ class Gateway:
         self.telemetry.flush_log()
         self._dashboard.close()
         self._background.close()
+        self._halts.close()
         self._upstream.close()
         self._reader.close()
         if self._tracer is not None:

@@ -227,6 +227,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_parser",
         "_paused",
         "_response",
+        "_saw_body",
         "_saw_byte",
         "_sent",
         "_transport",
@@ -246,6 +247,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._asked_at = 0.0
         self._first_use = True
         self._saw_byte = False
+        self._saw_body = False
         self._sent = False
         self._keep_alive = False
         self._informational = False
@@ -261,6 +263,11 @@ class UpstreamConnection(asyncio.Protocol):
     def is_idle(self) -> bool:
         """True if no request is in flight."""
         return self._response is None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """True if a request is in flight of whose answer no part of the body has arrived."""
+        return self._response is not None and not self._saw_body
 
     @property
     def is_usable(self) -> bool:
@@ -286,7 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._transport is not None
         assert self._response is None
         response = self._response = UpstreamResponse(self)
-        self._saw_byte = self._sent = False
+        self._saw_byte = self._saw_body = self._sent = False
         self._asked_at = asyncio.get_running_loop().time()
         self.silent_ticks = 0
         try:
@@ -423,7 +430,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Add body bytes without their chunk framing."""
-        response = self._response
+        response, self._saw_body = self._response, True
         if response is not None and response.push(body) and not self._paused:
             assert self._transport is not None
             self._paused = True
@@ -488,6 +495,7 @@ class UpstreamPool:
     Attributes:
         connects: TCP connections opened.
         stale_retries: requests repeated on a new connection because the reused one was closed.
+        on_sweep: called about every second while there are connections.
     """
 
     def __init__(
@@ -497,6 +505,7 @@ class UpstreamPool:
         self._https = https
         self.connects = 0
         self.stale_retries = 0
+        self.on_sweep: Callable[[], None] | None = None
         self._settings = settings
         self._idle: dict[ServerAddress, list[UpstreamConnection]] = {}
         self._all: set[UpstreamConnection] = set()
@@ -540,6 +549,31 @@ class UpstreamPool:
             self._sweep_timer = None
         for connection in tuple(self._all):
             connection.abort()
+
+    def silent(self, longer_than_s: float) -> set[ServerAddress]:
+        """Return the replicas that have sent nothing for that long to a request in flight."""
+        return {
+            connection.address
+            for connection in self._all
+            if not (connection.is_idle or connection.is_paused)
+            and connection.silent_ticks * self._sweep_s > longer_than_s
+        }
+
+    def give_up(self, address: ServerAddress, *, begun: bool) -> int:
+        """Fail the requests at a replica that does not respond, and close its idle connections.
+
+        Args:
+            begun: also those whose answers have begun.
+
+        Returns:
+            The number of failed requests.
+        """
+        failed = 0
+        for connection in tuple(self._all):
+            if connection.address == address and (begun or connection.is_idle or connection.is_unanswered):
+                failed += not connection.is_idle
+                connection.fail(f"the replica {address.host}:{address.port} does not respond")
+        return failed
 
     # ConnectionOwner
 
@@ -618,6 +652,8 @@ class UpstreamPool:
                 message = f"the replica sent nothing for {settings.silence_timeout_s} s"
                 connection.fail(message, EngineSilentError)
         self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None
+        if self.on_sweep is not None:
+            self.on_sweep()
 
 
 def _tune(sock: socket.socket | None) -> None:
