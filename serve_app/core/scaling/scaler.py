@@ -11,6 +11,9 @@ from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool, Sca
 
 # Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
 _LOAD_TIME_CONSTANT_S = 20.0
+# A burst looks like a high rate of arrivals until the mean has forgotten it. So the load beyond the ready
+# engines counts only as far as it doubles within this time, and the queued work counts in full.
+_DOUBLING_S = 30.0
 # A backlog that drains within this time is no reason for another engine, even if that starts immediately.
 _MIN_HORIZON_S = 30.0
 # Tolerance for rounding errors of a need that is a whole number.
@@ -64,6 +67,8 @@ class PoolScaler:
     def __init__(self, pool: ScaledPool, load_time_constant_s: float = _LOAD_TIME_CONSTANT_S) -> None:
         self._settings = pool.autoscaling or _UNBOUNDED
         self._load = _RecentLoad(load_time_constant_s)
+        # The load, as far as it is no burst.
+        self._lasting = 0.0
         self._speed = PoolSpeed()
         self.start_time = StartTime()
         # Needs of the last `downscale_delay_s`, each greater than all later ones.
@@ -128,6 +133,8 @@ class PoolScaler:
         known = speed.now(view.tpot_limit_s)
         engine_s = 0.0 if known is None else known.seconds(prefill_tokens, output_tokens)
         self._load.observe(engine_s, elapsed_s)
+        growth = 2.0 ** min(1.0, elapsed_s / _DOUBLING_S)
+        self._lasting = min(self._load.engines, max(1.0, view.ready, self._lasting) * growth)
 
     def _need(self, view: PoolView) -> tuple[float, str, float, float]:
         speed = self._speed.now(view.tpot_limit_s)
@@ -135,7 +142,7 @@ class PoolScaler:
         if speed is None:
             needed, reason, load, backlog_s = (*self._by_slots(view), 0.0, 0.0)
         else:
-            load = self._load.engines
+            load = self._lasting
             backlog_s = speed.seconds(view.waiting_prefill_tokens, view.waiting_output_tokens)
             needed, reason = self._by_work(view, load, backlog_s, start_s)
         coming = max(0, (self.desired or 0) - view.ready)

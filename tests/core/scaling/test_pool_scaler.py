@@ -46,10 +46,30 @@ def test_arrivals_are_served_at_the_target_utilisation() -> None:
     pool = Pool()
     pool.look()
     # Work for 2.1 engines: at 70 % of each that is three.
-    decision = pool.look(30, prefill_tokens_per_s=2_100)
+    decision = pool.look(40, prefill_tokens_per_s=2_100)
     assert decision.load == pytest.approx(2.1, rel=0.01)
     assert decision.replicas == 3
     assert "arrivals fill 2.10 engines" in decision.reason
+
+
+def test_a_burst_counts_by_its_queued_work_and_not_as_a_rate_that_would_last() -> None:
+    # 16 requests to one slow engine, each with 25 s of work.
+    scaler = PoolScaler(ScaledPool())
+    waiting = replace(IDLE, waiting_requests=15, waiting_prefill_tokens=375_000, has_demand=True)
+    found = []
+    for now in range(120):
+        arrived = 400_000 if now else 0
+        found.append(
+            scaler.decide(replace(waiting if now else IDLE, arrived_prefill_tokens=arrived), float(now))
+        )
+    # Six engines would serve the queue within the minute that an engine takes to start.
+    assert 375 / 60 <= max(decision.replicas for decision in found) <= 375 / 60 + 3
+    # A rate that lasts is followed within two minutes, ten times the engines.
+    scaler = PoolScaler(ScaledPool())
+    for now in range(120):
+        arriving = replace(IDLE, arrived_requests=now, arrived_prefill_tokens=10_000 * now)
+        decision = scaler.decide(arriving, float(now))
+    assert decision.replicas == 15
 
 
 def test_a_backlog_adds_replicas_that_drain_it_within_the_time_of_a_start() -> None:
