@@ -329,7 +329,9 @@ class Gateway:
             found = self._served.find(parse_model(held.data), caller)
             with incoming.watch():
                 forwarded = self._reader.forwarded(incoming)
-                await self._any_replica.forward(found.replicas(), incoming, forwarded, held.data)
+                await self._any_replica.forward(
+                    found.replicas(), incoming, forwarded, held.data, found.model.max_model_len
+                )
         finally:
             held.release()
 

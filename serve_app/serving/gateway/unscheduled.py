@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.engine_answer import failure_of
-from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, encode, send_body
 from serve_app.serving.gateway.request.headers import response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream import (
@@ -30,14 +32,24 @@ class AnyReplica:
         self._next = 0
 
     async def forward(
-        self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
+        self,
+        replicas: Sequence[ReplicaAddress],
+        incoming: IncomingRequest,
+        forwarded: bytes,
+        body: bytes,
+        max_model_len: int | None = None,
     ) -> None:
         """Send a request to one of `replicas`, and its answer to the client.
+
+        Args:
+            max_model_len: longest context of the model's pools, for answers that state that of one engine.
 
         Raises:
             RequestRejected: no replica answers.
         """
         response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
+        if incoming.path == "/tokenize" and response.status == 200 and max_model_len is not None:
+            answer = _with_limit(answer, max_model_len)
         headers = [*response_headers(response.headers), *incoming.id_headers]
         headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
         await send_body(incoming.send, response.status, headers, answer)
@@ -74,3 +86,13 @@ class AnyReplica:
         if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
             raise failure
         return response, answer
+
+
+def _with_limit(answer: bytes, max_model_len: int) -> bytes:
+    try:
+        document = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return answer
+    if not isinstance(document, dict) or "max_model_len" not in document:
+        return answer
+    return encode({**document, "max_model_len": max_model_len})

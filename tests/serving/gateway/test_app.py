@@ -287,6 +287,8 @@ async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can
 async def test_tokenize_goes_to_a_replica_without_being_scheduled(stage: Stage) -> None:
     answer = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
     assert answer.json()["count"] == 3
+    # Of the model, not of the replica that happens to answer.
+    assert answer.json()["max_model_len"] == 4096
     assert stage.engine.paths == ["/tokenize"]
     assert stage.dispatcher.events == []
     stage.dispatcher.ports = [1, *stage.dispatcher.ports]
