@@ -7,14 +7,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
 from experiments.common.application import Application
 from experiments.common.processes import titled
+from serve_app.cli.serve.instance import read_instance
 from serve_app.lab.bench.connection import BenchError
 
 _TIMEOUT_S = 240.0
-_ADDRESS = "--gcs-address="
 # In a separate process: this one may use several clusters in succession.
 _DEPLOY = """
 import json, sys, time
@@ -87,11 +85,10 @@ def gcs_address(served: Application) -> str:
     Raises:
         BenchError: it does not run.
     """
-    for process in psutil.Process(served.pid).children(recursive=True):
-        for word in process.cmdline():
-            if word.startswith(_ADDRESS):
-                return word.removeprefix(_ADDRESS)
-    raise BenchError(f"no process of {served.url} has the address of its cluster in its command line")
+    try:
+        return read_instance(served.folder).ray_address
+    except OSError as exc:
+        raise BenchError(f"{served.url} does not run: {exc}") from exc
 
 
 def replica_processes(served: Application) -> dict[str, list[int]]:

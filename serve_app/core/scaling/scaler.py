@@ -28,7 +28,7 @@ class PoolDecision:
     Attributes:
         needed: the need before rounding, delays, bounds and the GPU budget.
         ready: replicas that accept requests now.
-        load: engines that the arriving work fills.
+        load: engines that the arriving work fills, limited in its growth.
         backlog_s: queued work in seconds of one engine.
         may_shrink: False while replicas beyond this number must not be stopped.
     """
@@ -67,7 +67,7 @@ class PoolScaler:
     def __init__(self, pool: ScaledPool, load_time_constant_s: float = _LOAD_TIME_CONSTANT_S) -> None:
         self._settings = pool.autoscaling or _UNBOUNDED
         self._load = _RecentLoad(load_time_constant_s)
-        # The load, as far as it is no burst.
+        # The part of the load that counts, see `_DOUBLING_S`.
         self._lasting = 0.0
         self._speed = PoolSpeed()
         self.start_time = StartTime()

@@ -3,7 +3,8 @@
 A process that is stopped, or whose node hangs, still acknowledges TCP segments, so nothing tells its clients.
 Two signs together do: the scheduler has closed the replica, because its reports are missing, and the replica
 answers no request for its health. Then requests without any part of their answer return to the queue, for
-another replica. Answers that have begun may continue, so they end later, with an error event.
+another replica. Answers that have begun may continue, so they end later, with an error event. While no
+scheduler is connected, all replicas count as closed, and the second sign alone decides.
 """
 
 import asyncio

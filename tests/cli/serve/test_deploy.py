@@ -76,7 +76,7 @@ async def ends_beside(url: str, work: Callable[[], Any]) -> tuple[Counter[int], 
 
 
 async def test_a_change_is_applied_and_one_that_fails_is_rolled_back_while_requests_are_answered(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -87,14 +87,19 @@ async def test_a_change_is_applied_and_one_that_fails_is_rolled_back_while_reque
         assert len(before) == 5
         # The port belongs to the application that the file is for.
         assert check_file(config, own_ports={port}).mistakes == []
+        assert main(["check", str(config)]) == 0
+        assert f"deploy {config}" in capsys.readouterr().out
         assert [found.message for found in check_file(config).mistakes if "in use" in found.message]
 
         changed_file(config, lambda args: args["models"][0].update(scheduler={"max_waiting": 77}))
+        changed_file(config, lambda args: args["gateways"].update(drain_timeout_s=4.0))
         statuses, done = await ends_beside(url, lambda: deploy(config))
         assert done.returncode == 0, done.stderr
-        assert "changed settings: models[0].scheduler" in done.stdout
+        for setting in ("gateways.drain_timeout_s", "models[0].scheduler.max_waiting"):
+            assert setting in done.stdout.splitlines()[0]
         assert f"scheduler-demo  {CHANGED}" in done.stdout
-        assert "unchanged: gateway, long-demo, short-demo" in done.stdout
+        assert f"gateway         {CHANGED}" in done.stdout
+        assert "unchanged: long-demo, short-demo" in done.stdout
         assert set(statuses) == {200}
         assert replicas(opened.process.pid) == before
         (queue,) = (await queues(url))["models"]
@@ -118,6 +123,9 @@ async def test_a_change_is_applied_and_one_that_fails_is_rolled_back_while_reque
         config.write_text(working)
         done = await asyncio.to_thread(deploy, config)
         assert "changed settings: none" in done.stdout
+        # The stop follows the deployed settings.
+        opened.type_interrupt()
+        await asyncio.to_thread(opened.wait_for, "In-flight requests have 4 s to complete")
 
 
 async def queues(url: str) -> Any:
