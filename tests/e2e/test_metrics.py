@@ -59,6 +59,7 @@ def test_the_reference_is_what_a_scrape_shows(app: Served) -> None:
         }
         assert httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     wait_for(lambda: scrape(app)["ewsjf_tuner_frozen"][2] > 0, 30, "the tuner tells of itself")
+    wait_for(lambda: scrape(app)["ewsjf_desired_replicas"][2] > 0, 30, "autoscaling has decided")
     documented = application_metrics()
     wait_for(lambda: scrape(app).keys() | _WITH_STATE == documented.keys(), 10, "all processes are shown")
     live = scrape(app)
