@@ -153,6 +153,11 @@ class RequestSpec:
     streamed: bool = True
     adapter: str | None = None
 
+    @property
+    def served_name(self) -> str:
+        """Name under which engines serve the request: the adapter's or the model's."""
+        return self.adapter or self.model
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:

@@ -18,6 +18,9 @@ METRIC_ADVICE = {
         "A long tail with a good mean: preemptions, or long prefills next to decodes. Check the engines' "
         "preemptions and prefill isolation."
     ),
+    "ewsjf_gateway_fallbacks_total": (
+        "`reason` is the outcome at `model`. Many with `rejected_queue_full`: the model needs more capacity."
+    ),
     "ewsjf_gateway_put_backs_total": (
         "`lost`: engines die. `busy`: engines have less capacity than they report. `unreachable`: the "
         "network or a node."

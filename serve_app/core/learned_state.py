@@ -1,8 +1,9 @@
 """The learned state of a scheduler, persisted for the next one.
 
-It contains bytes per token, template overhead, output lengths, the cost of a prefill in each pool, and the
-share of requests that is scheduled. The tuner persists the learned length queues. Requests, replicas and
-their caches are not included: gateways and replicas report them to every new scheduler.
+It contains bytes per token, template overhead, output lengths, the cost of a prefill in each pool, the share
+of requests that is scheduled, and what the model has spent in the last hour. The tuner persists the learned
+length queues. Requests, replicas and their caches are not included: gateways and replicas report them to
+every new scheduler.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
     return {
         "estimator": core.estimator.state(),
         "prefill_costs": core.prefill_costs.state(),
+        "spending": core.admission.spending.state(core.now),
         "active_share": core.pass_through.active_share,
         "configured_active_share": core.settings.active_share,
     }
@@ -32,6 +34,7 @@ def restore_state(core: Scheduler, document: Mapping[str, Any]) -> None:
     """
     core.estimator.restore(section(document, "estimator"))
     core.prefill_costs.restore(section(document, "prefill_costs"))
+    core.admission.spending.restore(document.get("spending", []), core.now)
     # A share that an operator set at run time applies until the configured share changes.
     if document.get("configured_active_share") == core.settings.active_share:
         core.pass_through.change(number(document, "active_share", at_least=0, at_most=1))

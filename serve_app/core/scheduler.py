@@ -177,6 +177,11 @@ class Scheduler:
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
         return earliest(timeout, backoff, report, outage, self._routing.next_at(), self._prefills.next_at())
 
+    @property
+    def now(self) -> float:
+        """Time of the last event, in seconds on its clock."""
+        return self._now
+
     def find(self, request_id: str) -> ScheduledRequest | None:
         """Return the current state of a request, or None if it is unknown or has ended."""
         return self._requests.get(request_id)
@@ -278,6 +283,8 @@ class Scheduler:
             self.queue.settle(scheduled, event.usage)
             self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
         dispatched = scheduled.replica_id is not None
+        if dispatched:
+            self.admission.spending.on_end(scheduled, now)
         if dispatched and event.outcome is Outcome.COMPLETED:
             self.in_flight.complete(scheduled, event.usage, now)
         self._detach(scheduled, now)

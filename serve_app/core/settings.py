@@ -3,6 +3,7 @@
 from dataclasses import field, replace
 from typing import Annotated
 
+from serve_app.core.admission.spending import TokenPrices
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSettings
@@ -137,11 +138,14 @@ class SchedulerSettings(SchedulerConfig):
         model: the model name that clients send.
         aliases: other names for the same model (LoRA adapters, old names).
         on_demand_pools: pools whose first replica starts when a request waits for them.
+        price, budget_per_hour: see `Spending`; without a budget, nothing is limited.
     """
 
     model: str
     aliases: tuple[str, ...] = ()
     on_demand_pools: tuple[str, ...] = ()
+    price: TokenPrices | None = None
+    budget_per_hour: float | None = None
     routing: RoutingSettings = field(default_factory=RoutingSettings)
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from serve_app.core.admission.spending import TokenPrices
 from serve_app.core.policies import learns_queues
 from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
 from serve_app.core.settings import SchedulerConfig, SchedulerSettings
@@ -248,6 +249,9 @@ class ModelConfig:
         scheduler: queueing of requests and their distribution over the pools.
         tuner: online learning for the scheduler.
         decision_log: record of the scheduler's decisions for replays; costs a tenth of the scheduler's speed.
+        price: price of its tokens, for budgets and reports of usage.
+        budget_per_hour: what its requests may cost in any hour, for engines that are paid per token. Beyond
+            it, requests are rejected, or fall back to other models (`gateway.routes`).
         gpu_budget: maximum number of GPUs for all pools together; None for no limit. The pool with the most
             work per replica gets the next GPU.
     """
@@ -258,11 +262,15 @@ class ModelConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     tuner: TunerSettings = field(default_factory=TunerSettings)
     decision_log: DecisionLogSettings | None = None
+    price: TokenPrices | None = None
+    budget_per_hour: Annotated[float | None, FINITE_POSITIVE, ADVANCED] = None
     gpu_budget: Annotated[float | None, POSITIVE, ADVANCED] = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name must not be empty: it is the name that clients send")
+        if self.budget_per_hour is not None and self.price is None:
+            raise ValueError(f"model {self.name}: budget_per_hour needs price, the prices of its tokens")
         # Raises if the budget is below the minimum that the pools need.
         _ = self.scaling
 

@@ -70,6 +70,8 @@ def _model(where: str, model: ModelConfig) -> ModelSettings:
             model=model.name,
             aliases=model.aliases,
             routing=routing,
+            price=model.price,
+            budget_per_hour=model.budget_per_hour,
             on_demand_pools=tuple(pool.name for pool in model.pools if pool.starts_on_demand),
         )
     # Engines serve the model's names, because bodies are forwarded as clients wrote them.
@@ -118,6 +120,7 @@ def _served(model: ModelConfig) -> Iterator[ServedModel]:
             name=name,
             max_model_len=longest,
             starts_on_demand=on_demand,
+            price=model.price,
             targets=model.tuner.targets,
         )
 

@@ -20,6 +20,8 @@ _STARTS: Mapping[str, Mapping[str, Any]] = {
     "metrics_key": {"key": "secret"},
     "tls": {name: f"/etc/ewsjf/{name}.pem" for name in ("ca", "certificate", "key")},
     "decision_log": {"path": "decisions.jsonl"},
+    "price": {"prompt": 1.0, "generated": 1.0},
+    "routes": {"name": "assistant", "models": {"demo": 1}},
     "parameters": {"profile": "laptop"},
 }
 _STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")

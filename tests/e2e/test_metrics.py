@@ -14,6 +14,7 @@ _WITH_STATE = {"ewsjf_state_failures_total", "ewsjf_state_saved_timestamp_second
 # Without series until this has happened or is used.
 _WITHOUT_SERIES = {
     "ewsjf_gateway_put_backs_total": "an engine that fails",
+    "ewsjf_gateway_fallbacks_total": "routes",
     "ewsjf_endpoints": "remote pools",
     "ewsjf_key_requests_total": "API keys",
     "ewsjf_key_tokens_total": "API keys",

@@ -1,9 +1,9 @@
 """Admission control: decides whether a request may queue, and when a rejected one should retry.
 
 A request is rejected on arrival if its model is not served here, a limit of its API key is reached
-(`arrival_rejection`, `key_limits`), or no replica that could serve it is alive (`outage_rejection`,
-`outages`). A request that fits a replica is dispatched immediately, however full the queue is. Any other
-request may queue if it meets these conditions (`queue_rejection`):
+(`arrival_rejection`, `key_limits`), the model's budget is used up (`spending`), or no replica that could
+serve it is alive (`outage_rejection`, `outages`). A request that fits a replica is dispatched immediately,
+however full the queue is. Any other request may queue if it meets these conditions (`queue_rejection`):
 
 - Deadline: the predicted wait plus a margin must end before the request's queue timeout. This condition
   applies only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower
@@ -38,6 +38,7 @@ from serve_app.core.admission.retry_reservations import (
     RetryReservations,
     fair_tokens,
 )
+from serve_app.core.admission.spending import Spending
 from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
 from serve_app.core.dispatch.in_flight import describe_expiry
 from serve_app.core.queueing.fairness import FairnessMode
@@ -104,13 +105,15 @@ class Admission:
             settings.routing.pools, settings.no_replica_grace_s, now, settings.on_demand_pools
         )
         self.keys = KeyAccounts()
+        self.spending = Spending(settings.price, settings.budget_per_hour)
 
     def arrival_rejection(
         self, request: Request, estimate: TokenEstimate, routing_rejection: Conclusion | None, now: float
     ) -> Conclusion | None:
-        """Return the rejection for an unknown model, `routing_rejection` or a limit of the key, or None."""
+        """Return the rejection for an unknown model, `routing_rejection`, a limit or a budget, or None."""
         if request.spec.model in self._names:
-            return routing_rejection or self.keys.rejection(request, estimate, now)
+            limited = routing_rejection or self.keys.rejection(request, estimate, now)
+            return limited or self.spending.rejection(now)
         names = ", ".join(sorted(self._names))
         message = f"model {request.spec.model!r} is not served here; served: {names}"
         return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)

@@ -407,11 +407,12 @@ class DebugPages:
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
-        for found in found_by:
-            if "request_id" in found:
-                await send_json(incoming.send, 200, encode(found), [])
-                return
-        raise _no_receipt(request_id)
+        receipts = [found for found in found_by if "request_id" in found]
+        if not receipts:
+            raise _no_receipt(request_id)
+        # A request to a route may have been rejected by one model before another one served it.
+        found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
+        await send_json(incoming.send, 200, encode(found), [])
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the recording around a request, or its what-if analysis."""

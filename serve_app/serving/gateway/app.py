@@ -43,6 +43,7 @@ from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.halted import HaltWatch
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
+from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import (
@@ -52,8 +53,8 @@ from serve_app.serving.gateway.request.endpoints import (
     UNSCHEDULED,
     parse_model,
 )
-from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.reader import RequestReader, ServedModels
+from serve_app.serving.gateway.request.incoming import IncomingRequest, append_fields, model_field
+from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses, method_of
@@ -102,7 +103,7 @@ class Gateway:
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._queries = queries or {}
-        self._served = ServedModels(settings.models, schedulers)
+        self._served = ServedModels(settings.models, schedulers, settings.routes)
         self._tracer = make_tracer(gateway_id) if settings.tracing else None
         self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
@@ -127,7 +128,7 @@ class Gateway:
         self._services = Services(
             self._upstream, self.telemetry, holders, self._background, settings.queue_comment_interval_s
         )
-        self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
+        self._stored = StoredResponses(self._upstream, schedulers, self._served, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
         self._dashboard = Dashboard(Frames(self._queries, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
@@ -160,6 +161,7 @@ class Gateway:
             before = self._settings
             self._metrics_endpoint.change(before.metrics_key, requires_keys=before.requires_keys)
             raise
+        self._served.change(changed.routes)
         self._http = with_cors(self._serve, changed.cors)
         self.telemetry.log_requests = changed.log_requests
         self._services = replace(self._services, queue_comment_interval_s=changed.queue_comment_interval_s)
@@ -305,7 +307,7 @@ class Gateway:
         except RequestRejected:
             job.body.release()
             raise
-        call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
+        call = ScheduledCall(job, self._services, self._schedulers)
         self._calls.add(call)
         try:
             await call.run()
@@ -317,7 +319,7 @@ class Gateway:
         """Forward a query without a body to a replica of the named model, or else of the first model."""
         caller = self._reader.authenticate(incoming)
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
-        found = self._served.find(named[0] if named else self._served.first(caller), caller)
+        found = self._served.find(named[0] if named else self._served.first(caller), caller).ready()
         forwarded = self._reader.forwarded(incoming)
         await self._any_replica.forward(found.replicas(), incoming, forwarded, b"")
 
@@ -326,11 +328,13 @@ class Gateway:
         held = await self._reader.body(incoming)
         try:
             check_structure(held.data)
-            found = self._served.find(parse_model(held.data), caller)
+            name = self._served.find(parse_model(held.data), caller)
+            found = name.ready()
+            body = append_fields(held.data, [model_field(found.name)] if name.route is not None else [])
             with incoming.watch():
                 forwarded = self._reader.forwarded(incoming)
                 await self._any_replica.forward(
-                    found.replicas(), incoming, forwarded, held.data, found.model.max_model_len
+                    found.replicas(), incoming, forwarded, body, found.model.max_model_len
                 )
         finally:
             held.release()

@@ -8,6 +8,8 @@ Rules:
 - A timeout is final: the engine may still be computing, and the next one would take as long.
 - An engine's own error is retried once on another replica. A second one is passed to the client, because the
   request is the likely cause.
+- A request to a route that is rejected by one model is submitted to the next one (`routes.Fallbacks`), also
+  invisibly to the client.
 - After the first byte, a failure ends the stream with an error event. Nothing is sent twice, and no stream
   ends without a final event or an error.
 - Capacity is released when the engine has finished, not when a slow client has read the answer.
@@ -16,15 +18,15 @@ Rules:
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.request import Usage
-from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
+from serve_app.request import Submission, Usage
+from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.client_api import send_rejection
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
@@ -51,12 +53,14 @@ from serve_app.serving.gateway.answer.stream import (
 from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueSubscription, QueueUpdates
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,
+    SERVED_MODEL_HEADER,
     dispatch_headers,
     response_headers,
     upstream_head,
 )
 from serve_app.serving.gateway.request.incoming import ForwardJob
 from serve_app.serving.gateway.request_log import ConcludedRequest
+from serve_app.serving.gateway.routes import Fallbacks
 from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
 from serve_app.serving.gateway.telemetry import RequestTimestamps, Telemetry
 from serve_app.serving.gateway.upstream import (
@@ -90,26 +94,36 @@ class ScheduledCall:
         "_comments",
         "_detail",
         "_engine_failed",
+        "_fallbacks",
         "_grant",
         "_job",
+        "_on_outlook",
         "_open_grant",
         "_outcome",
         "_scheduler",
+        "_schedulers",
         "_send",
         "_services",
         "_started",
         "_stored",
         "_streams",
+        "_submission",
         "_times",
         "_trace",
         "_usage",
         "_watch",
     )
 
-    def __init__(self, job: ForwardJob, services: Services, scheduler: SchedulerClient) -> None:
+    def __init__(
+        self, job: ForwardJob, services: Services, schedulers: Mapping[str, SchedulerClient]
+    ) -> None:
         self._job = job
         self._services = services
-        self._scheduler = scheduler
+        self._schedulers = schedulers
+        self._submission = job.submission
+        self._scheduler = schedulers[job.submission.spec.model]
+        self._fallbacks = Fallbacks(job.fallbacks, job.fallback_after_s) if job.fallbacks else None
+        self._on_outlook: Callable[[RequestOutlook | None], None] | None = None
         self._send = job.incoming.send
         self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
@@ -128,8 +142,7 @@ class ScheduledCall:
 
     async def run(self) -> None:
         """Queue, forward, answer and conclude the request. Raises only the cancellation of its task."""
-        model = self._job.submission.spec.model
-        self._services.telemetry.on_arrival(model)
+        self._services.telemetry.on_arrival(self._submission.spec.model)
         try:
             self._start_comments()
             with self._watch:
@@ -145,7 +158,7 @@ class ScheduledCall:
             self._conclude(Outcome.CANCELLED, detail="the server ended the request")
             raise
         except Exception as error:
-            logger.exception("event=gateway_error request_id=%s", self._job.submission.request_id)
+            logger.exception("event=gateway_error request_id=%s", self._submission.request_id)
             self._conclude(Outcome.FAILED, detail=repr(error))
             await self._answer(
                 RequestRejected(Outcome.FAILED, "internal error of the gateway; see its log", status=500)
@@ -161,7 +174,7 @@ class ScheduledCall:
 
     def _record_departure(self) -> None:
         telemetry = self._services.telemetry
-        telemetry.on_departure(self._job.submission.spec.model)
+        telemetry.on_departure(self._submission.spec.model)
         telemetry.on_conclusion(self._conclusion_record())
 
     def _continues_in_background(self) -> bool:
@@ -188,7 +201,33 @@ class ScheduledCall:
         self._watch.fire(rejection)
 
     async def _serve(self) -> None:
-        submission, telemetry = self._job.submission, self._services.telemetry
+        """Serve the request by its model or, if that rejects it, by the first fallback that does not."""
+        while True:
+            try:
+                await self._serve_by_model()
+            except RequestRejected as rejection:
+                if self._fallbacks is None or self._started:
+                    raise
+                waited_s = monotonic() - self._job.incoming.arrived_at
+                self._fall_back(self._fallbacks.following(rejection, waited_s), rejection)
+            else:
+                return
+
+    def _fall_back(self, submission: Submission, rejection: RequestRejected) -> None:
+        telemetry, before = self._services.telemetry, self._submission.spec.model
+        self._report_end(rejection.outcome)
+        telemetry.on_departure(before)
+        self._submission, self._scheduler = submission, self._schedulers[submission.spec.model]
+        telemetry.on_arrival(submission.spec.model)
+        telemetry.on_fallback(self._job.route, before, submission.spec.model, rejection.outcome)
+        self._grant, self._times.granted_at, self._engine_failed = None, None, False
+        if self._on_outlook is not None:
+            # After the submission, which the next step sends.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._scheduler.watch, submission.request_id, self._on_outlook)
+
+    async def _serve_by_model(self) -> None:
+        submission, telemetry = self._submission, self._services.telemetry
         self._trace.queued(submission)
         self._times.submitted_at = submitted_at = monotonic()
         answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
@@ -218,7 +257,7 @@ class ScheduledCall:
 
     def _accept(self, grant: Grant) -> None:
         self._open_grant = self._grant = grant
-        bound_to = self._job.submission.bound_to
+        bound_to = self._submission.bound_to
         if bound_to not in (None, grant.dispatch.replica_id):
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
@@ -253,7 +292,7 @@ class ScheduledCall:
         """Send the request, without retaining its body, so that the job may release it."""
         address = grant.address
         name = self._stored.name(address) if self._stored is not None else None
-        body = self._job.body_for(grant, name)
+        body = self._job.body_for(self._submission, grant, name)
         forwarded = self._job.forwarded + self._trace.headers()
         head = upstream_head(self._job.incoming, forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
@@ -283,7 +322,7 @@ class ScheduledCall:
         """Forward a stream as a non-streamed answer. Failures can be retried until the end of the stream."""
         scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
         assembly.feed(await next_events(response, scanner))
-        self._scheduler.first_token(self._job.submission.request_id)
+        self._scheduler.first_token(self._submission.request_id)
         while not response.at_end:
             assembly.feed(await next_events(response, scanner))
         status, body = 200, assembly.error
@@ -312,13 +351,13 @@ class ScheduledCall:
             self._stored.on_first_events(events)
         self._begin_answer()
         self._times.first_token_at = monotonic()
-        self._scheduler.first_token(self._job.submission.request_id)
+        self._scheduler.first_token(self._submission.request_id)
         client = self._send
         if not await self._stop_comments():
             await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         if not response.at_end:
-            itl = self._services.telemetry.itl_histogram(self._job.submission, grant.dispatch)
+            itl = self._services.telemetry.itl_histogram(self._submission, grant.dispatch)
             events = await StreamPassing(response, scanner, client, itl).run(events)
         if response.error is not None:
             events += self._end_broken_stream(response.error, scanner)
@@ -330,10 +369,16 @@ class ScheduledCall:
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
     def _may_retry(self, failure: UpstreamError) -> bool:
-        """Return whether a retry on another replica may succeed; an engine's own error is retried once."""
+        """Return whether a retry on another replica may succeed; an engine's own error is retried once.
+
+        Raises:
+            RequestRejected: a fallback may succeed.
+        """
         if failure.failure is not DispatchFailure.ENGINE_ERROR:
             return True
         seen, self._engine_failed = self._engine_failed, True
+        if seen and self._fallbacks is not None and self._fallbacks.remain:
+            raise RequestRejected(Outcome.FAILED, str(failure))
         return not seen
 
     def _start_comments(self) -> None:
@@ -344,11 +389,13 @@ class ScheduledCall:
         if job.queue_form is None:
             self._comments = QueuedComments(self._send, interval_s, headers)
         else:
-            subscription = QueueSubscription(
-                job.queue_form, partial(self._scheduler.watch, job.submission.request_id)
-            )
+            subscription = QueueSubscription(job.queue_form, self._watch_queue)
             self._comments = QueueUpdates(self._send, interval_s, headers, subscription)
         self._comments.start()
+
+    def _watch_queue(self, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        self._on_outlook = on_outlook
+        self._scheduler.watch(self._submission.request_id, on_outlook)
 
     async def _stop_comments(self) -> bool:
         """Stop the comments, and return whether one of them has begun the answer as a stream."""
@@ -379,6 +426,9 @@ class ScheduledCall:
         own = self._job.incoming.id_headers
         dispatch = self._grant.dispatch
         receipt = self._times.receipt_header(dispatch) if self._wants_receipt else []
+        if self._job.route:
+            served = self._submission.spec.served_name
+            own = [*own, (SERVED_MODEL_HEADER, served.encode("latin-1", "replace"))]
         return [*response_headers(response.headers), *own, *dispatch_headers(dispatch), *receipt]
 
     async def _answer(self, rejection: RequestRejected) -> None:
@@ -410,13 +460,18 @@ class ScheduledCall:
         is_first = self._outcome is None
         if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
+        if is_first or self._open_grant is not None:
+            self._report_end(outcome, usage)
+
+    def _report_end(self, outcome: Outcome, usage: Usage | None = None) -> None:
+        """Report the end at one model to its scheduler, which releases the grant."""
         grant, self._open_grant = self._open_grant, None
         incoming, now = self._job.incoming, monotonic()
         if grant is not None:
             self._trace.forwarded(outcome)
             times = self._times.finished(incoming.path, now, granted=True)
             self._scheduler.finish(grant.dispatch.request_id, outcome, usage, times)
-        elif is_first:
+        else:
             times = self._times.finished(incoming.path, now, granted=False)
             self._scheduler.note_end(incoming.request_id, outcome, times)
 
@@ -425,7 +480,7 @@ class ScheduledCall:
         self._conclude(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _conclusion_record(self) -> ConcludedRequest:
-        incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
+        incoming, submission, usage = self._job.incoming, self._submission, self._usage
         dispatch = self._grant.dispatch if self._grant is not None else None
         record = RequestRecord(
             request_id=submission.request_id,
@@ -447,6 +502,7 @@ class ScheduledCall:
         return ConcludedRequest(
             record=record,
             model=submission.spec.model,
+            route=self._job.route,
             incoming=incoming,
             endpoint=incoming.path,
             key_id=submission.key.key_id if submission.key is not None else "",

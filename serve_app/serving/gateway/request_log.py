@@ -38,7 +38,8 @@ class ConcludedRequest:
 
     Attributes:
         record: timestamps on the gateway's clock, and counts.
-        model: empty if the request was rejected before its model was known.
+        model: the model that served or rejected it; empty if it was rejected before its model was known.
+        route: the requested name if it is a route's; otherwise empty.
         endpoint: its path, or `-` for an unknown path.
         key_id: public id of its API key; empty without a key.
         attempts: dispatches to replicas.
@@ -49,6 +50,7 @@ class ConcludedRequest:
     incoming: IncomingRequest
     model: str
     endpoint: str
+    route: str = ""
     key_id: str = ""
     attempts: int = 0
     status: int = 0
@@ -67,11 +69,12 @@ def text_line(concluded: ConcludedRequest) -> str:
     # Unrolled, because a loop over fields costs several times as much.
     record, incoming = concluded.record, concluded.incoming
     client, forwarded_for = _addresses(incoming)
+    route = f" route={concluded.route}" if concluded.route else ""
     key = f" key={concluded.key_id}" if concluded.key_id else ""
     forwarded = f" forwarded_for={forwarded_for}" if forwarded_for else ""
     line = (
         f"event=concluded outcome={record.outcome} status={_status(concluded)} model={concluded.model or '-'}"
-        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}{key}"
+        f"{route} endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}{key}"
         f" client={client or '-'}{forwarded} e2e_s={record.e2e_s:.4f}"
     )
     if record.dispatched_at is not None:
@@ -101,6 +104,7 @@ def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
         "outcome": record.outcome.value,
         "status": _status(concluded),
         "model": concluded.model or "-",
+        "route": concluded.route or None,
         "endpoint": concluded.endpoint,
         "class": record.priority.value,
         "tenant": record.tenant,

@@ -5,6 +5,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
+from serve_app.core.admission.spending import TokenPrices
 from serve_app.core.metrics.targets import ClassTargets
 from serve_app.core.settings_base import (
     ADVANCED,
@@ -22,6 +23,7 @@ from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.routes import RouteSettings
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
 from serve_app.serving.gateway.upstream import UpstreamSettings
 
@@ -37,12 +39,14 @@ class ServedModel:
         max_model_len: longest context of any of its pools, in tokens; shown in `/v1/models`.
         starts_on_demand: all of its engines may be stopped until a request arrives.
         targets: latency targets by class, the same as in the objective of its tuner.
+        price: price of its tokens; None if it has none.
     """
 
     name: str
     max_model_len: int | None = None
     starts_on_demand: bool = False
     targets: ClassTargets = field(default_factory=ClassTargets)
+    price: TokenPrices | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -61,12 +65,14 @@ class GatewayConfig:
             reload it when it changes.
         insecure: without keys, accept requests on non-loopback addresses too.
         cors: web origins whose pages may call from a browser; none by default.
+        routes: names in front of models: canaries, A/B tests and fallbacks.
     """
 
     keys: tuple[ApiKey, ...] = ()
     keys_file: str | None = None
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
+    routes: tuple[RouteSettings, ...] = ()
     # Key of a scraper for `/metrics`. Without one, an admin key is required if keys are configured.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
     # Largest request body. OpenAI accepts about 50 MB of images per request; a million tokens are a tenth.
@@ -141,6 +147,11 @@ class GatewaySettings(GatewayConfig):
             raise SettingsError("gateway.models is empty: name at least one model")
         if len(set(names)) != len(names):
             raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
+        routes = [route.name for route in self.routes]
+        if twice := next((name for name in routes if routes.count(name) > 1), None):
+            raise SettingsError(f"gateway.routes has the name {twice} twice: merge them, or rename one")
+        for route in self.routes:
+            route.check(names)
 
 
 # Settings that need a new process, because they define connections and the tracer.

@@ -21,6 +21,7 @@ from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
 from serve_app.serving.gateway.answer.stream import usage_of
 from serve_app.serving.gateway.keys import Caller
+from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.headers import engine_head, response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest, ResponseTerms
 from serve_app.serving.gateway.request.reader import RequestReader
@@ -138,11 +139,13 @@ class StoredResponses:
         self,
         upstream: UpstreamPool,
         schedulers: Mapping[str, SchedulerClient],
+        models: ServedModels,
         reader: RequestReader,
         holders: ResponseHolders,
     ) -> None:
         self._upstream = upstream
         self._schedulers = schedulers
+        self._models = models
         self._reader = reader
         self._holders = holders
 
@@ -156,12 +159,17 @@ class StoredResponses:
         """
         if job.response is None or job.response.previous is None:
             return job
-        scheduler = self._schedulers[job.submission.spec.model]
-        param = "previous_response_id"
+        # A replica belongs to one scheduler; the names of a model share one.
+        holders = {
+            replica: submission
+            for submission in reversed((job.submission, *job.fallbacks))
+            for replica in self._schedulers[submission.spec.model].all_replicas()
+        }
         replica = self._holder(
-            job.response.previous, job.response.owner, scheduler.all_replicas(), param=param
+            job.response.previous, job.response.owner, holders, param="previous_response_id"
         )
-        return msgspec.structs.replace(job, submission=replace(job.submission, bound_to=replica.replica_id))
+        bound = replace(holders[replica], bound_to=replica.replica_id)
+        return msgspec.structs.replace(job, submission=bound, fallbacks=())
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Forward the retrieval or cancellation of a response.
@@ -182,9 +190,9 @@ class StoredResponses:
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
         # Names and adapters of a model share a scheduler, and a key may allow only one of them.
         schedulers = {
-            id(client): client
-            for name, client in self._schedulers.items()
-            if any(caller.may_use(each) for each in (name, *client.adapters()))
+            id(model.scheduler): model.scheduler
+            for name in self._models.usable(caller)
+            for model in name.models
         }
         return [replica for client in schedulers.values() for replica in client.all_replicas()]
 

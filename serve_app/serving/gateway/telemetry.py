@@ -118,6 +118,8 @@ class Telemetry:
             "Requests put back before their first byte, by failure.",
             ("gateway", "model", "failure"),
         )
+        text = "Requests to a route that moved on to a fallback, by the reason of the rejection."
+        self.fallbacks = self._counter("fallbacks", text, ("gateway", "route", "model", "fallback", "reason"))
         text = (
             "Requests that count for SLO attainment: all except invalid and rate-limited ones, and those "
             "whose client disconnected early."
@@ -183,6 +185,10 @@ class Telemetry:
     def put_back(self, model: str, failure: DispatchFailure) -> None:
         """Count a granted request that was put back before its first byte."""
         self.put_backs[self._gateway_id, model, failure].inc()
+
+    def on_fallback(self, route: str, model: str, fallback: str, reason: Outcome) -> None:
+        """Count a request to a route that one model rejected and another one receives."""
+        self.fallbacks[self._gateway_id, route, model, fallback, reason].inc()
 
     def on_conclusion(self, concluded: ConcludedRequest) -> None:
         """Count and log a request that has reached its outcome."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -232,6 +233,8 @@ logger = logging.getLogger("ray.serve")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 # Flags of a server do not change while it runs, but its list of adapters may.
 _LOOK_AGAIN_S = 10.0
+# Interval of checks of a server without metrics, which may be a provider that limits requests.
+_LIVENESS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +272,7 @@ class Endpoint:
         self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
         self.is_rejected = False
+        self._alive_at = -math.inf
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -397,10 +401,7 @@ class Endpoint:
         try:
             if self.failure:
                 await self._identify()
-            server = self._identity.server
-            # A server without metrics is at least checked for liveness.
-            page = await self._control.page(server.metrics_path or server.health_path)
-            reading = server.read(page)
+            reading = await self._read(self._identity.server, loop.time())
             self._check_progress(reading, loop.time())
         except EngineError as exc:
             self._damping.on_failure(loop.time())
@@ -423,6 +424,19 @@ class Endpoint:
             tpot_s=self._tpot.mean(now),
             computes=self._has_computed(reading),
         )
+
+    async def _read(self, server: EngineServer, now: float) -> EngineReading:
+        """Read the metrics. A server without metrics is at least checked for liveness, less often.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        if server.metrics_path is not None:
+            return server.read(await self._control.page(server.metrics_path))
+        if self.failure or now >= self._alive_at + _LIVENESS_S:
+            await self._control.page(server.health_path)
+            self._alive_at = now
+        return EngineReading()
 
     def _check_progress(self, reading: EngineReading, now: float) -> None:
         """Check that the engine makes progress; the front end of a hung one repeats the last load.

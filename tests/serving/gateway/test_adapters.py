@@ -11,7 +11,7 @@ from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSett
 from serve_app.serving.gateway import ServedModel
 from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.keys import Caller
-from serve_app.serving.gateway.request.reader import ServedModels
+from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.remote import endpoint
 from tests.engines.servers import serving, until
 from tests.serving.remote.servers import WatchedFleet, watched
@@ -111,8 +111,8 @@ def test_a_key_names_the_adapters_that_it_may_use() -> None:
     served = ServedModels((ServedModel(name=MODEL),), {MODEL: Scheduler([])})
     caller = Caller.with_key(record(models=(MODEL, "sql"))[0])
     assert [found.name for found in served.usable(caller)] == [MODEL, "sql"]
-    assert served.find("sql", caller).adapter == "sql"
+    assert served.find("sql", caller).models[0].adapter == "sql"
     # An adapter cannot take a configured name.
-    assert served.find(MODEL, caller).adapter is None
+    assert served.find(MODEL, caller).models[0].adapter is None
     with pytest.raises(ForbiddenError, match="may not use the model 'both'"):
         served.find("both", caller)

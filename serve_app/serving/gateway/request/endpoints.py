@@ -78,6 +78,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
         background: the engine continues after its answer.
         names_response: the client names its response, which some engines accept.
         measure: source of the prompt's shape; None if not needed later.
+        form_model: place of the model's name in a form; None for JSON.
     """
 
     spec: RequestSpec
@@ -94,6 +95,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     names_response: bool = False
     measure: PromptMeasure | None = None
+    form_model: slice | None = None
 
 
 class BodyParser:
@@ -345,10 +347,11 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
     Raises:
         RequestRejected: the body is not a form, names no model, or is ambiguous between servers.
     """
-    return ParsedBody(spec=AUDIO.spec(_model_of(body, content_type), len(body)))
+    model, place = _model_of(body, content_type)
+    return ParsedBody(spec=AUDIO.spec(model, len(body)), form_model=place)
 
 
-def _model_of(body: bytes, content_type: bytes) -> str:
+def _model_of(body: bytes, content_type: bytes) -> tuple[str, slice]:
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
@@ -381,17 +384,18 @@ def _model_of(body: bytes, content_type: bytes) -> str:
         raise RequestRejected(Outcome.REJECTED_INVALID, "model occurs twice: send it once", param="model")
     if not reader.models or not reader.models[0]:
         raise RequestRejected(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
-    return reader.models[0].decode("utf-8", "replace")
+    return reader.models[0].decode("utf-8", "replace"), reader.place
 
 
 class _ModelReader:
-    """Collector of the values of the field `model` in a form.
+    """Collector of the values of the field `model` in a form, and of the place of the last one.
 
     It uses python-multipart, the parser that Starlette, and therefore vLLM, applies to the same bodies.
     """
 
     def __init__(self) -> None:
         self.models: list[bytearray] = []
+        self.place = slice(0, 0)
         self.ended = False
         self._parts = 0
         self._in_model = False
@@ -421,6 +425,8 @@ class _ModelReader:
     def add_data(self, data: bytes, start: int, end: int) -> None:
         if not self._in_model:
             return
+        begin = self.place.start if self.models[-1] else start
+        self.place = slice(begin, end)
         self.models[-1].extend(data[start:end])
         if len(self.models[-1]) > _MAX_NAME_BYTES:
             raise FormParserError(f"the model's name is longer than {_MAX_NAME_BYTES} bytes")

@@ -23,6 +23,9 @@ RECEIPT_HEADER = b"x-ewsjf-receipt"
 QUEUE_HEADER = b"x-ewsjf-queue"
 """Subscribes to queue updates while the request waits; see `answer.waiting.QueueUpdates`."""
 
+SERVED_MODEL_HEADER = b"x-served-model"
+"""Names the model that answered a request to a route."""
+
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 

@@ -93,8 +93,12 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         assembles: the engine streams, but the client requested a non-streamed answer.
         announced: events that begin a stream before its first token.
         response: terms of a stored response; None for other APIs.
-        is_form: the body is a form, to which no fields can be added.
+        form_model: place of the model's name in a form, to which no fields can be added; None for JSON.
         queue_form: format of queue updates; None if the client does not subscribe.
+        requested: the model's name in the body.
+        route: the requested name if it is a route's; otherwise empty.
+        fallbacks: the submissions to the other models that may serve it, in the order of their use.
+        fallback_after_s: longest wait in a queue while a fallback remains; None for no limit.
     """
 
     incoming: IncomingRequest
@@ -105,13 +109,22 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     assembles: bool = False
     announced: Announcements | None = None
     response: ResponseTerms | None = None
-    is_form: bool = False
+    form_model: slice | None = None
     queue_form: QueueForm | None = None
+    requested: str = ""
+    route: str = ""
+    fallbacks: tuple[Submission, ...] = ()
+    fallback_after_s: float | None = None
 
-    def body_for(self, grant: Grant, response_id: str | None) -> bytes:
+    def body_for(self, submission: Submission, grant: Grant, response_id: str | None) -> bytes:
         """Return the body with the fields of a grant and, unless the engine chooses it, the response id."""
+        model = submission.spec.served_name
+        if self.form_model is not None:
+            return with_form_model(self.body.data, self.form_model, self.requested, model)
         fields = []
-        if grant.dispatch.engine_priority is not None and not self.is_form:
+        if model != self.requested:
+            fields.append(model_field(model))
+        if grant.dispatch.engine_priority is not None:
             fields.append(priority_field(grant.dispatch.engine_priority))
         if response_id is not None:
             fields.append(response_id_field(response_id))
@@ -154,6 +167,18 @@ def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
 def priority_field(value: int) -> bytes:
     """Return the field by which an engine with priority scheduling orders requests; lower is sooner."""
     return b'"priority":%d' % value
+
+
+def model_field(name: str) -> bytes:
+    """Return the field that names the model."""
+    return b'"model":' + msgspec.json.encode(name)
+
+
+def with_form_model(form: bytes, place: slice, requested: str, model: str) -> bytes:
+    """Return a form that names `model` at the place of the requested one."""
+    if model == requested:
+        return form
+    return form[: place.start] + model.encode() + form[place.stop :]
 
 
 def salt_field(salt: str) -> bytes:

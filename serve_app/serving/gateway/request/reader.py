@@ -2,19 +2,21 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+
+import msgspec
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
+from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody, api_of
@@ -30,95 +32,9 @@ from serve_app.serving.gateway.request.incoming import (
     usage_field,
 )
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.routes import SESSION_HEADER, with_limit
+from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
-
-
-@dataclass(frozen=True, slots=True)
-class FoundModel:
-    """A served name, resolved to its model or adapter.
-
-    Attributes:
-        name: name in requests.
-        model: the model, or the base model of an adapter.
-        adapter: the name if it is an adapter's; otherwise None.
-    """
-
-    name: str
-    model: ServedModel
-    scheduler: SchedulerClient
-    adapter: str | None = None
-
-    def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """Return the open replicas that serve the name."""
-        replicas = self.scheduler.replicas()
-        if self.adapter is None:
-            return replicas
-        holders = self.scheduler.adapters().get(self.adapter, frozenset())
-        return tuple(each for each in replicas if each.replica_id in holders)
-
-    def describe(self) -> dict[str, object]:
-        """Return its entry in the list of models."""
-        described: dict[str, object] = {
-            "id": self.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "ewsjf-serve",
-        }
-        if self.adapter is not None:
-            described["parent"] = self.model.name
-        if self.model.max_model_len is not None:
-            described["max_model_len"] = self.model.max_model_len
-        return described
-
-
-class ServedModels:
-    """Look-up of served names, including adapters that are loaded now."""
-
-    def __init__(self, models: tuple[ServedModel, ...], schedulers: Mapping[str, SchedulerClient]) -> None:
-        self._models = {model.name: FoundModel(model.name, model, schedulers[model.name]) for model in models}
-
-    def __repr__(self) -> str:
-        return f"<ServedModels {', '.join(each.name for each in self._all())}>"
-
-    def find(self, name: str, caller: Caller) -> FoundModel:
-        """Return the model or adapter of a name.
-
-        Raises:
-            RequestRejected: it is not served, or not to this caller; the message lists the allowed ones.
-        """
-        found = self._models.get(name) or next((each for each in self._adapters() if each.name == name), None)
-        if found is None:
-            served = ", ".join(sorted(each.name for each in self.usable(caller))) or "none for this key"
-            raise RequestRejected(
-                Outcome.REJECTED_UNKNOWN_MODEL,
-                f"unknown model {name[:100]!r}; models: {served}",
-                param="model",
-            )
-        caller.check_model(name)
-        return found
-
-    def usable(self, caller: Caller) -> list[FoundModel]:
-        """Return the models that a caller may use, adapters last."""
-        return [found for found in self._all() if caller.may_use(found.name)]
-
-    def first(self, caller: Caller) -> str:
-        """Return the first name that a caller may use, or the first of all if there is none."""
-        usable = self.usable(caller)
-        return usable[0].name if usable else next(iter(self._models))
-
-    def _all(self) -> Iterator[FoundModel]:
-        yield from self._models.values()
-        yield from self._adapters()
-
-    def _adapters(self) -> Iterator[FoundModel]:
-        seen = set(self._models)
-        for found in self._models.values():
-            for adapter in sorted(found.scheduler.adapters()):
-                if adapter not in seen:
-                    seen.add(adapter)
-                    yield FoundModel(adapter, found.model, found.scheduler, adapter)
-
 
 # Longer bodies are checked and parsed on a thread. For shorter ones, changing threads costs more than the
 # 5 ms at most for which they block the event loop.
@@ -278,23 +194,24 @@ class RequestReader:
             parsed, announced = endpoint.parse(body), endpoint.announced
         found = self._models.find(parsed.spec.model, caller)
         settings = self._settings.prefix
-        submission = _submission(incoming, caller, parsed, settings)
-        if found.adapter is not None:
-            # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
-            spec = replace(submission.spec, model=found.model.name, adapter=found.adapter)
-            submission = replace(submission, spec=spec)
         fields = _fields(parsed, body)
         assembles = self._settings.assemble_answers and parsed.may_be_assembled
         if assembles:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
-            submission = replace(submission, spec=replace(submission.spec, streamed=True))
+            parsed = msgspec.structs.replace(parsed, spec=replace(parsed.spec, streamed=True))
+        submission = _submission(incoming, caller, parsed)
+        submission, *fallbacks = (
+            _for_model(model, submission, parsed, settings)
+            for model in _in_order(found, incoming, parsed, submission)
+        )
+        after_s = None if found.route is None else found.route.fallback_after_s
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
         held.data = append_fields(body, fields)
         return ForwardJob(
             incoming=incoming,
-            submission=submission,
+            submission=with_limit(submission, after_s) if fallbacks else submission,
             forwarded=self.forwarded(incoming),
             body=held,
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
@@ -302,8 +219,12 @@ class RequestReader:
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
-            is_form=form is not None,
+            form_model=parsed.form_model,
             queue_form=heads.queue_form(incoming.headers.get(heads.QUEUE_HEADER)),
+            requested=found.name,
+            route="" if found.route is None else found.name,
+            fallbacks=tuple(fallbacks),
+            fallback_after_s=after_s,
         )
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
@@ -361,9 +282,7 @@ def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
     return fields
 
 
-def _submission(
-    incoming: IncomingRequest, caller: Caller, parsed: ParsedBody, prefix: PrefixSettings
-) -> Submission:
+def _submission(incoming: IncomingRequest, caller: Caller, parsed: ParsedBody) -> Submission:
     headers = incoming.headers
     tenant = caller.tenant(headers.get(b"x-tenant"), parsed.user)
     return Submission(
@@ -374,8 +293,34 @@ def _submission(
         priority=_priority(headers.get(b"x-priority"), caller, parsed),
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
         no_wait=heads.no_wait(headers.get(b"x-queue")),
-        prefix=_prefix(parsed, tenant, prefix),
     )
+
+
+def _in_order(
+    found: FoundName, incoming: IncomingRequest, parsed: ParsedBody, submission: Submission
+) -> Iterable[FoundModel]:
+    """Return the models that may serve a request, the preferred one first."""
+    if found.route is None:
+        return found.models
+    session = incoming.headers.get(SESSION_HEADER, b"").decode("latin-1")
+    models = found.order(found.route.subject(session, parsed.user, submission))
+    if parsed.previous_response is None:
+        return models
+    # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
+    names = {model.name for model in models}
+    return (*models, *(model for model in found.models if model.name not in names))
+
+
+def _for_model(
+    model: FoundModel, submission: Submission, parsed: ParsedBody, settings: PrefixSettings
+) -> Submission:
+    """Return a submission to one model."""
+    spec = submission.spec
+    if model.adapter is not None or model.name != spec.model:
+        spec = replace(spec, model=model.model.name, adapter=model.adapter)
+    # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
+    prefix = _prefix(parsed, model.name, submission.tenant, settings)
+    return replace(submission, spec=spec, prefix=prefix)
 
 
 def _priority(header: bytes | None, caller: Caller, parsed: ParsedBody) -> PriorityClass:
@@ -386,11 +331,11 @@ def _priority(header: bytes | None, caller: Caller, parsed: ParsedBody) -> Prior
     return requested[0]
 
 
-def _prefix(parsed: ParsedBody, tenant: str, settings: PrefixSettings) -> tuple[int, ...]:
+def _prefix(parsed: ParsedBody, model: str, tenant: str, settings: PrefixSettings) -> tuple[int, ...]:
     if not settings.enabled:
         return ()
     apart = tenant if settings.per_tenant else ""
-    return prefix_hashes(parsed.opening, model=parsed.spec.model, tenant=apart)
+    return prefix_hashes(parsed.opening, model=model, tenant=apart)
 
 
 def _too_slow(settings: GatewaySettings) -> RequestRejected:

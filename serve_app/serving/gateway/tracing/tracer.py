@@ -95,7 +95,7 @@ class SampledTrace(RequestTrace):
         """Record the submission to the scheduler."""
         self._queued_at = self._since = time.monotonic()
         spec, root = submission.spec, self._root
-        model = spec.adapter or spec.model
+        model = spec.served_name
         root.update_name(f"{self._operation} {model}")
         attributes: dict[str, Any] = {
             names.REQUEST_MODEL: model,

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.client import AsgiExchange, ClientStream, StallWatch
+from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.reader import RequestReader, ServedModels, _collect
+from serve_app.serving.gateway.request.reader import RequestReader, _collect
 from tests.serving.gateway.builders import FakeDispatcher
 
 CHAT = "/v1/chat/completions"
