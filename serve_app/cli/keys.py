@@ -9,21 +9,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from serve_app.cli.command import Command, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import SettingsError
 from serve_app.lab.reports.tables import table_text
 from serve_app.request import PriorityClass
-from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
+from serve_app.serving.api_keys import KeyRecord, create_key, read_keys, revoke_key
 from serve_app.settings.loading import load_settings
 
 # -- usage per key, as counted by the schedulers of a running application ------------------------------------
 
 
-COLUMNS = ("day", "key", "model", "requests", "prompt_tokens", "cached_tokens", "generated_tokens")
+COLUMNS = ("day", "key", "model", "requests", "prompt_tokens", "cached_tokens", "generated_tokens", "cost")
 
 
 def show_usage(args: argparse.Namespace) -> int:
@@ -57,11 +55,14 @@ def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "no request with a key has completed yet"
-    lines = [
-        tuple(f"{value:,}" if isinstance(value := row[column], int) else str(value) for column in COLUMNS)
-        for row in rows
-    ]
+    lines = [tuple(_cell(row.get(column)) for column in COLUMNS) for row in rows]
     return table_text([column.replace("_", " ") for column in COLUMNS], lines, text_columns=3)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}"
+    return f"{value:,}" if isinstance(value, int) else str("" if value is None else value)
 
 
 # -- command -----------------------------------------------------------------------------------------------
@@ -73,6 +74,12 @@ _LIMITS = {
     "tokens_per_minute": "tokens admitted in any 60 s, per model",
     "concurrent": "requests queued or in flight, per model",
     "queued": "requests queued, per model",
+    "tokens_per_day": "tokens in a UTC day, over all models",
+    "tokens_per_month": "tokens in a UTC month, over all models",
+}
+_COST_LIMITS = {
+    "cost_per_day": "cost in a UTC day, at the prices of `models[].price`",
+    "cost_per_month": "cost in a UTC month, at the same prices",
 }
 
 
@@ -111,10 +118,11 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--model", action="append", default=[], help="model that it may use; may be repeated (default: all)"
     )
-    for limit, text in _LIMITS.items():
-        group.add_argument(
-            f"--{limit.replace('_', '-')}", type=positive_int, help=f"limit of {text} (default: no limit)"
-        )
+    for limits, kind in ((_LIMITS, positive_int), (_COST_LIMITS, positive_float)):
+        for limit, text in limits.items():
+            group.add_argument(
+                f"--{limit.replace('_', '-')}", type=kind, help=f"limit of {text} (default: no limit)"
+            )
     group.add_argument(
         "--expires-in-days", type=positive_float, metavar="DAYS", help="lifetime in days (default: unlimited)"
     )
@@ -158,25 +166,20 @@ def _path(args: argparse.Namespace) -> Path:
 def _create(path: Path, args: argparse.Namespace) -> int:
     if not args.tenant:
         raise SettingsError("a key belongs to a tenant: pass --tenant")
-    key_id, secret = new_secret()
-    now = datetime.now(UTC).replace(microsecond=0)
     days = args.expires_in_days
-    record = KeyRecord(
-        id=key_id,
-        hash=hashed(secret),
+    record, secret = create_key(
+        path,
         tenant=args.tenant,
         name=args.name,
-        created_at=now,
         weight=args.weight,
-        highest_class=PriorityClass(args.highest_class),
+        highest_class=args.highest_class,
         models=tuple(args.model),
-        expires_at=None if days is None else now + timedelta(days=days),
+        expires_at=None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days),
         admin=args.admin,
         may_act_for_tenants=args.may_act_for_tenants,
-        **{limit: getattr(args, limit) for limit in _LIMITS},
+        **{limit: getattr(args, limit) for limit in (*_LIMITS, *_COST_LIMITS)},
     )
-    changed_keys(path, lambda keys: [*keys, record])
-    warn(f"key {key_id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
+    warn(f"key {record.id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
     print_result(secret)
     return 0
 
@@ -184,26 +187,14 @@ def _create(path: Path, args: argparse.Namespace) -> int:
 def _revoke(path: Path, key_id: str | None) -> int:
     if not key_id:
         raise SettingsError("pass the id of the key to revoke; `keys list` shows it")
-
-    def revoke(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
-        if key_id not in {key.id for key in keys}:
-            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
-        now = datetime.now(UTC).replace(microsecond=0)
-        return [
-            msgspec.structs.replace(key, revoked_at=key.revoked_at or now) if key.id == key_id else key
-            for key in keys
-        ]
-
-    read_keys(path)
-    changed_keys(path, revoke)
+    revoke_key(path, key_id)
     print_result(f"key {key_id} is revoked; gateways reject it within seconds")
     return 0
 
 
 def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
     if as_json:
-        documents = [{**_shown(key), "status": key.status()} for key in keys]
-        print_result(json.dumps(documents, indent=1))
+        print_result(json.dumps([key.shown() for key in keys], indent=1))
         return 0
     rows = [
         (
@@ -213,7 +204,9 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
             key.status(),
             key.highest_class.value,
             ", ".join(key.models) or "all",
-            ", ".join(f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit))),
+            ", ".join(
+                f"{limit}={value}" for limit in (*_LIMITS, *_COST_LIMITS) if (value := getattr(key, limit))
+            ),
             key.expires_at.date().isoformat() if key.expires_at else "",
             ", ".join(word for word in ("admin", "may_act_for_tenants") if getattr(key, word)),
         )
@@ -222,12 +215,6 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
     heads = ("id", "tenant", "name", "status", "highest class", "models", "limits", "expires", "may")
     print_result(table_text(heads, rows, text_columns=len(heads)))
     return 0
-
-
-def _shown(key: KeyRecord) -> dict[str, Any]:
-    document: dict[str, Any] = msgspec.to_builtins(key)
-    del document["hash"]
-    return document
 
 
 def _day(text: str) -> str:

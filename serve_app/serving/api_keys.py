@@ -15,10 +15,10 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,7 @@ _VERSION = 1
 
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 Limit = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class KeysFileError(SettingsError):
@@ -93,6 +94,13 @@ def is_tenant_name(name: str) -> bool:
     return short and name.isascii() and name.isprintable() and " " not in name
 
 
+class KeyBudget(NamedTuple):
+    """Tokens and money that a key may use in a period; None for no limit."""
+
+    tokens: int | None
+    cost: float | None
+
+
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A key without its secret, from a file or a configuration.
 
@@ -104,6 +112,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         default_class: class of requests that name none; None means `default`, or the highest class if that is
             lower.
         models: model names that it may use; empty for all.
+        tokens_per_day, tokens_per_month: tokens of all models that it may use in a UTC day or month.
+        cost_per_day, cost_per_month: the same in money, at the prices of the models.
         expires_at, revoked_at: from then on, the key is rejected.
         admin: may view requests of all tenants, and freeze tuners.
         may_act_for_tenants: `x-tenant` of its requests is trusted.
@@ -122,6 +132,10 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens_per_minute: Limit | None = None
     concurrent: Limit | None = None
     queued: Limit | None = None
+    tokens_per_day: Limit | None = None
+    tokens_per_month: Limit | None = None
+    cost_per_day: Amount | None = None
+    cost_per_month: Amount | None = None
     expires_at: Moment | None = None
     revoked_at: Moment | None = None
     admin: bool = False
@@ -149,6 +163,18 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return KeyTerms(key_id=self.id, weight=self.weight, limits=limits)
 
     @property
+    def has_budget(self) -> bool:
+        """True if a budget limits it."""
+        limits = (self.tokens_per_day, self.tokens_per_month, self.cost_per_day, self.cost_per_month)
+        return any(limit is not None for limit in limits)
+
+    def budget(self, period: str) -> "KeyBudget":
+        """Return its budget for a `day` or a `month`."""
+        if period == "day":
+            return KeyBudget(self.tokens_per_day, self.cost_per_day)
+        return KeyBudget(self.tokens_per_month, self.cost_per_month)
+
+    @property
     def classes(self) -> tuple[PriorityClass, ...]:
         """Classes that it may use, the highest first."""
         return tuple(each for each in PriorityClass if each.rank >= self.highest_class.rank)
@@ -159,6 +185,12 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.default_class or max(
             self.highest_class, PriorityClass.DEFAULT, key=lambda each: each.rank
         )
+
+    def shown(self) -> dict[str, Any]:
+        """Return it for lists, without its hash and with its status."""
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        del document["hash"]
+        return {**document, "status": self.status()}
 
     def status(self, now: datetime | None = None) -> str:
         """Return `valid`, `expired` or `revoked`."""
@@ -221,6 +253,58 @@ def changed_keys(
     except OSError as exc:
         raise KeysFileError(f"the keys in {path} cannot be written: {exc.strerror}") from exc
     return keys
+
+
+def create_key(path: Path, **permissions: Any) -> tuple[KeyRecord, str]:
+    """Add a key to a file, and return it with its secret, which is stored nowhere.
+
+    Args:
+        permissions: fields of `KeyRecord` besides its id, hash and creation time.
+
+    Raises:
+        KeysFileError: the file cannot be read or written.
+        ValueError: a permission is out of range or contradicts another.
+    """
+    key_id, secret = new_secret()
+    fields = {"id": key_id, "hash": hashed(secret), "created_at": _now(), **permissions}
+    # Converted, because constructors of msgspec check no types and ranges.
+    record = msgspec.convert(fields, KeyRecord)
+    changed_keys(path, lambda keys: [*keys, record])
+    return record, secret
+
+
+def change_key(path: Path, key_id: str, **permissions: Any) -> KeyRecord:
+    """Change permissions of a key in a file, and return it.
+
+    Raises:
+        KeysFileError: the file cannot be read or written, or has no such key.
+        ValueError: a permission is out of range or contradicts another.
+    """
+
+    def change(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
+        if key_id not in {key.id for key in keys}:
+            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
+        return [_with(key, permissions) if key.id == key_id else key for key in keys]
+
+    read_keys(path)
+    return next(key for key in changed_keys(path, change) if key.id == key_id)
+
+
+def revoke_key(path: Path, key_id: str) -> KeyRecord:
+    """Revoke a key of a file, and return it.
+
+    Raises:
+        KeysFileError: the file cannot be read or written, or has no such key.
+    """
+    return change_key(path, key_id, revoked_at=_now())
+
+
+def _with(key: KeyRecord, permissions: Mapping[str, Any]) -> KeyRecord:
+    return msgspec.convert({**msgspec.structs.asdict(key), **permissions}, KeyRecord)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ The gateway's handlers use `SchedulerClient`; the control channel implements it.
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
@@ -220,4 +220,16 @@ class SchedulerClient(Protocol):
 
     def register_metrics(self, render: Callable[[], Awaitable[str]]) -> None:
         """Register the function that renders this gateway's metrics for scrapes of other gateways."""
+        ...
+
+
+class SchedulerQueries(Protocol):
+    """Interface for admin queries to one model's scheduler."""
+
+    async def query(self, name: str, **arguments: Any) -> Any:
+        """Return the answer to a query defined by `scheduler.queries.AdminQueries`.
+
+        Raises:
+            ChannelError: the scheduler is disconnected or cannot answer.
+        """
         ...

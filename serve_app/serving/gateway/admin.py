@@ -3,7 +3,7 @@
 GET   /admin/endpoints: the endpoints of remote pools; POST adds or restores one, DELETE removes one
 GET   /admin/mode: each model's scheduled share; POST changes it
 GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
-GET   /debug/costs.csv: the same as `/debug/costs`, as a table
+GET   /debug/costs.csv, /debug/usage.csv: the same as `/debug/costs` and `/debug/usage`, as tables
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
 GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
 GET   /debug/requests/ID/what-if: what would have helped it, by simulations in a process next to this gateway
@@ -14,18 +14,22 @@ POST  /debug/tuner/freeze, /debug/tuner/thaw
 import asyncio
 import csv
 import io
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Protocol
+from types import MappingProxyType
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import msgspec
 
+from serve_app.core.admission.spending import TokenPrices
 from serve_app.errors import Outcome
+from serve_app.serving.channel.scheduler_client import SchedulerQueries
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     RequestRejected,
@@ -33,6 +37,8 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_json,
 )
+from serve_app.serving.gateway.budgets import tokens_of
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.tuning.counterfactuals.recording import example_of_tenant, with_tenant_name
@@ -40,6 +46,17 @@ from serve_app.tuning.counterfactuals.recording import example_of_tenant, with_t
 ENDPOINTS_PATH = "/admin/endpoints"
 ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
 _ACTIONS = {"POST": "add", "DELETE": "remove"}
+
+logger = logging.getLogger("ray.serve")
+
+
+def audit(action: str, caller: Caller, incoming: IncomingRequest, **details: object) -> None:
+    """Log a change by an admin: what, by which key, from where."""
+    client = incoming.scope.get("client") or ("-",)
+    by = "application" if caller.key is None else caller.key.id
+    text = "".join(f" {name}={value!r}" for name, value in details.items())
+    logger.info("event=audit action=%s by=%s client=%s%s", action, by, client[0], text)
+
 
 # The caller is interactive; a watcher that takes longer is being replaced.
 _WATCHER_TIMEOUT_S = 5.0
@@ -75,9 +92,10 @@ class EndpointAdmin:
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
-        self._reader.authenticate(incoming).check_admin()
+        caller = self._reader.authenticate(incoming)
+        caller.check_admin()
         action = _ACTIONS.get(incoming.scope["method"])
-        await (self._show(incoming) if action is None else self._change(action, incoming))
+        await (self._show(incoming) if action is None else self._change(action, incoming, caller))
 
     async def _show(self, incoming: IncomingRequest) -> None:
         endpoints: list[dict[str, object]] = []
@@ -89,7 +107,7 @@ class EndpointAdmin:
             endpoints += [{"model": model, **endpoint} for endpoint in found]
         await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
 
-    async def _change(self, action: str, incoming: IncomingRequest) -> None:
+    async def _change(self, action: str, incoming: IncomingRequest, caller: Caller) -> None:
         held = await self._reader.body(incoming)
         try:
             change = msgspec.json.decode(held.data, type=EndpointChange)
@@ -109,6 +127,7 @@ class EndpointAdmin:
             raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
         if "error" in answer:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
+        audit(f"endpoint_{action}", caller, incoming, model=model, pool=pool, url=change.url)
         await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
 
     def _select_pool(self, change: EndpointChange) -> tuple[str, str]:
@@ -134,18 +153,6 @@ class EndpointAdmin:
 
 # The caller is interactive, and a healthy scheduler answers sooner.
 QUERY_TIMEOUT_S = 5.0
-
-
-class SchedulerQueries(Protocol):
-    """Interface for admin queries to one model's scheduler."""
-
-    async def query(self, name: str, **arguments: Any) -> Any:
-        """Return the answer to a query defined by `scheduler.queries.AdminQueries`.
-
-        Raises:
-            ChannelError: the scheduler is disconnected or cannot answer.
-        """
-        ...
 
 
 async def query_scheduler(
@@ -207,14 +214,17 @@ class ModeAdmin:
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""
-        self._reader.authenticate(incoming).check_admin()
+        caller = self._reader.authenticate(incoming)
+        caller.check_admin()
         chosen = self._queries
         if incoming.scope["method"] == "POST":
-            chosen = await self._apply_change(incoming)
+            chosen = await self._apply_change(incoming, caller)
         models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
-    async def _apply_change(self, incoming: IncomingRequest) -> Mapping[str, SchedulerQueries]:
+    async def _apply_change(
+        self, incoming: IncomingRequest, caller: Caller
+    ) -> Mapping[str, SchedulerQueries]:
         held = await self._reader.body(incoming)
         try:
             change = msgspec.json.decode(held.data, type=ModeChange)
@@ -233,6 +243,7 @@ class ModeAdmin:
         chosen = self._queries if change.model is None else {change.model: self._queries[change.model]}
         for model, scheduler in chosen.items():
             await query_scheduler(model, scheduler, "change_mode", active_share=change.active_share)
+            audit("mode_changed", caller, incoming, model=model, active_share=change.active_share)
         return chosen
 
 
@@ -336,6 +347,21 @@ def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+_USAGE_COUNTS = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
+_USAGE_COLUMNS = ("day", "key", "model", *_USAGE_COUNTS, "cost")
+
+
+def usage_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a CSV table of the usage by day, key and model; `cost` is empty for models without prices."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(_USAGE_COLUMNS)
+    for row in rows:
+        cost = "" if row["cost"] is None else f"{row['cost']:.6f}"
+        writer.writerow([*(_cell(row[name]) for name in _USAGE_COLUMNS[:-1]), cost])
+    return text.getvalue()
+
+
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
@@ -367,9 +393,15 @@ _THAWED = "the tuner is thawed: trials are allowed again"
 class DebugPages:
     """The `/debug` endpoints, backed by each model's scheduler."""
 
-    def __init__(self, queries: Mapping[str, SchedulerQueries], reader: RequestReader) -> None:
+    def __init__(
+        self,
+        queries: Mapping[str, SchedulerQueries],
+        reader: RequestReader,
+        prices: Mapping[str, TokenPrices] = MappingProxyType({}),
+    ) -> None:
         self._queries = queries
         self._reader = reader
+        self._prices = prices
         self._replays = Replays()
 
     @property
@@ -379,7 +411,7 @@ class DebugPages:
             "/debug/queue": ("GET", lambda _model, scheduler: scheduler.query("queue")),
             "/debug/status": ("GET", lambda _model, scheduler: scheduler.query("status")),
             "/debug/scaling": ("GET", lambda _model, scheduler: scheduler.query("scaling")),
-            "/debug/usage": ("GET", lambda _model, scheduler: scheduler.query("usage")),
+            "/debug/usage": ("GET", self._usage),
             "/debug/costs": ("GET", lambda _model, scheduler: scheduler.query("costs")),
             "/debug/tuner": ("GET", _tuner),
             "/debug/tuner/freeze": ("POST", partial(_set_frozen, "frozen by an admin")),
@@ -390,6 +422,7 @@ class DebugPages:
             **shown,
             "/debug/capture": ("GET", self._capture),
             "/debug/costs.csv": ("GET", self._cost_table),
+            "/debug/usage.csv": ("GET", self._usage_table),
         }
 
     async def receipt(self, incoming: IncomingRequest) -> None:
@@ -441,16 +474,39 @@ class DebugPages:
 
     async def _cost_table(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await query_all(self._queries, lambda _model, scheduler: scheduler.query("costs"))
-        if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
-            # A partial table would be indistinguishable from a complete one.
-            message = "; ".join(errors)
-            raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
+        models = await self._complete(lambda _model, scheduler: scheduler.query("costs"))
         await send_body(incoming.send, 200, [_CSV_TYPE], cost_table(models).encode())
 
-    async def _show(self, query: Query, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming).check_admin()
+    async def _complete(self, query: Query) -> list[Mapping[str, Any]]:
+        """Query all schedulers for a table, of which a part would be indistinguishable from the whole."""
         models = await query_all(self._queries, query)
+        if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
+            message = "; ".join(errors)
+            raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
+        return models
+
+    async def _usage_table(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        models = await self._complete(self._usage)
+        rows = [row for model in models for row in model["rows"]]
+        await send_body(incoming.send, 200, [_CSV_TYPE], usage_table(rows).encode())
+
+    async def _usage(self, _model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
+        """Return the usage of each key by day, with its cost where the model has prices."""
+        usage: Mapping[str, Any] = await scheduler.query("usage")
+        rows = [{**row, "cost": self._cost(row)} for row in usage.get("rows", ())]
+        return {**usage, "rows": rows}
+
+    def _cost(self, row: Mapping[str, Any]) -> float | None:
+        price = self._prices.get(row["model"])
+        return None if price is None else price.of(tokens_of([row[name] for name in _USAGE_COUNTS]))
+
+    async def _show(self, query: Query, incoming: IncomingRequest) -> None:
+        caller = self._reader.authenticate(incoming)
+        caller.check_admin()
+        models = await query_all(self._queries, query)
+        if incoming.scope["method"] == "POST":
+            audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
 

@@ -5,8 +5,9 @@ Read next: `request/reader.py`, which turns a request into a job, and `forward.p
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving.channel.scheduler_client import SchedulerClient, ServerAddress
+from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
 from serve_app.serving.gateway.admin import (
     ENDPOINTS_METHODS,
     ENDPOINTS_PATH,
@@ -25,7 +26,6 @@ from serve_app.serving.gateway.admin import (
     EndpointAdmin,
     ModeAdmin,
     PoolWatcher,
-    SchedulerQueries,
 )
 from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
 from serve_app.serving.gateway.answer.client_api import send_rejection
@@ -37,11 +37,13 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     stopping,
 )
+from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.halted import HaltWatch
+from serve_app.serving.gateway.key_admin import KEY_METHODS, KEYS_METHODS, KEYS_PATH, KeyAdmin
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.openapi import openapi_document
@@ -63,6 +65,8 @@ from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream import UpstreamPool
 from serve_app.serving.tls import TlsSettings, make_tls
+
+logger = logging.getLogger("ray.serve")
 
 _MODELS = "/v1/models"
 
@@ -105,7 +109,9 @@ class Gateway:
         self._queries = queries or {}
         self._served = ServedModels(settings.models, schedulers, settings.routes)
         self._tracer = make_tracer(gateway_id) if settings.tracing else None
-        self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
+        prices = {model.name: model.price for model in settings.models if model.price is not None}
+        self._budgets = Budgets(self._queries, prices)
+        self._reader = RequestReader(settings, self._served, gateway_id, self._budgets, self._tracer)
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
         self._halts = HaltWatch(self._upstream, self._open_servers)
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
@@ -135,7 +141,8 @@ class Gateway:
         self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
         self._stopping_retry_after_s: float | None = None
-        self._debug = DebugPages(self._queries, self._reader)
+        self._debug = DebugPages(self._queries, self._reader, prices)
+        self._key_admin = KeyAdmin(self._reader, self._budgets, settings.keys_path)
         self._routes = self._routing_table(watchers or {})
 
     def __repr__(self) -> str:
@@ -162,10 +169,14 @@ class Gateway:
             self._metrics_endpoint.change(before.metrics_key, requires_keys=before.requires_keys)
             raise
         self._served.change(changed.routes)
+        self._key_admin.change(changed.keys_path)
         self._http = with_cors(self._serve, changed.cors)
         self.telemetry.log_requests = changed.log_requests
         self._services = replace(self._services, queue_comment_interval_s=changed.queue_comment_interval_s)
-        self._settings = changed
+        before, self._settings = self._settings, changed
+        names = [each.name for each in fields(changed)]
+        differing = [name for name in names if getattr(before, name) != getattr(changed, name)]
+        logger.info("event=audit action=settings_changed by=deploy settings=%s", ",".join(differing))
 
     def _routing_table(
         self, watchers: Mapping[tuple[str, str], PoolWatcher]
@@ -187,6 +198,7 @@ class Gateway:
             ENGINES_PATH: ("GET", engine_pages.serve),
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
+            KEYS_PATH: (KEYS_METHODS, self._key_admin.serve),
             "/openapi.json": ("GET", self._openapi),
             **self._debug.routes,
             **self._dashboard.routes,
@@ -241,6 +253,7 @@ class Gateway:
         self._dashboard.close()
         self._background.close()
         self._halts.close()
+        self._budgets.close()
         self._upstream.close()
         self._reader.close()
         if self._tracer is not None:
@@ -282,6 +295,8 @@ class Gateway:
             route = ("GET", self._show_model)
         elif route is None and path.startswith(RECEIPTS_PATH):
             route = ("GET", self._debug.receipt)
+        elif route is None and path.startswith(KEYS_PATH + "/"):
+            route = (KEY_METHODS, self._key_admin.serve)
         elif route is None and (stored_method := method_of(path)) is not None:
             route = (stored_method, self._stored.serve)
         if route is None:

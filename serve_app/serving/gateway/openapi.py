@@ -56,6 +56,7 @@ _VIEWS: Mapping[str, str] = {
     "/debug/status": "replicas, learned queues and the tuner; for admins",
     "/debug/tuner": "state and history of the tuner; for admins",
     "/debug/usage": "usage by API key; for admins",
+    "/debug/usage.csv": "usage by API key as CSV; for admins",
 }
 _ACTIONS: Mapping[str, str] = {
     "/debug/tuner/freeze": "freeze the tuner; for admins",

@@ -115,6 +115,11 @@ class GatewayConfig:
         """True if callers need a key."""
         return bool(self.keys) or self.keys_file is not None
 
+    @property
+    def keys_path(self) -> Path | None:
+        """Path of the file of keys, if there is one."""
+        return None if self.keys_file is None else Path(self.keys_file)
+
     def check_tracing(self) -> None:
         """Raise `SettingsError` if tracing is enabled, but OpenTelemetry is missing or misconfigured."""
         if self.tracing:

@@ -6,12 +6,15 @@ therefore truncated; sums include all entries.
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from heapq import nlargest
+from itertools import islice
 from typing import Any
 
 from serve_app.core import Scheduler
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass
+from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
@@ -113,6 +116,47 @@ def overview(
         "replicas_omitted": len(replicas[_MAX_REPLICAS:]),
         "activity": activity,
     }
+
+
+_SLOWEST_OF_S = 60.0
+# More would delay grants by milliseconds.
+_SLOWEST_OF = 2_000
+_SLOWEST_SHOWN = 10
+
+
+def slowest(history: RequestHistory, now: float) -> list[dict[str, Any]]:
+    """Return the requests that ended in the last minute with the latest first token, the slowest first.
+
+    Of answers that are not streamed, the queue time counts.
+    """
+    recent = islice(history.ended_since(now - _SLOWEST_OF_S), _SLOWEST_OF)
+    found = [(_first_token_s(known), known) for known in recent]
+    return [
+        {
+            "request_id": known.request_id,
+            "tenant": known.gateway_request.tenant,
+            "class": known.gateway_request.priority.value,
+            "outcome": known.conclude.conclusion.outcome.value if known.conclude is not None else "",
+            "pool": known.pool,
+            "ended_s_ago": now - known.ended_at,
+            "queue_s": known.wait_s,
+            "ttft_s": seconds if _is_streamed(known) else None,
+            "total_s": known.ended_at - known.arrived_at,
+        }
+        for seconds, known in nlargest(_SLOWEST_SHOWN, found, key=lambda each: each[0])
+    ]
+
+
+def _is_streamed(known: HistoryRecord) -> bool:
+    times = known.gateway_request.times
+    return times is not None and times.first_token_s is not None
+
+
+def _first_token_s(known: HistoryRecord) -> float:
+    times = known.gateway_request.times
+    if times is None or times.first_token_s is None:
+        return known.wait_s or 0.0
+    return times.read_s + times.grant_s + times.first_token_s
 
 
 # A remote endpoint that is down is no replica of the scheduler, and adds nothing to its pool's budget.

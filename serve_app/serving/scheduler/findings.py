@@ -98,6 +98,22 @@ def check_pools(model: Document) -> Iterator[Finding]:
             )
 
 
+def check_closed_pools(model: Document) -> Iterator[Finding]:
+    """Yield a finding per pool whose replicas all drain or are suspended."""
+    states: dict[str, list[str]] = {}
+    for replica in model["replicas"].values():
+        states.setdefault(replica["pool"], []).append(replica.get("state", ""))
+    closed = {pool: found for pool, found in states.items() if set(found) <= _CLOSED}
+    for pool, found in closed.items():
+        counts = ", ".join(f"{found.count(state)} {state}" for state in sorted(set(found)))
+        yield Finding(
+            Severity.DOWN if closed.keys() == states.keys() else Severity.DEGRADED,
+            f"model {model['model']}: no replica of pool {pool} accepts requests ({counts})",
+            "draining replicas stop, and suspended ones fail: see the logs of their engines; successors are "
+            "used as soon as they are ready",
+        )
+
+
 def check_tuner(model: Document) -> Iterator[Finding]:
     """Yield a finding if the tuner is frozen."""
     frozen = (model.get("tuner") or {}).get("frozen")
@@ -120,6 +136,7 @@ def check_decision_log(model: Document) -> Iterator[Finding]:
         )
 
 
+_CLOSED = frozenset({"draining", "suspended"})
 _NEARLY_FULL_RATIO = 0.8
 _NEAR_TIMEOUT_RATIO = 0.5
 # KV usage above which an engine is likely to preempt soon.
@@ -207,6 +224,7 @@ def endpoints_down(model: Document) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_scheduler,
     check_pools,
+    check_closed_pools,
     check_endpoints,
     check_reports,
     check_saturation,

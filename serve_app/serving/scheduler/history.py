@@ -182,6 +182,13 @@ class RequestHistory:
         """Return the recently ended requests, in order."""
         return tuple(self._ended)
 
+    def ended_since(self, since: float) -> Iterator[HistoryRecord]:
+        """Yield the requests that have ended since then, the latest first."""
+        for known in reversed(self._ended):
+            if known.ended_at < since:
+                break
+            yield known
+
     def attempts_since(self, since: float) -> Iterator[tuple[Attempt, HistoryRecord]]:
         """Yield the dispatches of all requests that had not ended by `since`; allows concurrent changes."""
         ended = self.ended()

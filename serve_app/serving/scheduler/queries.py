@@ -14,7 +14,7 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError
 from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.costs import PersistentCosts
-from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview
+from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview, slowest
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
@@ -33,6 +33,7 @@ QUERIES = frozenset(
         "costs",
         "scaling",
         "usage",
+        "spent",
         "receipt",
         "recording",
         "capture",
@@ -93,6 +94,7 @@ class AdminQueries:
         status, queue = live.status(), live.queue(SUB_QUEUES_SHOWN)
         found = overview(status, queue, live.activity.document())
         found["findings"] = findings_document(status, queue)
+        found["slowest"] = slowest(self.live.history, self.live.now())
         return {**found, "scaling": await self.scaling(), "costs": most_costly(await self.costs())}
 
     async def costs(self) -> dict[str, Any]:
@@ -112,6 +114,10 @@ class AdminQueries:
             if self.persistent_usage is not None
             else {"model": self._model, "rows": []}
         )
+
+    async def spent(self, keys: list[str]) -> dict[str, Any]:
+        """Return what API keys have used in the current day and month."""
+        return self.persistent_usage.ledger.spent(keys) if self.persistent_usage is not None else {}
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Return the receipt of a request; empty if it is unknown."""

@@ -1,6 +1,8 @@
 """Ledger of usage: requests and tokens per API key, model name and day (UTC).
 
-It counts requests that ended in an engine, with the engine's token counts. Lines of past days do not change,
+It counts requests that ended in an engine, with the engine's token counts. Engines count at the end of an
+answer, so an answer that its client cancels counts with its estimate. Otherwise clients could evade their
+budgets. Lines of past days do not change,
 even if the clock is set back slightly. If the clock was far ahead, the wrong day is abandoned once the clock
 is right, so that later days are not affected. The ledger outlives its scheduler through persisted state. A
 scheduler that is killed loses what was counted since the last write.
@@ -13,12 +15,13 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.routing.snapshot import section
+from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
@@ -35,6 +38,8 @@ _MAX_LABELS = 1_000
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
 _NOTHING = (0, 0, 0, 0)
+# Outcomes after which an engine may have worked for the client without a count.
+_UNCOUNTED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 _DAY_S = 86_400.0
 _Day = dict[str, dict[str, _Figures]]
 
@@ -59,10 +64,21 @@ class UsageLedger:
 
     def on_entry(self, entry: Entry) -> None:
         """Count concluded requests that ended in an engine and had a key."""
-        for _, request in entry.concluded:
+        for conclude, request in entry.concluded:
             key = request.submission.key
             if key is not None and key.key_id and request.is_running:
-                self.add(key.key_id, request.submission.spec.model, request.usage)
+                usage = request.usage
+                if (
+                    usage is None
+                    and conclude.conclusion.outcome in _UNCOUNTED
+                    and entry.scheduled is not None
+                ):
+                    estimate = entry.scheduled.estimate
+                    usage = Usage(
+                        prompt_tokens=estimate.expected_prompt_tokens,
+                        output_tokens=estimate.expected_output_tokens,
+                    )
+                self.add(key.key_id, request.submission.spec.model, usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:
         """Count a request under the model name that it used, with the engine's counts if it sent any."""
@@ -83,6 +99,23 @@ class UsageLedger:
             {"day": day, "key": key_id, "model": model, **dict(zip(names, figures, strict=True))}
             for day, key_id, model, figures in self._lines()
         ]
+
+    def spent(self, keys: Iterable[str]) -> dict[str, dict[str, dict[str, _Figures]]]:
+        """Return what keys have used in the current day and month: by key, period and model."""
+        today = _day_of(self._clock())
+        found: dict[str, dict[str, dict[str, _Figures]]] = {}
+        wanted = set(keys)
+        for day in self._days:
+            if day[:7] != today[:7]:
+                continue
+            for key_id in wanted & self._days[day].keys():
+                for model, figures in self._days[day][key_id].items():
+                    for period in ("day", "month") if day == today else ("month",):
+                        sums = found.setdefault(key_id, {}).setdefault(period, {})
+                        sums[model] = [
+                            sum(pair) for pair in zip(sums.get(model, _NOTHING), figures, strict=True)
+                        ]
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values that later requests do not change."""

@@ -75,12 +75,14 @@ DEBUG = {
     "/debug/scaling": "GET",
     "/debug/status": "GET",
     "/debug/usage": "GET",
+    "/debug/usage.csv": "GET",
     "/debug/tuner": "GET",
     "/debug/tuner/freeze": "POST",
     "/debug/tuner/thaw": "POST",
     "/metrics": "GET",
     "/metrics/engines": "GET",
     "/admin/endpoints": "GET",
+    "/admin/keys": "GET",
     "/admin/mode": "GET",
 }
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -20,8 +21,8 @@ PATH = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[PageStage]:
-    async with page_stage() as made:
+async def stage(tmp_path: Path) -> AsyncIterator[PageStage]:
+    async with page_stage(tmp_path / "keys.json") as made:
         yield made
 
 

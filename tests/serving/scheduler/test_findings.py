@@ -3,6 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from serve_app.serving.scheduler.findings import Severity, endpoints_down, findings_document, status_findings
 
 QUEUE: dict[str, Any] = {"model": "demo", "waiting": 0, "max_waiting": 10, "sub_queues": []}
@@ -37,6 +39,28 @@ def test_the_most_severe_come_first() -> None:
 def test_a_scheduler_that_does_not_answer_is_the_only_finding() -> None:
     (found,) = status_findings({"model": "demo", "error": "its scheduler has not responded"})
     assert found.severity is Severity.DOWN
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({"a": ("short", "draining")}, ["DOWN: no replica of pool short accepts requests (1 draining)"]),
+        (
+            {"a": ("short", "suspended"), "b": ("short", "draining"), "c": ("long", "gated")},
+            ["DEGRADED: no replica of pool short accepts requests (1 draining, 1 suspended)"],
+        ),
+        ({"a": ("short", "draining"), "b": ("short", "ready")}, []),
+    ],
+)
+def test_a_pool_that_accepts_nothing_is_found(
+    states: dict[str, tuple[str, str]], expected: list[str]
+) -> None:
+    replicas = {
+        name: {"pool": pool, "state": state, "stale": False, "report": REPORT}
+        for name, (pool, state) in states.items()
+    }
+    found = status_findings({**STATUS, "replicas": replicas})
+    assert [f"{each.severity.name}: {each.what.removeprefix('model demo: ')}" for each in found] == expected
 
 
 def test_a_time_of_today_is_shown_without_its_date() -> None:

@@ -178,6 +178,9 @@ async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> Non
     await rejected(gateway, "r4", model="unknown", key=key("k2"))
     await until(lambda: len(world.live.core) == 0, "all have ended")
     (row,) = ledger.rows()
-    assert (row["key"], row["requests"], row["prompt_tokens"]) == ("k1", 2, 30)
-    assert (row["cached_tokens"], row["generated_tokens"]) == (16, 7)
+    assert (row["key"], row["requests"]) == ("k1", 2)
+    # A cancelled answer counts with its estimate.
+    assert row["prompt_tokens"] > 30
+    assert row["cached_tokens"] == 16
+    assert row["generated_tokens"] > 7
     await world.close()

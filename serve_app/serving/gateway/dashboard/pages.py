@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.admin import SchedulerQueries
+from serve_app.serving.channel.scheduler_client import SchedulerQueries
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     HeaderList,

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic
 
 import msgspec
@@ -15,6 +14,7 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
 from serve_app.serving.gateway.answer.responses import RequestRejected
+from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
 from serve_app.serving.gateway.request import headers as heads
@@ -53,12 +53,14 @@ class RequestReader:
         settings: GatewaySettings,
         models: ServedModels,
         gateway_id: str,
+        budgets: Budgets | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
         self._settings = settings
         self._models = models
         self._keyring = _keyring(settings)
         self._gateway_id = gateway_id
+        self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
@@ -167,6 +169,8 @@ class RequestReader:
             ClientGone: the client disconnected before it was complete.
         """
         caller = self.authenticate(incoming)
+        if caller.key is not None and caller.key.has_budget:
+            await self._budgets.check(caller.key)
         held = await self.body(incoming)
         try:
             size = len(held.data)
@@ -356,7 +360,7 @@ def _too_large(limit: int) -> RequestRejected:
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:
-    file_keys = FileKeys(Path(settings.keys_file)) if settings.keys_file is not None else None
+    file_keys = FileKeys(settings.keys_path) if settings.keys_path is not None else None
     try:
         return Keyring(settings.keys, file_keys=file_keys)
     except SettingsError:

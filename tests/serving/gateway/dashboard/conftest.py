@@ -11,8 +11,8 @@ from .stage import PageStage, page_stage
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[PageStage]:
-    async with page_stage() as made:
+async def stage(tmp_path: Path) -> AsyncIterator[PageStage]:
+    async with page_stage(tmp_path / "keys.json") as made:
         yield made
 
 

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
+from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.tuning.counterfactuals.recording import encode_recording
@@ -28,12 +30,14 @@ class PageStage:
     Attributes:
         url: of the gateway.
         app: the gateway, for inspection.
+        keys: the file of keys.
     """
 
     fleet: Fleet
     engine: Engine
     url: str
     app: Gateway
+    keys: Path
     _asked: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def hold(self) -> None:
@@ -107,8 +111,9 @@ class _Views:
 
 
 @asynccontextmanager
-async def page_stage() -> AsyncIterator[PageStage]:
-    """Run the stage with one replica."""
+async def page_stage(keys: Path) -> AsyncIterator[PageStage]:
+    """Run the stage with one replica, and an empty file of keys."""
+    changed_keys(keys, lambda found: found)
     engine = Engine(token_delay_s=0.01)
     settings = scheduler_settings(model=MODEL, policy="ewsjf")
     async with fleet_of([engine], settings=settings) as fleet:
@@ -118,11 +123,12 @@ async def page_stage() -> AsyncIterator[PageStage]:
                 ApiKey(tenant="ops", key=KEY, admin=True, may_act_for_tenants=True),
                 ApiKey(tenant="app", key="sk-app"),
             ),
+            keys_file=str(keys),
         )
 
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: _Views(fleet.client)})
         async with serving(app) as port:
-            stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app)
+            stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app, keys)
             yield stage
             await stage.forget()
         app.close()

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from serve_app.core.routing.replica import ReplicaReport
+from serve_app.serving.api_keys import read_keys
 from tests.browser import BrowserPage, needs_browser
 from tests.serving.gateway.builders import MODEL, Answers, replies
 
@@ -21,7 +22,7 @@ pytestmark = needs_browser
 async def test_it_opens_without_a_key_and_requests_only_its_gateway(
     stage: PageStage, page: BrowserPage
 ) -> None:
-    assert "Sign in above" in await text(page, "#panel-queues")
+    assert "Sign in above" in await text(page, "#panel-overview")
     await live(page)
     assert all(url.startswith(stage.url) for url in page.requests)
     assert KEY not in "".join(page.requests)
@@ -73,11 +74,12 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     for number in range(3):
         stage.submit(f"r{number}", tenant="search")
     await page.becomes(f"{tile('Waiting')} === '3'")
-    rows = "[...document.querySelectorAll('#panel-queues tbody tr')]"
+    rows = "[...document.querySelectorAll('#panel-overview tbody tr')]"
     row = f"{rows}.find((row) => row.textContent.startsWith('32-63'))"
     shown_text = await page.becomes(f"{row}.innerText.includes('search') && {row}.innerText")
     assert "default · search" in shown_text
     assert "saturated" in shown_text
+    await choose(page, "queues")
     drawn = "document.querySelector('#panel-queues svg').textContent"
     assert "32-63 tokens: 3 queued requests" in await page.becomes(drawn)
     stage.release()
@@ -92,11 +94,10 @@ async def test_the_head_of_a_queue_leads_to_its_receipt(stage: PageStage, page: 
     stage.hold()
     await stage.held()
     stage.submit("r0", tenant="search")
-    links = "[...document.querySelectorAll('#panel-queues tbody a')]"
-    # Once beside its length queue, once beside its tenant.
-    assert (
-        await page.becomes(f"{links}.length === 2 && {links}.map((link) => link.hash)") == ["#request/r0"] * 2
-    )
+    for tab in ("queues", "overview"):
+        await choose(page, tab)
+        links = f"[...document.querySelectorAll('#panel-{tab} tbody a')]"
+        assert await page.becomes(f"{links}.length && {links}.map((link) => link.hash)") == ["#request/r0"]
     await page.evaluate(f"{links}[0].click()")
     shown_text = "document.querySelector('#panel-request').innerText"
     assert "search, default" in await page.becomes(f"{shown_text}.includes('r0: waiting') && {shown_text}")
@@ -127,33 +128,41 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
-    await choose(page, "outcomes")
-    assert "No request has ended" in await text(page, "#panel-outcomes")
+    assert "No request has ended" in await text(page, "#panel-overview")
     async with httpx.AsyncClient(base_url=stage.url, timeout=20) as http:
         for tenant in ("search", "search", "chat"):
             headers = {"authorization": f"Bearer {KEY}", "x-tenant": tenant, "x-priority": "interactive"}
             body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
             assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-    cell = "document.querySelectorAll('#panel-outcomes tbody tr')[0].innerText"
+    cell = "document.querySelectorAll('#panel-overview table')[2].querySelector('tbody tr').innerText"
     shown_text = await page.becomes(f"{cell}.startsWith('interactive\\t3') && {cell}")
     assert "100 %" in plain(shown_text)
     assert "ms" in shown_text
-    assert await page.evaluate("document.querySelectorAll('#panel-outcomes svg').length") == 2
+    assert await page.evaluate("document.querySelectorAll('#panel-overview svg').length") == 2
+    slow = "[...document.querySelectorAll('#panel-overview table')[1].querySelectorAll('tbody a')]"
+    assert await page.evaluate(f"{slow}.length") == 3
+    first = await page.evaluate(f"{slow}[0].innerText")
+    await page.evaluate(f"{slow}[0].click()")
+    receipt = "document.querySelector('#panel-request').innerText"
+    await page.becomes(f"{receipt}.includes('{first}: completed')")
     await choose(page, "tenants")
-    rows = "[...document.querySelectorAll('#panel-tenants tbody tr')].map((row) => row.innerText).join('\\n')"
+    rows = "document.querySelector('#panel-tenants tbody').innerText"
     shown = await page.becomes(f"{rows}.includes('search') && {rows}")
     assert "67 %" in plain(shown)
     assert "33 %" in plain(shown)
-    costs = "document.querySelectorAll('#panel-tenants table')[1].innerText"
-    shown_text = plain(await page.evaluate(costs))
-    assert "Engine time by tenant" in shown_text
-    assert all(f"{tenant}\tinteractive\tshort" in shown_text for tenant in ("search", "chat"))
+    assert "interactive" not in shown
+    await page.evaluate("document.querySelector('#panel-tenants .unfold').click()")
+    await page.becomes(f"{rows}.includes('interactive')")
+    # Totals, of which one shows its parts.
+    heads = "[...document.querySelectorAll('#panel-tenants table')[0].querySelectorAll('tbody th')]"
+    names = await page.evaluate(f"{heads}.map((head) => head.lastChild.textContent)")
+    assert names == ["search", "interactive", "chat"]
     # The contents of the file that the link saves.
     saved = (
         "window.saved = null;"
         "const keep = async (blob) => { window.saved = await blob.text(); };"
         "URL.createObjectURL = (blob) => { keep(blob); return '#'; };"
-        "document.querySelector('#panel-tenants button').click()"
+        "document.querySelector('#panel-tenants .row button').click()"
     )
     await page.evaluate(saved)
     lines = (await page.becomes("window.saved")).splitlines()
@@ -163,8 +172,8 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
 
 async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: BrowserPage) -> None:
     chosen = "document.querySelector('[aria-selected=true]').id + ' ' + document.activeElement.id"
-    await page.evaluate("document.getElementById('tab-queues').focus()")
-    for key, tab in (("ArrowRight", "fleet"), ("End", "playground"), ("ArrowRight", "queues")):
+    await page.evaluate("document.getElementById('tab-overview').focus()")
+    for key, tab in (("ArrowRight", "queues"), ("End", "playground"), ("ArrowRight", "overview")):
         await page.press(key)
         await page.becomes(f"{chosen} === 'tab-{tab} tab-{tab}'")
     await page.press("ArrowLeft")
@@ -180,6 +189,7 @@ async def test_an_update_leaves_the_focus_and_the_choice_where_they_are(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
+    await choose(page, "queues")
     await page.evaluate("document.querySelector('#panel-queues .scroll').focus()")
     was = "document.activeElement === document.querySelector('#panel-queues .scroll')"
     frames = stage.app._dashboard._frames
@@ -228,6 +238,55 @@ async def test_a_request_of_the_playground_is_scheduled_as_any_other(
     (body,) = [json.loads(each) for each in stage.engine.bodies]
     assert (body["stream"], body["max_tokens"]) == (True, 5)
     assert len(body["messages"][0]["content"].split()) == 120
+
+
+async def test_the_playground_sends_a_text(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "playground")
+    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+    await page.evaluate(
+        "const form = document.querySelector('#panel-playground form');"
+        "form.text.value = 'What is a queue?'; form.output.value = 5; form.requestSubmit()"
+    )
+    await page.becomes("document.querySelector('#panel-playground').innerText.includes('completed (200)')")
+    (body,) = [json.loads(each) for each in stage.engine.bodies]
+    assert body["messages"] == [{"role": "user", "content": "What is a queue?"}]
+
+
+async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "keys")
+    panel = "document.querySelector('#panel-keys').innerText"
+    await page.becomes(f"{panel}.includes('The file has no keys yet.')")
+    form = "var form = document.querySelector('#panel-keys form');"
+    await page.evaluate(
+        f"{form} form.tenant.value = 'app'; form.cost_per_day.value = '2.5'; form.models.value = ' {MODEL} ';"
+        "form.requestSubmit()"
+    )
+    secret = await page.becomes("document.querySelector('#panel-keys .secret')?.innerText")
+    (kept,) = read_keys(stage.keys)
+    assert (kept.tenant, kept.cost_per_day, kept.models) == ("app", 2.5, (MODEL,))
+    assert secret.startswith(f"ewsjf_{kept.id}_")
+    await page.becomes(f"{panel}.includes('per day')")
+    await page.evaluate(
+        "document.querySelector('#panel-keys .secret').parentElement.querySelector('button').click()"
+    )
+    await page.becomes(f"!{panel}.includes({secret!r})")
+
+    await page.evaluate(f"document.querySelector('[aria-label=\"Change key {kept.id}\"]').click()")
+    assert await page.evaluate(f"{form} form.cost_per_day.value") == "2.5"
+    changed = "form.cost_per_day.value = ''; form.tokens_per_day.value = '900'; form.requestSubmit()"
+    await page.evaluate(f"{form} {changed}")
+    await page.becomes(f"{panel}.includes('900 tokens per day')")
+    (kept,) = read_keys(stage.keys)
+    assert (kept.cost_per_day, kept.tokens_per_day, kept.models) == (None, 900, (MODEL,))
+
+    await page.evaluate("window.confirm = () => true")
+    await page.evaluate(f"document.querySelector('[aria-label=\"Revoke key {kept.id}\"]').click()")
+    await page.becomes(f"{panel}.includes('revoked')")
+    assert read_keys(stage.keys)[0].status() == "revoked"
+    await page.evaluate(f"{form} form.tenant.value = 'two words'; form.requestSubmit()")
+    await page.becomes(f"{panel}.includes('tenant must be a short printable name')")
 
 
 async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
@@ -309,7 +368,7 @@ async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
     stage.submit("r1")
     await page.becomes(f"{tile('Waiting')} === '1'")
     stage.fleet.world.kill()
-    notice = "document.querySelector('#panel-queues .notice')"
+    notice = "document.querySelector('#panel-overview .notice')"
     shown_text = await page.becomes(f"{notice} && {notice}.innerText")
     assert "its scheduler does not respond" in shown_text
     assert "Data shown is from" in shown_text
@@ -338,7 +397,7 @@ async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, pa
     name = "<img/src=x/onerror=document.title='owned'>"
     stage.submit("r1", tenant=name)
     stage.submit("r2", tenant="</td><script>alert(1)</script>")
-    await page.becomes("document.querySelector('#panel-queues').innerText.includes('<img/src=x')")
+    await page.becomes("document.querySelector('#panel-overview').innerText.includes('<img/src=x')")
     for tab in TABS:
         await choose(page, tab)
         await asyncio.sleep(0.1)
@@ -361,7 +420,7 @@ async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPa
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]
     await page.evaluate(f"{choice}.value = 'other'; {choice}.dispatchEvent(new Event('change'))")
-    assert "other: its scheduler does not respond" in await text(page, "#panel-queues .notice")
+    assert "other: its scheduler does not respond" in await text(page, "#panel-overview .notice")
     assert await page.evaluate("document.getElementById('tiles').hidden")
     await page.evaluate(f"{choice}.value = {MODEL!r}; {choice}.dispatchEvent(new Event('change'))")
     await page.becomes("!document.getElementById('tiles').hidden")

@@ -4,14 +4,15 @@ import { h, show } from "./dom.js";
 import { compact, counted, percent, seconds, whole } from "./format.js";
 import { Watcher } from "./stream.js";
 import * as fleet from "./fleet.js";
-import * as outcomes from "./outcomes.js";
+import * as keys from "./keys.js";
+import * as overview from "./overview.js";
 import * as playground from "./playground.js";
 import * as queues from "./queues.js";
 import * as receipt from "./receipt.js";
 import * as tenants from "./tenants.js";
 import * as tuner from "./tuner.js";
 
-const VIEWS = { queues, fleet, outcomes, tenants, tuner, request: receipt, playground };
+const VIEWS = { overview, queues, fleet, tenants, keys, tuner, request: receipt, playground };
 const KEY = "ewsjf.admin-key";
 // Without a frame for this long, the page reports that its data is stale.
 const SILENT_AFTER_MS = 4000;
@@ -25,7 +26,7 @@ const page = {
   /** The latest document of each model, with the time of its frame. */
   models: new Map(),
   model: "",
-  view: "queues",
+  view: "overview",
   paused: false,
   state: "locked",
   address,
@@ -213,7 +214,7 @@ function onTabKey(event) {
 
 function followAddress() {
   const [name, id] = location.hash.slice(1).split("/", 2);
-  page.view = name in VIEWS ? name : "queues";
+  page.view = name in VIEWS ? name : "overview";
   for (const each of Object.keys(VIEWS)) {
     const chosen = each === page.view;
     const tab = byId(`tab-${each}`);

@@ -21,6 +21,7 @@ export function mount(panel, page) {
     h("p", { class: "note" }, "This is a real request: it is queued, runs on an engine and counts for the tenant of its key."),
     h("div", { class: "fields" },
       field("Model", h("select", { name: "model" }), "model"),
+      field("Prompt (empty: generated text of the length below)", h("textarea", { name: "text", rows: 3 }), "text", "wide"),
       field("Prompt tokens (approximate)", h("input", { name: "tokens", type: "number", min: 1, max: 1000000, value: 200, required: true, inputmode: "numeric" }), "tokens"),
       field("Output tokens (maximum)", h("input", { name: "output", type: "number", min: 1, max: 100000, value: 64, required: true, inputmode: "numeric" }), "output"),
       field("Class", h("select", { name: "priority" }, ["interactive", "default", "batch"].map((name) => h("option", { value: name }, name))), "priority"),
@@ -40,9 +41,9 @@ export function mount(panel, page) {
   form.stop.addEventListener("click", () => busy?.abort());
 }
 
-const field = (label, input, name) => {
+const field = (label, input, name, kind = "") => {
   input.attributes.id = `playground-${name}`;
-  return h("div", { class: "field" }, h("label", { for: input.attributes.id }, label), input);
+  return h("div", { class: `field ${kind}` }, h("label", { for: input.attributes.id }, label), input);
 };
 
 export async function opened(page) {
@@ -98,7 +99,7 @@ async function send(page) {
 async function request(page) {
   const document = {
     model: form.model.value,
-    messages: [{ role: "user", content: prompt(Number(form.tokens.value)) }],
+    messages: [{ role: "user", content: form.text.value.trim() || prompt(Number(form.tokens.value)) }],
     max_tokens: Number(form.output.value),
     stream: progress.stream,
     ...(progress.stream ? { stream_options: { include_usage: true } } : {}),
@@ -184,6 +185,7 @@ function draw(page) {
     [progress.ended ? "Total time" : "Time so far", seconds((now - progress.began) / 1000)],
     ["Queue length", progress.queued === undefined ? NONE : counted(progress.queued, "request")],
     ["Queue time", wait ? seconds(Number(wait) / 1000) : NONE],
+    ...(header("x-served-model") ? [["Served by model", header("x-served-model")]] : []),
     ["Pool, replica", id && header("x-pool") ? `${header("x-pool")}, ${header("x-replica")}` : NONE],
     ["Length queue", header("x-length-queue") ? `${header("x-length-queue")} tokens` : NONE],
     ["Estimated tokens", header("x-estimated-tokens") ? whole(Number(header("x-estimated-tokens"))) : NONE],

@@ -21,7 +21,6 @@ export function render(model, page) {
       axis(model),
       legend([["queue", "length queue"], ["bubble", "bubble queue (for lengths in a gap)"],
         ["border", "B_short: token budget up to which the first pool is the home pool"]])),
-    h("div", { class: "card" }, queueTable(model)),
     h("div", { class: "card" }, subQueueTable(model, page)));
 }
 
@@ -103,7 +102,8 @@ function border(tokens, x, width) {
     h("text", { x: at + (left ? -6 : 6), y: TOP - 34, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
 }
 
-function queueTable(model) {
+/** Return the table of what is queued, and why. */
+export function queueTable(model) {
   const columns = [["Queue (tokens)"], ["Waiting", "figure"], ["Longest wait", "figure"], ["Most urgent head"], ["Wait", "figure"], ["Score", "figure"], ["Wait cause", "why"]];
   const filled = model.length_queues.filter((queue) => queue.waiting);
   const empty = model.length_queues.length - filled.length;
@@ -117,7 +117,7 @@ function queueTable(model) {
         : [name, "0", NONE, NONE, NONE, NONE, "empty"],
     };
   });
-  const caption = `Length queues with their most urgent heads${filled.length && empty ? ` (${counted(empty, "empty queue")} not shown)` : ""}`;
+  const caption = `Queued requests by length, with their most urgent heads${filled.length && empty ? ` (${counted(empty, "empty queue")} not shown)` : ""}`;
   return table(caption, columns, rows, empty > 1 ? `All ${empty} queues are empty.` : "The queue is empty.");
 }
 

@@ -1,10 +1,12 @@
-// Outcomes and times to first token of the last minutes.
+// Health at a glance: requests and times to first token of the last minutes, what is queued and why, and the
+// slowest requests.
 
 import { legend, line, table, timeChart, widthOf } from "./charts.js";
 import { h } from "./dom.js";
 import { NONE, percent, perSecond, seconds, whole } from "./format.js";
+import { queueTable } from "./queues.js";
 
-export const title = "Outcomes";
+export const title = "Overview";
 
 // Groups of outcomes, in the order of the stack.
 const KINDS = [
@@ -17,18 +19,19 @@ const CLASSES = ["interactive", "default", "batch"];
 
 export function render(model) {
   const activity = model.activity;
-  return h("div", { key: "outcomes" },
-    h("div", { class: "card", id: "outcomes-card" },
-      h("h2", null, "Concluded requests per second"),
-      h("p", { class: "note" }, known(activity)),
-      endings(activity),
-      legend(KINDS.map(([kind, name]) => [kind, name]))),
-    h("div", { class: "card" },
-      h("h2", null, "Time to first token"),
-      h("p", { class: "note" }, "From arrival at the gateway to the first token of streamed answers: P95 (line) and P50 (thin line)."),
-      firstTokens(activity),
-      legend(CLASSES.map((name) => [name, name]))),
-    h("div", { class: "card" }, classTable("The last minute", activity.last_minute, 60)),
+  return h("div", { key: "overview" },
+    h("div", { class: "pair" },
+      h("div", { class: "card", id: "rate-card" },
+        h("h2", null, "Concluded requests per second"),
+        endings(activity),
+        legend(KINDS.map(([kind, name]) => [kind, name]))),
+      h("div", { class: "card", id: "ttft-card" },
+        h("h2", null, "Time to first token: P95, and P50 (thin)"),
+        firstTokens(activity),
+        legend(CLASSES.map((name) => [name, name])))),
+    h("div", { class: "card" }, queueTable(model)),
+    h("div", { class: "card" }, slowestTable(model)),
+    h("div", { class: "card" }, classTable("The last minute", activity.last_minute, 60), h("p", { class: "note" }, known(activity))),
     h("div", { class: "card" }, classTable(`The last ${seconds(activity.known_s)}`, activity.last_minutes, activity.known_s)));
 }
 
@@ -47,7 +50,7 @@ function endings(activity) {
     return { slot, counts, total: counts.reduce((sum, [, rate]) => sum + rate, 0) };
   });
   const most = Math.max(0, ...stacks.map((each) => each.total));
-  const width = widthOf("outcomes-card");
+  const width = widthOf("rate-card");
   if (!most) return empty("No request has ended in this time.");
   return timeChart({
     label: `Concluded requests per second over the last ${seconds(span)}, at most ${perSecond(most)}. The tables below have the same data.`,
@@ -69,7 +72,7 @@ function endings(activity) {
 function firstTokens(activity) {
   const span = activity.slots * activity.slot_s;
   const values = activity.series.flatMap((slot) => Object.values(slot.ttft_p95_s));
-  const width = widthOf("outcomes-card");
+  const width = widthOf("ttft-card");
   if (!values.length) return empty("No streamed answer has started in this time. Only streamed answers have a time to first token.");
   const byNumber = new Map(activity.series.map((slot) => [slot.number, slot]));
   const points = (figure, name) => {
@@ -89,6 +92,18 @@ function firstTokens(activity) {
 }
 
 const empty = (text) => h("p", { class: "empty chart-space" }, text);
+
+function slowestTable(model) {
+  const columns = [["Request"], ["Class"], ["Tenant"], ["Outcome"], ["Queue time", "figure"], ["TTFT", "figure"], ["Total", "figure"], ["Ended", "figure"]];
+  const rows = model.slowest.map((each) => ({
+    key: each.request_id,
+    cells: [
+      h("a", { href: `#request/${encodeURIComponent(each.request_id)}` }, each.request_id), each.class, each.tenant, each.outcome.replaceAll("_", " "),
+      seconds(each.queue_s), seconds(each.ttft_s), seconds(each.total_s), `${seconds(Math.max(0, each.ended_s_ago))} ago`,
+    ],
+  }));
+  return table("Slowest first tokens of the last minute, with receipts", columns, rows, "No request has ended in the last minute.");
+}
 
 function classTable(caption, summary, span) {
   const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Rejected", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT P50", "figure"], ["TTFT P95", "figure"], ["TTFT P99", "figure"]];

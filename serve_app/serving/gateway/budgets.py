@@ -1,0 +1,143 @@
+"""Budgets of API keys: tokens and money per day and month (UTC), over all models.
+
+The schedulers count what each key has used (`scheduler.usage`), and survive a gateway. Each gateway reads the
+counts of the keys that are in use about once per second, and rejects requests of a key whose budget is spent.
+Requests in flight, and those of the last second, are completed and may exceed it.
+
+A scheduler that does not respond counts with its last answer; before its first one, it counts nothing. A
+budget must not stop all traffic because one scheduler is being replaced.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from time import monotonic
+
+from serve_app.core.admission.spending import TokenPrices
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.serving.api_keys import KeyRecord
+from serve_app.serving.channel.scheduler_client import SchedulerQueries
+from serve_app.serving.gateway.answer.responses import HeaderList, RequestRejected
+
+logger = logging.getLogger("ray.serve")
+
+_INTERVAL_S = 1.0
+_RESPONSE_TIMEOUT_S = 1.0
+# A key that has sent nothing for this long is no longer watched.
+_IDLE_S = 60.0
+
+PERIODS = ("day", "month")
+
+
+class BudgetExceeded(RequestRejected):
+    """The budget of a key is used up; a retry is useful only once it resets."""
+
+    may_retry = False
+
+    def __init__(self, message: str, reset_s: float) -> None:
+        # OpenAI's code for an account without credit, which its SDKs do not retry.
+        super().__init__(
+            Outcome.REJECTED_RATE_LIMITED, message, code="insufficient_quota", retry_after_s=reset_s
+        )
+
+    def headers(self) -> HeaderList:
+        """Return the time of the reset, and that a retry before it is useless."""
+        return [(b"retry-after", b"%d" % (self.retry_after_s or 0)), *super().headers()]
+
+
+class Budgets:
+    """Spending of the keys with a budget, as read from the schedulers.
+
+    Args:
+        prices: by model name; a model without prices costs nothing.
+    """
+
+    def __init__(self, queries: Mapping[str, SchedulerQueries], prices: Mapping[str, TokenPrices]) -> None:
+        self._queries, self._prices = queries, prices
+        # Time of the last request, by key.
+        self._watched: dict[str, float] = {}
+        # Counts by scheduler, key, period and model name.
+        self._counts: dict[str, dict[str, Mapping[str, Mapping[str, list[int]]]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Budgets watched={len(self._watched)}>"
+
+    async def check(self, key: KeyRecord) -> None:
+        """Check the budgets of a key.
+
+        Raises:
+            BudgetExceeded: one is used up.
+        """
+        is_new = key.id not in self._watched
+        self._watched[key.id] = monotonic()
+        if is_new:
+            await self.read([key.id])
+        if self._task is None:
+            # In an empty context, because Ray Serve cancels a request's tasks with the request.
+            loop = asyncio.get_running_loop()
+            self._task = loop.create_task(self._watch(), context=contextvars.Context())
+        for period in PERIODS:
+            tokens, cost = self.spent(key.id, period)
+            limits = key.budget(period)
+            if limits.tokens is not None and tokens >= limits.tokens:
+                raise _exceeded(f"{limits.tokens:,} tokens per {period}", f"{tokens:,}", period)
+            if limits.cost is not None and cost >= limits.cost:
+                raise _exceeded(f"{limits.cost:.6g} per {period}", f"{cost:.6g}", period)
+
+    async def read(self, keys: Sequence[str]) -> None:
+        """Read what keys have used from all schedulers."""
+        await asyncio.gather(*(self._read_one(model, each, keys) for model, each in self._queries.items()))
+
+    def spent(self, key_id: str, period: str) -> tuple[int, float]:
+        """Return the tokens and the cost of a key in the current day or month."""
+        tokens, cost = 0, 0.0
+        for counts in self._counts.values():
+            for model, figures in counts.get(key_id, {}).get(period, {}).items():
+                used, price = tokens_of(figures), self._prices.get(model)
+                tokens += used.prompt_tokens + used.output_tokens
+                cost += 0.0 if price is None else price.of(used)
+        return tokens, cost
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while self._watched:
+            await asyncio.sleep(_INTERVAL_S)
+            idle_since = monotonic() - _IDLE_S
+            self._watched = {key: at for key, at in self._watched.items() if at >= idle_since}
+            await self.read(list(self._watched))
+        self._task = None
+
+    async def _read_one(self, model: str, scheduler: SchedulerQueries, keys: Sequence[str]) -> None:
+        try:
+            answer = await asyncio.wait_for(scheduler.query("spent", keys=list(keys)), _RESPONSE_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
+            logger.debug("event=budget_unread model=%s reason=%r", model, error)
+        else:
+            self._counts.setdefault(model, {}).update({key: answer.get(key, {}) for key in keys})
+
+
+def tokens_of(figures: list[int]) -> Usage:
+    """Return counts of the usage ledger as usage."""
+    _, prompt, cached, generated = figures
+    return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=generated)
+
+
+def _exceeded(limit: str, spent: str, period: str) -> BudgetExceeded:
+    now = datetime.now(UTC)
+    today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    reset = today + timedelta(days=1)
+    if period == "month":
+        # The 32nd day after a first is in the next month.
+        reset = (today.replace(day=1) + timedelta(days=32)).replace(day=1)
+    return BudgetExceeded(
+        f"this API key has a budget of {limit} and has used {spent}: it resets at {reset:%Y-%m-%d %H:%M} UTC",
+        (reset - now).total_seconds(),
+    )

@@ -1,0 +1,163 @@
+"""Budgets of keys over all models, as a client meets them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import openai
+import pytest
+
+from serve_app.core.admission.spending import TokenPrices
+from serve_app.serving.api_keys import create_key
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, budgets
+from tests.engines.servers import until
+
+from .builders import Answers, Engine, FakeDispatcher, eventually, serving
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+
+
+class Ledgers:
+    """What two schedulers have counted: requests, prompt, cached and generated tokens by model."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, dict[str, list[int]]] = {"a": {}, "b": {}}
+        self.reads = 0
+
+    def scheduler(self, name: str) -> Answers:
+        async def spent(keys: list[str]) -> dict[str, Any]:
+            self.reads += 1
+            counts = self.counts[name]
+            return {key: dict.fromkeys(("day", "month"), counts) for key in keys} if counts else {}
+
+        return Answers(spent=spent)
+
+
+@asynccontextmanager
+async def gateway(
+    path: Path, queries: dict[str, Answers], **permissions: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
+    _, secret = create_key(path, tenant="app", **permissions)
+    engine = Engine()
+    async with serving(engine) as port:
+        price = TokenPrices(prompt=1_000_000.0, generated=2_000_000.0, cached=0.0)
+        settings = GatewaySettings(
+            models=tuple(ServedModel(name=name, price=price) for name in ("a", "b")), keys_file=str(path)
+        )
+        app = Gateway(settings, dict.fromkeys(("a", "b"), FakeDispatcher([port])), "g", queries)
+        headers = {"authorization": f"Bearer {secret}"}
+        async with (
+            serving(app) as front,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", headers=headers, timeout=10) as http,
+        ):
+            yield http, engine
+        app.close()
+
+
+async def ask(http: httpx.AsyncClient, model: str = "a") -> httpx.Response:
+    return await http.post("/v1/chat/completions", json={"model": model, **CHAT})
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"tokens_per_day": 70}, "70 tokens per day and has used 70"),
+        ({"tokens_per_month": 69}, "69 tokens per month and has used 70"),
+        ({"cost_per_day": 80.0}, "80 per day and has used 80"),
+        ({"cost_per_month": 79.5}, "79.5 per month and has used 80"),
+    ],
+)
+async def test_a_spent_budget_is_a_429_with_its_reset(
+    tmp_path: Path, limit: dict[str, float], message: str
+) -> None:
+    ledgers = Ledgers()
+    # 60 prompt tokens of which 20 were cached, and 10 + 10 generated tokens, cost 40 + 20 + 20.
+    ledgers.counts = {"a": {"a": [1, 50, 20, 10]}, "b": {"b": [1, 0, 0, 10]}}
+    queries = {name: ledgers.scheduler(name) for name in ledgers.counts}
+    if "cost" in next(iter(limit)):
+        ledgers.counts["b"]["b"] = [1, 10, 0, 10]
+    async with gateway(tmp_path / "k", queries, **limit) as (http, engine):
+        answer = await ask(http)
+        assert answer.status_code == 429
+        assert message in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "insufficient_quota"
+        now = datetime.now(UTC)
+        reset = now + timedelta(seconds=int(answer.headers["retry-after"]) + 1)
+        assert (reset.hour, reset.minute) == (0, 0)
+        assert reset.day == 1 or "day" in next(iter(limit))
+        assert answer.headers["x-should-retry"] == "false"
+        assert engine.bodies == []
+
+
+async def test_the_sdk_reports_it_without_retries(tmp_path: Path) -> None:
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=1) as (http, _):
+        key = http.headers["authorization"].removeprefix("Bearer ")
+        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=key, max_retries=3) as sdk:
+            with pytest.raises(openai.RateLimitError, match="has a budget of 1 tokens per day"):
+                await sdk.chat.completions.create(model="a", messages=CHAT["messages"])  # type: ignore[call-overload]
+    assert ledgers.reads == 1
+
+
+async def test_a_budget_that_becomes_spent_stops_the_key_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_INTERVAL_S", 0.05)
+    ledgers = Ledgers()
+    queries = {name: ledgers.scheduler(name) for name in ("a", "b")}
+    async with gateway(tmp_path / "k", queries, tokens_per_day=100) as (http, _):
+        assert (await ask(http)).status_code == 200
+        ledgers.counts["b"] = {"b": [1, 90, 0, 10]}
+
+        async def is_stopped() -> bool:
+            return (await ask(http, "b")).status_code == 429
+
+        await until(is_stopped)
+        # Another model costs the same budget.
+        assert (await ask(http, "a")).status_code == 429
+
+
+async def test_idle_keys_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(budgets, "_IDLE_S", 0.1)
+    ledgers = Ledgers()
+    async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=100) as (http, _):
+        assert (await ask(http)).status_code == 200
+        await eventually(lambda: ledgers.reads > 2)
+        await asyncio.sleep(0.3)
+        before = ledgers.reads
+        await asyncio.sleep(0.2)
+        assert ledgers.reads == before
+        assert (await ask(http)).status_code == 200
+        await eventually(lambda: ledgers.reads > before + 1)
+
+
+async def test_a_silent_scheduler_counts_with_its_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_INTERVAL_S", 0.02)
+
+    async def unreachable(_: list[str]) -> NoReturn:
+        raise ConnectionError("gone")
+
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    scheduler = ledgers.scheduler("a")
+    queries = {"a": scheduler, "b": Answers(spent=unreachable)}
+    async with gateway(tmp_path / "k", queries, tokens_per_day=60) as (http, _):
+        assert (await ask(http)).status_code == 429
+        scheduler._answers["spent"] = unreachable
+        await asyncio.sleep(0.1)
+        assert (await ask(http)).status_code == 429
+
+
+async def test_a_key_without_a_budget_costs_no_query(tmp_path: Path) -> None:
+    ledgers = Ledgers()
+    async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_minute=100) as (http, _):
+        assert (await ask(http)).status_code == 200
+    assert ledgers.reads == 0
