@@ -7,6 +7,7 @@ from docs_reference.chart import chart_page
 from docs_reference.command_line import command_line_page
 from docs_reference.configuration import configuration_page
 from docs_reference.endpoints import endpoints_page
+from docs_reference.messages import messages_page
 from docs_reference.metrics import metrics_page
 from docs_reference.outcomes import outcomes_page
 
@@ -19,6 +20,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "chart.md": chart_page,
     "outcomes.md": outcomes_page,
+    "messages.md": messages_page,
 }
 
 

@@ -15,6 +15,7 @@ import serve_app
 from docs_reference import metrics
 from docs_reference.chart import SCHEMA, values_schema
 from docs_reference.command_line import command_line_page
+from docs_reference.messages import Message, messages_of
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
 from docs_reference.settings_tree import DEFAULTS_IN_FILES, Block, blocks
 from serve_app.cli import COMMANDS
@@ -154,3 +155,32 @@ def test_every_setting_is_documented() -> None:
         if not setting.texts and not setting.blocks
     ]
     assert not silent, f"write a comment above {', '.join(silent)}, or an entry under Attributes of the class"
+
+
+def test_messages_are_divided_into_problem_and_remedy() -> None:
+    source = """
+def check(name):
+    message = f"the file {name} has no keys: create one with `ewsjf keys`"
+    if name:
+        raise SettingsError(message)
+    if not name:
+        raise EngineError("cannot read it: " + name)
+    raise KeysFileError(f"the store answers: {name}")
+    raise RuntimeError("a bug that no operator can repair: see the code")
+"""
+    assert set(messages_of(source)) == {
+        Message("the file … has no keys", "create one with `ewsjf keys`"),
+        Message("the store answers: …", ""),
+    }
+
+
+def test_the_messages_of_every_area_are_there() -> None:
+    page = (REFERENCE / "messages.md").read_text()
+    for message in (
+        "exceeds the context of pool …",
+        "| unknown model …; models: … |",
+        "| the body is longer than … bytes | send less, or raise gateway.advanced.max_body_bytes |",
+        "| an API key is required | send it as Authorization: Bearer KEY, or as x-api-key |",
+        "| … is not ready yet | wait until it is |",
+    ):
+        assert message in page, message
