@@ -54,6 +54,7 @@ Ray's default of 30 s would abort requests that the application still completes.
 {{- define "ewsjf.environment" -}}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
 - {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_raylet_start_wait_time_s, value: "120"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
