@@ -90,6 +90,8 @@ def application_of(settings: ApplicationSettings) -> Application:
         # Only effective if a proxy of Ray Serve forwards requests.
         max_ongoing_requests=_MAX_PROXIED,
         graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
+        # Serve notices a dead process only by a health check, and until then nothing listens on its port.
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         # A gateway waits for its requests itself.
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": gateways.num_cpus},

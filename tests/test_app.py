@@ -134,6 +134,13 @@ def test_a_replaced_process_continues_until_its_successor_serves() -> None:
     }
 
 
+def test_dead_processes_are_noticed_within_a_second() -> None:
+    found = deployments_of(application_of(settings()))
+    # The tuner may be away for longer: nothing waits for it.
+    periods = {name: each._deployment_config.health_check_period_s for name, each in found.items()}
+    assert {period for name, period in periods.items() if not name.startswith("tuner")} == {1.0}
+
+
 def test_the_gateway_has_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments_of(application)["gateway"]

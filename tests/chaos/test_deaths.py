@@ -191,3 +191,21 @@ async def test_a_killed_process_is_replaced_and_serves(app: Served, deployment: 
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
         answer = await streamed(http, f"back-{deployment}", 10)
     assert (answer.status, answer.tokens, answer.ends) == (200, 10, 1)
+
+
+@pytest.mark.slow
+async def test_a_halted_scheduler_is_replaced_before_its_clients_give_up(app: Served) -> None:
+    victim: psutil.Process = app.replicas("scheduler")[0]
+    began = time.monotonic()
+    answers = await under_load(
+        app,
+        100,
+        lambda http, number: streamed(http, f"halted-{number}", 20),
+        lambda: victim.send_signal(signal.SIGSTOP),
+    )
+    assert {(answer.status, answer.tokens, answer.ends, answer.errors) for answer in answers} == {
+        (200, 20, 1, 0)
+    }
+    # Three health checks and the start of a successor; a graceful shutdown would take another half minute.
+    assert time.monotonic() - began < 30
+    await asyncio.to_thread(wait_for, lambda: not victim.is_running(), 30, "the end of the halted process")
