@@ -14,8 +14,8 @@ from docs_reference.settings_tree import Block, SettingEntry, blocks
 _INTRODUCTION = """
 # Configuration reference
 
-A configuration is a file for Ray Serve. The settings on this page are under `args` of the application whose
-`import_path` is `serve_app.app:build_app`. A small example is `configs/local.yaml`.
+A configuration is a file for Ray Serve. The settings are under `args` of the application whose `import_path`
+is `serve_app.app:build_app`. A small example is `configs/local.yaml`.
 
 - A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
   for any key of a mapping.
@@ -41,16 +41,41 @@ _WORDS: Mapping[object, str] = {
 }
 
 
-def configuration_page() -> str:
-    """Return the whole page."""
+_FIRST = "configuration.md"
+# Pages by the beginning of their blocks' paths, and their headings; the first match counts.
+_PAGES: Mapping[str, tuple[str, str]] = {
+    "models[].scheduler": ("configuration-scheduler.md", "# Configuration: scheduler"),
+    "models[].tuner": ("configuration-tuner.md", "# Configuration: tuner"),
+    "models[]": ("configuration-models.md", "# Configuration: models, pools and engines"),
+}
+CONFIGURATION_PAGES = (_FIRST, *(name for name, _ in _PAGES.values()))
+
+
+def configuration_page(name: str = _FIRST) -> str:
+    """Return one of `CONFIGURATION_PAGES`; the first one has the introduction and lists the blocks of all."""
     found = list(blocks())
-    return document(_INTRODUCTION, "## All blocks", _overview(found), *map(_section, found))
+    sections = [_section(block) for block in found if _page_of(block.path) == name]
+    if name == _FIRST:
+        return document(_INTRODUCTION, "## All blocks", _overview(found), *sections)
+    heading = next(heading for page, heading in _PAGES.values() if page == name)
+    about = f"A part of the [configuration reference]({_FIRST}), which explains the notation."
+    return document(heading, about, *sections)
+
+
+def _page_of(path: str) -> str:
+    return next((name for start, (name, _) in _PAGES.items() if path.startswith(start)), _FIRST)
+
+
+def _link(path: str, page: str) -> str:
+    """Return a link from a page to a block."""
+    target = _page_of(path)
+    return f"[{code(path or 'args')}]({'' if target == page else target}{anchor(path or 'args')})"
 
 
 def _overview(found: list[Block]) -> str:
     rows = (
         (
-            f"[{code(_title(block))}]({anchor(_title(block))})",
+            _link(block.path, _FIRST),
             sentence(_first_sentence(block.text)),
             *map(str, _counts([block])),
         )
@@ -75,8 +100,9 @@ def _counts(found: list[Block]) -> tuple[int, int]:
 def _section(block: Block) -> str:
     place = f"Defined by {code(block.cls.__name__)} in {code(_file(block.cls))}."
     parts = [f"## {code(_title(block))}", "\n\n".join(map(sentence, block.text.split("\n\n"))), place]
-    usual = [_entry(setting) for setting in block.settings if not setting.is_advanced]
-    advanced = [_entry(setting) for setting in block.settings if setting.is_advanced]
+    page = _page_of(block.path)
+    usual = [_entry(setting, page) for setting in block.settings if not setting.is_advanced]
+    advanced = [_entry(setting, page) for setting in block.settings if setting.is_advanced]
     parts.append("\n".join(usual))
     if advanced:
         parts += [f"### Advanced: {code(_title(block))}", _ADVANCED, "\n".join(advanced)]
@@ -95,10 +121,10 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split("\n\n", maxsplit=1)[0].split()).split(". ")[0]
 
 
-def _entry(setting: SettingEntry) -> str:
+def _entry(setting: SettingEntry, page: str) -> str:
     body = " ".join(map(sentence, setting.texts))
     if setting.blocks:
-        links = ", ".join(f"[{code(path)}]({anchor(path)})" for path in setting.blocks)
+        links = ", ".join(_link(path, page) for path in setting.blocks)
         body = f"{body} See {links}.".strip()
     facts = [_type(setting.kind), setting.limits, _default(setting)]
     return item(f"**{code(setting.path)}** ({', '.join(filter(None, facts))})", body)

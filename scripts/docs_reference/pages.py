@@ -1,11 +1,12 @@
 """Generated pages and the modules that render them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from docs_reference.chart import chart_page
 from docs_reference.command_line import command_line_page
-from docs_reference.configuration import configuration_page
+from docs_reference.configuration import CONFIGURATION_PAGES, configuration_page
 from docs_reference.endpoints import endpoints_page
 from docs_reference.messages import messages_page
 from docs_reference.metrics import metrics_page
@@ -14,7 +15,7 @@ from docs_reference.outcomes import outcomes_page
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "configuration.md": configuration_page,
+    **{name: partial(configuration_page, name) for name in CONFIGURATION_PAGES},
     "cli.md": command_line_page,
     "endpoints.md": endpoints_page,
     "metrics.md": metrics_page,

@@ -15,6 +15,7 @@ import serve_app
 from docs_reference import metrics
 from docs_reference.chart import SCHEMA, values_schema
 from docs_reference.command_line import command_line_page
+from docs_reference.configuration import CONFIGURATION_PAGES
 from docs_reference.messages import Message, messages_of
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
 from docs_reference.settings_tree import DEFAULTS_IN_FILES, Block, blocks
@@ -141,7 +142,7 @@ def test_the_parser_takes_every_setting_at_its_path(block: Block) -> None:
 
 
 def test_every_setting_is_listed_once() -> None:
-    page = (REFERENCE / "configuration.md").read_text()
+    page = "".join((REFERENCE / name).read_text() for name in CONFIGURATION_PAGES)
     paths = [setting.path for block in blocks() for setting in block.settings]
     assert len(paths) == len(set(paths)) > 150
     assert all(page.count(f"- **`{path}`** (") == 1 for path in paths)
