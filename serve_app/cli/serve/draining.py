@@ -23,7 +23,8 @@ def drain_gateways(
         The number of in-flight requests that were aborted with an error at the deadline.
     """
     deadline = time.monotonic() + stop.drain_s
-    ended = gateway.broadcast("drain", stop.drain_s, stop.retry_after_s)
+    # A broadcast is sent only when its results are requested, so the drain itself must not be awaited here.
+    gateway.broadcast("begin_drain", stop.drain_s, stop.retry_after_s).results(timeout_s=CALL_TIMEOUT_S)
     while True:
         remaining_s = max(0.0, deadline - time.monotonic())
         counts = gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
@@ -31,4 +32,4 @@ def drain_gateways(
         if not sum(counts) or not remaining_s:
             break
         time.sleep(min(_DRAIN_POLL_S, remaining_s))
-    return sum(ended.results(timeout_s=_DRAIN_MARGIN_S))
+    return sum(gateway.broadcast("end_drain").results(timeout_s=_DRAIN_MARGIN_S))

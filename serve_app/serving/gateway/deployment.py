@@ -5,6 +5,7 @@ drains its open requests. Otherwise the proxies of Ray Serve forward requests to
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,7 @@ class GatewayDeployment:
         for client in self._clients.values():
             client.start()
         self._stop_times = drain_timeout_s, deregister_s
+        self._drain: asyncio.Task[int] | None = None
         self._listener: GatewayListener | None = None
         if not address.has_proxy:
             self._listener = GatewayListener(
@@ -115,9 +117,16 @@ class GatewayDeployment:
         """Return the number of requests whose answers are incomplete."""
         return self._gateway.open_requests
 
-    async def drain(self, drain_s: float, retry_after_s: float) -> int:
-        """See `Gateway.drain`."""
-        return await self._gateway.drain(drain_s, retry_after_s)
+    async def begin_drain(self, drain_s: float, retry_after_s: float) -> None:
+        """Start to drain; see `Gateway.drain`. Idempotent."""
+        if self._drain is None:
+            # In an empty context, because Serve cancels the tasks of a call's context with the call.
+            drain = self._gateway.drain(drain_s, retry_after_s)
+            self._drain = asyncio.get_running_loop().create_task(drain, context=contextvars.Context())
+
+    async def end_drain(self) -> int:
+        """Wait for the end of the drain; return the number of requests that were aborted."""
+        return 0 if self._drain is None else await self._drain
 
     def check_health(self) -> None:
         """Raise `ServerNotRunningError` if the gateway's own port accepts no connections."""
