@@ -18,7 +18,14 @@ _VALUE = "…"
 # Classes whose messages clients and operators see; those of `ValueError` only where settings are checked.
 _SHOWN = frozenset(
     {
-        *("RequestRejected", "ForbiddenError", "EngineTimedOut", "Conclusion", "QueueRejection"),
+        *(
+            "RequestRejected",
+            "ForbiddenError",
+            "EngineTimedOut",
+            "BudgetExceeded",
+            "Conclusion",
+            "QueueRejection",
+        ),
         *("SettingsError", "ServeAppError", "KeysFileError", "PortError", "StateError"),
         *("EngineError", "EndpointUnreachableError", "ApiError", "StatusError"),
         *("ArgumentTypeError", "TraceError", "BenchError", "RecordingError"),
@@ -40,7 +47,10 @@ _AREAS = (
     _Area(
         "Configuration, addresses and stores",
         "From `check`, `serve` and `deploy`, mostly behind the path of a setting.",
-        ("settings", "core/settings", "serving/gateway/settings", "serving/gateway/routes", "serving/state"),
+        (
+            *("settings", "core/settings", "core/scaling/settings", "serving/autoscaling", "serving/state"),
+            *("serving/gateway/settings", "serving/gateway/routes", "serving/gateway/cors"),
+        ),
     ),
     _Area(
         "Answers to requests",
@@ -72,8 +82,9 @@ def messages_page() -> str:
         checks_settings = path.stem in _CHECKS_SETTINGS or place.startswith("settings/")
         found[area.title].update(messages_of(path.read_text(), checks_settings=checks_settings))
     about = (
-        f"Search this page for a part of a message; {_VALUE} stands for a value. With no second column, a "
-        "message has another program's reason. [Troubleshooting](../troubleshooting.md) begins with symptoms."
+        f"Search this page for a part of a message; {_VALUE} stands for a value. Messages without a second "
+        "column say themselves what to do, or have another program's reason. "
+        "[Troubleshooting](../troubleshooting.md) begins with symptoms."
     )
     parts = ["# Error messages", about]
     for area in _AREAS:
@@ -101,8 +112,8 @@ def _messages(argument: ast.expr, texts: Mapping[str, list[str]]) -> Iterator[Me
     found = texts.get(argument.id, []) if isinstance(argument, ast.Name) else [_text(argument)]
     for text in found:
         if text is not None and len(text) >= _MIN_CHARACTERS and " " in text:
-            problem, _, remedy = text.partition(": ")
-            # A value at the end, such as another program's reason, is no remedy.
+            problem, _, remedy = ("", "", "") if "{" in text else text.partition(": ")
+            # Another program's reason is no remedy, and an example has colons of its own.
             has_remedy = not remedy.startswith(_VALUE) and min(len(problem), len(remedy)) >= _MIN_CHARACTERS
             yield Message(problem, remedy) if has_remedy else Message(text, "")
 

@@ -1,13 +1,18 @@
 """Reference of outcomes: the possible ends of a request, with their HTTP responses."""
 
+import ast
+import inspect
 import json
+from collections.abc import Iterator
 from http import HTTPStatus
+from pathlib import Path
 
 from docs_reference.markdown import code, document, sentence, table
 from docs_reference.source_text import field_comments
+from serve_app import serving
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI
-from serve_app.serving.gateway.answer.responses import RequestRejected
+from serve_app.serving.gateway.answer.responses import NOT_ALLOWED_CODE, RequestRejected
 
 _INTRODUCTION = """
 # Outcomes and HTTP statuses
@@ -29,7 +34,26 @@ _UNOFFICIAL = {499: "Client Closed Request"}
 def outcomes_page() -> str:
     """Return the whole page."""
     heads = ("Outcome", "HTTP status", "`error.type`", "`error.code`", "Anthropic's")
-    return document(_INTRODUCTION, *_phases(heads))
+    rows = sorted({*_special_codes(), (code(NOT_ALLOWED_CODE), "403", code(Outcome.REJECTED_UNAUTHORISED))})
+    special = table(("`error.code`", "HTTP status", "Outcome"), rows)
+    return document(_INTRODUCTION, *_phases(heads), "## Codes for one reason", _SPECIAL, special)
+
+
+_SPECIAL = "Some rejections have a code of their own, which replaces that of their outcome."
+
+
+def _special_codes() -> Iterator[tuple[str, str, str]]:
+    """Yield the rejections of the gateway that override the code of their outcome."""
+    for path in (Path(inspect.getfile(serving)).parent / "gateway").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given = {each.arg: each.value for each in node.keywords} if isinstance(node, ast.Call) else {}
+            named = given.get("code")
+            if isinstance(node, ast.Call) and node.args and isinstance(named, ast.Constant):
+                outcome = Outcome[getattr(node.args[0], "attr", "")]
+                numbers = ast.walk(given["status"]) if "status" in given else ()
+                stated = sorted(str(each.value) for each in numbers if isinstance(each, ast.Constant))
+                statuses = ", ".join(stated or [str(HTTP_STATUS[outcome])])
+                yield code(str(named.value)), statuses, code(outcome)
 
 
 def _phases(heads: tuple[str, ...]) -> list[str]:

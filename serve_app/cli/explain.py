@@ -80,8 +80,8 @@ def _best(result: Mapping[str, Any]) -> str:
 
 
 _EXAMPLE = """example:
-  ewsjf explain chatcmpl-7
-  ewsjf explain chatcmpl-7 --what-if
+  ewsjf explain hdt8aikd-195
+  ewsjf explain hdt8aikd-195 --what-if
 """
 _BAR = 40
 
@@ -91,7 +91,7 @@ class ExplainError(ServeAppError):
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("request_id", help="`x-request-id` of the response, or the one that the client sent")
+    parser.add_argument("request_id", help="`x-request-id` or `id` of the response, or the client's own id")
     parser.add_argument(
         "--what-if",
         action="store_true",

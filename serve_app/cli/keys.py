@@ -153,10 +153,11 @@ def _path(args: argparse.Namespace) -> Path:
     """
     if args.file is not None:
         return Path(args.file)
-    configs = [args.config] if args.config else sorted({Path(each.config) for each in running_instances()})
+    running = {Path(each.config) for each in running_instances() if args.url in (None, each.url)}
+    configs = [args.config] if args.config else sorted(running)
     if len(configs) != 1:
-        found = "several applications run here" if configs else "no application runs here"
-        raise SettingsError(f"pass --file with the file of keys, or --config with a configuration: {found}")
+        found = "several applications run here" if configs else "no such application runs here"
+        raise SettingsError(f"pass --file with the file of keys, --config, or --url: {found}")
     found_path = load_settings(configs[0]).gateway.keys_file
     if found_path is None:
         raise SettingsError(f"{configs[0]} has no gateway.keys_file: add it, or pass --file")

@@ -373,9 +373,10 @@ class ApplicationSettings(ApplicationConfig):
     gateway: GatewaySettings
 
     def served_names(self) -> Iterator[str]:
-        """Yield every name that clients may request."""
-        for model in self.models:
-            yield from model.names
+        """Yield every name that clients may request, routes first."""
+        names = [route.name for route in self.gateway.routes]
+        names += [name for model in self.models for name in model.names]
+        yield from dict.fromkeys(names)
 
 
 def step_times_by_pool(model: ModelSettings) -> dict[str, StepTimeModel]:

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
+from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
 from serve_app.serving.gateway.admin import (
     ENDPOINTS_METHODS,
@@ -44,6 +45,7 @@ from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.halted import HaltWatch
 from serve_app.serving.gateway.key_admin import KEY_METHODS, KEYS_METHODS, KEYS_PATH, KeyAdmin
+from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.openapi import openapi_document
@@ -281,7 +283,8 @@ class Gateway:
             handler = self._route(path, scope["method"])
             await handler(incoming)
         except RequestRejected as rejection:
-            self._conclude_unscheduled(incoming, rejection.outcome, rejection.status, rejection.message)
+            status, key = rejection.status, rejection.key
+            self._conclude_unscheduled(incoming, rejection.outcome, status, rejection.message, key)
             with contextlib.suppress(ClientGone):
                 await send_rejection(incoming.api, timed, rejection, incoming.id_headers)
         except ClientGone as gone:
@@ -406,7 +409,12 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
     def _conclude_unscheduled(
-        self, incoming: IncomingRequest, outcome: Outcome, status: int, detail: str
+        self,
+        incoming: IncomingRequest,
+        outcome: Outcome,
+        status: int,
+        detail: str,
+        key: KeyRecord | None = None,
     ) -> None:
         """Count and log a request that never reached a scheduler."""
         record = RequestRecord(
@@ -417,6 +425,7 @@ class Gateway:
             prompt_tokens=0,
             output_tokens=0,
             detail=detail,
+            tenant=DEFAULT_TENANT if key is None else key.tenant,
         )
         # Clients choose the path, so only known paths become labels.
         endpoint = incoming.path if incoming.path in self._routes else "-"
@@ -426,6 +435,7 @@ class Gateway:
                 model="",
                 incoming=incoming,
                 endpoint=endpoint,
+                key_id="" if key is None else key.id,
                 status=status,
             )
         )

@@ -49,11 +49,15 @@ class FoundName:
     route: RouteSettings | None = None
 
     def order(self, subject: str) -> tuple[FoundModel, ...]:
-        """Return the model for the subject of a request, followed by its fallbacks."""
+        """Return the model for the subject of a request, followed by its fallbacks.
+
+        A model without a replica, such as a new one that starts, has no share, unless a request starts it.
+        """
         if self.route is None:
             return self.models
         known = {each.name: each for each in self.models}
-        return tuple(known[name] for name in self.route.order(subject))
+        ready = {name for name, each in known.items() if each.model.starts_on_demand or each.replicas()}
+        return tuple(known[name] for name in self.route.order(subject, ready))
 
     def ready(self) -> FoundModel:
         """Return the first model with an open replica, or the first of all if there is none."""

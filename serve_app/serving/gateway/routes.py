@@ -80,9 +80,15 @@ class RouteSettings:
                 remedy = f"did you mean {close[0]!r}?" if close else f"models: {', '.join(served)}"
                 raise SettingsError(f"gateway.routes: {self.name} has the unknown model {model!r}; {remedy}")
 
-    def order(self, subject: str) -> tuple[str, ...]:
-        """Return the model for a subject, followed by the fallbacks."""
-        chosen = max(self.models, key=lambda model: _score(subject, model, self.models[model]))
+    def order(self, subject: str, ready: Collection[str] = ()) -> tuple[str, ...]:
+        """Return the model for a subject, followed by the fallbacks.
+
+        Args:
+            ready: models to choose from; without any that has a weight, all are.
+        """
+        weights = {model: weight for model, weight in self.models.items() if weight and model in ready}
+        weights = weights or dict(self.models)
+        chosen = max(weights, key=lambda model: _score(subject, model, weights[model]))
         return tuple(dict.fromkeys((chosen, *self.fallbacks)))
 
     def subject(self, session: str, user: str | None, submission: Submission) -> str:

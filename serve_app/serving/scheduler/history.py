@@ -169,10 +169,15 @@ class RequestHistory:
             known.gateway_request.times = times
 
     def find(self, request_id: str) -> HistoryRecord | None:
-        """Return the request with this id, or the last one to which a client gave it."""
-        return (
-            self._open.get(request_id) or self._ended_by_id.get(request_id) or self._by_client.get(request_id)
-        )
+        """Return the request with this id, or the last one to which a client gave it.
+
+        The id of an engine's answer, as SDKs show it, has a prefix before that of the request.
+        """
+        for name in (request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")):
+            found = self._open.get(name) or self._ended_by_id.get(name) or self._by_client.get(name)
+            if found is not None:
+                return found
+        return None
 
     def open(self) -> tuple[HistoryRecord, ...]:
         """Return all open requests, by arrival."""

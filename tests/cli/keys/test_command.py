@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from serve_app.cli import main
+from serve_app.cli import keys, main
 from serve_app.serving.api_keys import read_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import FileKeys
@@ -31,12 +32,28 @@ def created(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> st
     return out.out.strip()
 
 
+def test_the_address_selects_one_of_several_applications(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instances = []
+    for number in (1, 2):
+        config = tmp_path / f"{number}.yaml"
+        config.write_text(CONFIG.format(path=tmp_path / f"{number}.json"))
+        created(capsys, tmp_path / f"{number}.json", "--name", f"of application {number}")
+        instances.append(SimpleNamespace(url=f"http://127.0.0.1:{number}", config=str(config)))
+    monkeypatch.setattr(keys, "running_instances", lambda: iter(instances))
+    assert main(["keys", "list", "--url", "http://127.0.0.1:2"]) == 0
+    assert "of application 2" in capsys.readouterr().out
+    assert main(["keys", "list"]) == 2
+    assert "pass --file with the file of keys, --config, or --url" in capsys.readouterr().err
+
+
 def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.json"
     options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
     secret = created(capsys, path, *options, "--weight", "2", "--expires-in-days", "30", "--name", "night")
-    keys = FileKeys(path)
-    caller = keys.caller(secret.encode())
+    file_keys = FileKeys(path)
+    caller = file_keys.caller(secret.encode())
     assert caller is not None
     assert caller.is_admin
     assert (caller.may_use("demo"), caller.may_use("other")) == (True, False)
@@ -51,10 +68,10 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert "requests_per_minute=60" in capsys.readouterr().out
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
-    keys._check()
+    file_keys._check()
     with pytest.raises(RequestRejected, match="was revoked"):
-        keys.caller(secret.encode())
-    keys.close()
+        file_keys.caller(secret.encode())
+    file_keys.close()
     assert [key.status() for key in read_keys(path)] == ["revoked"]
 
 

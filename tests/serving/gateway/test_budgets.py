@@ -1,6 +1,7 @@
 """Budgets of keys over all models, as a client meets them."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from serve_app.core.admission.spending import TokenPrices
-from serve_app.serving.api_keys import create_key
+from serve_app.serving.api_keys import create_key, read_keys
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, budgets
 from tests.engines.servers import until
 
@@ -91,6 +92,19 @@ async def test_a_spent_budget_is_a_429_with_its_reset(
         assert reset.day == 1 or "day" in next(iter(limit))
         assert answer.headers["x-should-retry"] == "false"
         assert engine.bodies == []
+
+
+async def test_the_log_names_the_key_and_the_tenant_of_a_rejection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=1) as (http, _):
+        assert (await ask(http)).status_code == 429
+    (kept,) = read_keys(tmp_path / "k")
+    assert "outcome=rejected_rate_limited status=429 model=- endpoint=/v1/chat/completions" in caplog.text
+    assert f"tenant=app key={kept.id} " in caplog.text
 
 
 async def test_the_sdk_reports_it_without_retries(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ async def test_a_request_that_expires_is_found_by_its_clients_id(
     assert found["outcome"] == "expired"
     assert (found["client_request_id"], found["endpoint"]) == ("mine", PATH)
     assert found == await receipt(http, found["request_id"])
+    # SDKs show the id of the engine's answer.
+    assert found == await receipt(http, f"chatcmpl-{found['request_id']}")
     assert set(stages(found)) == {"gateway", "channel", "queue"}
     assert stages(found)["queue"] == pytest.approx(300, abs=250)
     assert sum(each["ms"] for each in found["queue"]["causes"]) == pytest.approx(

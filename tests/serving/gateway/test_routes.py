@@ -222,6 +222,19 @@ async def test_a_conversation_continues_where_its_response_is_stored() -> None:
             assert answer.headers["x-served-model"] == first.headers["x-served-model"]
 
 
+async def test_a_model_without_a_replica_has_no_share() -> None:
+    async with served(RouteSettings(name="assistant", models={"stable": 1, "new": 9})) as models:
+        models.schedulers["new"].ports = []
+        seen = {
+            (await models.ask(headers={"x-session-id": str(n)})).headers["x-served-model"] for n in range(12)
+        }
+        assert seen == {"stable"}
+        models.schedulers["stable"].ports = []
+        models.reject("stable", Outcome.REJECTED_NO_REPLICA)
+        models.reject("new", Outcome.REJECTED_NO_REPLICA)
+        assert (await models.ask()).status_code == 503
+
+
 # -- fallbacks --------------------------------------------------------------------------------------------
 
 

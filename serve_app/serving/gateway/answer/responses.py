@@ -12,6 +12,7 @@ import msgspec
 from serve_app.engines.engine import Send
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
+from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.gateway.answer.engine_answer import TooLongError
 from serve_app.serving.gateway.upstream import UpstreamError
 
@@ -91,6 +92,7 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         status: overrides the outcome's HTTP status (404 and 405 for unknown paths and methods).
         retry_after_s: when a retry is useful; None for no statement.
         rate_limits: state of the key's rate limits.
+        key: API key of the request, for the log; None if it is not known.
         may_retry: False adds `x-should-retry: false`, which OpenAI's SDKs obey.
     """
 
@@ -114,6 +116,7 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         self.status = status or (403 if code == NOT_ALLOWED_CODE else HTTP_STATUS[outcome])
         self.retry_after_s = retry_after_s
         self.rate_limits: RateLimitStatus | None = None
+        self.key: KeyRecord | None = None
 
     def body(self) -> bytes:
         """Return the error in OpenAI's shape."""

@@ -164,7 +164,7 @@ class BodyBudget:
             raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
                 f"the body memory of this gateway is full ({self.held_bytes:,} bytes of queued requests): "
-                "retry later, or raise gateway.max_held_body_bytes",
+                "retry later, or raise gateway.advanced.max_held_body_bytes",
                 code="body_memory_full",
                 status=503,
                 retry_after_s=self._room_in_s(self.held_bytes + size - limit),

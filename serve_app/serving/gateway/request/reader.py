@@ -169,6 +169,13 @@ class RequestReader:
             ClientGone: the client disconnected before it was complete.
         """
         caller = self.authenticate(incoming)
+        try:
+            return await self._job_by(caller, incoming)
+        except RequestRejected as rejection:
+            rejection.key = caller.key
+            raise
+
+    async def _job_by(self, caller: Caller, incoming: IncomingRequest) -> ForwardJob:
         if caller.key is not None and caller.key.has_budget:
             await self._budgets.check(caller.key)
         held = await self.body(incoming)
