@@ -372,6 +372,16 @@ class ApplicationSettings(ApplicationConfig):
     models: tuple[ModelSettings, ...]
     gateway: GatewaySettings
 
+    def check_secrets(self) -> None:
+        """Raise `ServeAppError` if a secret cannot be read in this environment."""
+        metrics_key = self.gateway.metrics_key
+        for secret in (*self.gateway.keys, *(() if metrics_key is None else (metrics_key,))):
+            secret.secret()
+        for model in self.models:
+            for pool in model.pools:
+                if pool.engine.remote is not None:
+                    pool.engine.remote.key()
+
     def served_names(self) -> Iterator[str]:
         """Yield every name that clients may request, routes first."""
         names = [route.name for route in self.gateway.routes]

@@ -48,6 +48,9 @@ def serve(
 
     Returns:
         The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
+
+    Raises:
+        ServeAppError: a secret that the configuration names cannot be read here.
     """
     console = Console()
     own_ports = [each.port for each in running_instances()]
@@ -56,6 +59,9 @@ def serve(
     if checked.mistakes:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
+    if address is None:
+        # Before Ray starts: the processes that read them inherit this environment.
+        checked.settings.check_secrets()
     console.line(f"{config} is valid ({console.elapsed_s:.1f} s)")
     host, listening = http_address(checked.content)
     folder = _fresh_folder(instance_folder(listening))
