@@ -2,7 +2,7 @@
 
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
-from serve_app.serving.gateway.openapi import OWN_PATHS
+from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.endpoints import FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.stored import STORED_PATHS
 
@@ -59,7 +59,13 @@ def endpoints_page() -> str:
     ]
     unscheduled += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUERY_ROUTES.items()]
     stored = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
-    own = [(f"{method} {code(path)}", summary) for path, (method, summary) in OWN_PATHS.items()]
+    with_engines = {*SCHEDULED, *FORMS, *UNSCHEDULED, *QUERY_ROUTES, *STORED_PATHS}
+    own = [
+        (f"{method.upper()} {code(path)}", operation["summary"])
+        for path, operations in openapi_document()["paths"].items()
+        if path not in with_engines
+        for method, operation in operations.items()
+    ]
     return document(
         _INTRODUCTION,
         _SCHEDULED.strip() + "\n",

@@ -20,6 +20,7 @@ from serve_app.serving.gateway.admin import (
     ModeChange,
 )
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
+from serve_app.serving.gateway.key_admin import KEYS_PATH
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
     QUERY_ROUTES,
@@ -67,6 +68,7 @@ _REJECTIONS: Mapping[str, str] = {
     "401": "the API key is missing, unknown, expired or revoked",
     "403": "the API key does not permit this",
     "404": "unknown model or response",
+    "409": "there is no file of keys, or it cannot be written; or a request cannot be replayed",
     "413": "the body is too large",
     "415": "the body is compressed or not JSON",
     "429": "the queue is full or a limit is exceeded; retry after `Retry-After`",
@@ -107,13 +109,6 @@ _ERROR_NAMES: Mapping[ClientApi, str] = {OPENAI: "Error", ANTHROPIC: "AnthropicE
 _JSON = "application/json"
 _FORM = "multipart/form-data"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
-
-
-# Endpoints that the gateway serves without an engine: method and summary by path.
-OWN_PATHS: Mapping[str, tuple[str, str]] = {
-    **{path: ("GET", summary) for path, summary in _VIEWS.items()},
-    **{path: ("POST", summary) for path, summary in _ACTIONS.items()},
-}
 
 
 def openapi_document() -> Schema:
@@ -175,6 +170,22 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             "get": _operation("endpoints of pools with external engines; for admins"),
             "post": _operation("add an endpoint, or restore a removed one; for admins", requestBody=change),
             "delete": _operation("remove an endpoint; for admins", requestBody=change),
+        },
+    )
+    permissions = {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}
+    yield (
+        KEYS_PATH,
+        {
+            "get": _operation("API keys of the file, with what they have used; for admins"),
+            "post": _operation("create an API key; for admins", requestBody=permissions),
+        },
+    )
+    key_id = {"name": "key_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    yield (
+        f"{KEYS_PATH}/{{key_id}}",
+        {
+            "post": _operation("change an API key; for admins", parameters=[key_id], requestBody=permissions),
+            "delete": _operation("revoke an API key; for admins", parameters=[key_id]),
         },
     )
     share = {"required": True, "content": {_JSON: {"schema": _reference(ModeChange)}}}
