@@ -280,23 +280,26 @@ def change_key(path: Path, key_id: str, **permissions: Any) -> KeyRecord:
         KeysFileError: the file cannot be read or written, or has no such key.
         ValueError: a permission is out of range or contradicts another.
     """
-
-    def change(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
-        if key_id not in {key.id for key in keys}:
-            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
-        return [_with(key, permissions) if key.id == key_id else key for key in keys]
-
-    read_keys(path)
-    return next(key for key in changed_keys(path, change) if key.id == key_id)
+    return _changed(path, key_id, lambda key: _with(key, permissions))
 
 
 def revoke_key(path: Path, key_id: str) -> KeyRecord:
-    """Revoke a key of a file, and return it.
+    """Revoke a key of a file, and return it. A revoked key keeps the time of its first revocation.
 
     Raises:
         KeysFileError: the file cannot be read or written, or has no such key.
     """
-    return change_key(path, key_id, revoked_at=_now())
+    return _changed(path, key_id, lambda key: _with(key, {"revoked_at": key.revoked_at or _now()}))
+
+
+def _changed(path: Path, key_id: str, change: Callable[[KeyRecord], KeyRecord]) -> KeyRecord:
+    def changed(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
+        if key_id not in {key.id for key in keys}:
+            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
+        return [change(key) if key.id == key_id else key for key in keys]
+
+    read_keys(path)
+    return next(key for key in changed_keys(path, changed) if key.id == key_id)
 
 
 def _with(key: KeyRecord, permissions: Mapping[str, Any]) -> KeyRecord:

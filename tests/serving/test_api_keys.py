@@ -13,6 +13,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import (
     KeyRecord,
     KeysFileError,
+    change_key,
     changed_keys,
     hashed,
     id_of,
@@ -20,6 +21,7 @@ from serve_app.serving.api_keys import (
     new_secret,
     parsed_hash,
     read_keys,
+    revoke_key,
 )
 
 NOW = datetime(2026, 1, 31, tzinfo=UTC)
@@ -131,3 +133,10 @@ def test_the_highest_class_includes_all_below_it() -> None:
         PriorityClass.DEFAULT,
         PriorityClass.BATCH,
     )
+
+
+def test_a_second_revocation_keeps_the_time_of_the_first(tmp_path: Path) -> None:
+    kept, _ = record(revoked_at=NOW)
+    changed_keys(tmp_path / "keys.json", lambda _: [kept])
+    assert revoke_key(tmp_path / "keys.json", kept.id).revoked_at == NOW
+    assert change_key(tmp_path / "keys.json", kept.id, name="old").revoked_at == NOW
