@@ -7,9 +7,13 @@ from serve_app.core.accounting.engine_share import EngineShare
 from serve_app.core.accounting.wait_causes import WaitTally
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
+from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Request, Usage
 
 NO_HOLD = Hold(0)
+
+# Outcomes after which the engine may have worked for the client without reporting usage.
+_SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 
 WaitKind = tuple[int, int, bool]
 """Class rank, bit length of the expected prompt tokens, and whether it claimed a retry reservation."""
@@ -111,6 +115,19 @@ class ScheduledRequest:
     def prefill_tokens(self) -> int:
         """Expected uncached prompt tokens, at least 1. Policies use it as the length of the request."""
         return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
+
+    def used_after(self, outcome: Outcome) -> Usage | None:
+        """Return the tokens of a dispatched request that has ended, for limits, budgets and usage.
+
+        They are the engine's count or, if it reported none but may have worked for the client, the estimate;
+        None if the request failed or was lost.
+        """
+        if self.usage is not None or outcome not in _SERVED:
+            return self.usage
+        return Usage(
+            prompt_tokens=self.estimate.expected_prompt_tokens,
+            output_tokens=self.estimate.expected_output_tokens,
+        )
 
     def __repr__(self) -> str:
         state = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"

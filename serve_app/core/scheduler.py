@@ -283,8 +283,6 @@ class Scheduler:
             self.queue.settle(scheduled, event.usage)
             self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
         dispatched = scheduled.replica_id is not None
-        if dispatched:
-            self.admission.spending.on_end(scheduled, now)
         if dispatched and event.outcome is Outcome.COMPLETED:
             self.in_flight.complete(scheduled, event.usage, now)
         self._detach(scheduled, now)
@@ -450,6 +448,8 @@ class Scheduler:
         waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
+            if dispatched:
+                self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.with_rate_limits(request, conclusion, self._now)

@@ -95,8 +95,6 @@ class MinuteWindow:
 _DEFAULT_RETRY_AFTER_S = 1.0
 # Bound on memory: above this number of accounts, idle ones are removed.
 _MAX_ACCOUNTS = 4_096
-# Outcomes after which the engine may have worked for the client without reporting usage.
-_SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 
 
 @dataclass(slots=True)
@@ -178,13 +176,11 @@ class KeyAccounts:
         if not dispatched and outcome.is_rejection and key.limits.requests_per_minute is not None:
             account.requests.expire(now)
             account.requests.subtract(at, 1)
-        charge, usage = scheduled.key_charge, scheduled.usage
+        charge = scheduled.key_charge
         if charge is None:
             return
-        if usage is not None:
-            used = usage.prompt_tokens + usage.output_tokens
-        else:
-            used = charge if dispatched and outcome in _SERVED else 0
+        usage = scheduled.used_after(outcome) if dispatched else None
+        used = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         account.tokens.expire(now)
         if used < charge:
             account.tokens.subtract(at, charge - used)

@@ -1,8 +1,7 @@
 """Spending limit of a model: the price of its tokens in the last hour, against a budget.
 
-For engines that are paid per token, such as those of another provider. Requests count at their end, by the
-engine's token counts, or by the estimate if the engine reports none. While the budget is used up, arriving
-requests are rejected; those that were admitted are completed, and may exceed it.
+For engines that are paid per token, such as those of another provider. Requests count at their end. While the
+budget is used up, arriving requests are rejected; those that were admitted are completed, and may exceed it.
 """
 
 import math
@@ -56,15 +55,13 @@ class Spending:
     def __repr__(self) -> str:
         return f"<Spending {math.fsum(amount for _, amount in self._buckets):g} of {self._per_hour}>"
 
-    def on_end(self, scheduled: ScheduledRequest, now: float) -> None:
-        """Count a request that ended in an engine."""
+    def on_end(self, scheduled: ScheduledRequest, outcome: Outcome, now: float) -> None:
+        """Count a request that was dispatched and has ended."""
         if self._price is None or self._per_hour is None:
             return
-        estimate = scheduled.estimate
-        usage = scheduled.usage or Usage(
-            prompt_tokens=estimate.expected_prompt_tokens, output_tokens=estimate.expected_output_tokens
-        )
-        self._add(now, self._price.of(usage))
+        usage = scheduled.used_after(outcome)
+        if usage is not None:
+            self._add(now, self._price.of(usage))
 
     def rejection(self, now: float) -> Conclusion | None:
         """Return the rejection while the budget is used up, or None."""

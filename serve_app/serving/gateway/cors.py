@@ -28,6 +28,7 @@ _EXPOSED = (
     *RATE_LIMIT_HEADERS,
     "x-replica",
     "x-request-id",
+    "x-served-model",
 )
 # Lifetime of a preflight's answer in the browser's cache.
 _MAX_AGE_S = 600

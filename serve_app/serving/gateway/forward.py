@@ -301,8 +301,8 @@ class ScheduledCall:
         """Forward a non-streamed answer. It is read completely first, so that a failure can be retried."""
         body = await response.read()
         failure = failure_of(response.status, response.headers, body)
-        if failure is not None and self._may_retry(failure):
-            raise failure
+        if failure is not None:
+            self._check_retry(failure)
         outcome = outcome_of(response.status)
         usage, self._times.engine = counts_of(body) if outcome is Outcome.COMPLETED else (None, None)
         if self._stored is not None and outcome is Outcome.COMPLETED:
@@ -329,9 +329,7 @@ class ScheduledCall:
         if body is None:
             body = assembly.whole()
         elif scanner.is_engine_error:
-            failure = engine_failure(scanner)
-            if self._may_retry(failure):
-                raise failure
+            self._check_retry(engine_failure(scanner))
             status = 500
         else:
             status = 400
@@ -344,9 +342,7 @@ class ScheduledCall:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         events = await first_events(response, scanner, self._job.announced)
         if scanner.error is not None and scanner.is_engine_error:
-            failure = engine_failure(scanner)
-            if self._may_retry(failure):
-                raise failure
+            self._check_retry(engine_failure(scanner))
         if self._stored is not None:
             self._stored.on_first_events(events)
         self._begin_answer()
@@ -368,18 +364,23 @@ class ScheduledCall:
         self._streams = False
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
-    def _may_retry(self, failure: UpstreamError) -> bool:
-        """Return whether a retry on another replica may succeed; an engine's own error is retried once.
+    def _check_retry(self, failure: UpstreamError) -> None:
+        """Raise if another replica or model may serve the request.
+
+        An engine's own error is retried once on another replica; a second one is the client's, because the
+        request is the likely cause.
 
         Raises:
-            RequestRejected: a fallback may succeed.
+            UpstreamError: the failure, for another replica.
+            RequestRejected: another model remains.
         """
         if failure.failure is not DispatchFailure.ENGINE_ERROR:
-            return True
-        seen, self._engine_failed = self._engine_failed, True
-        if seen and self._fallbacks is not None and self._fallbacks.remain:
+            raise failure
+        if not self._engine_failed:
+            self._engine_failed = True
+            raise failure
+        if self._fallbacks is not None and self._fallbacks.remain:
             raise RequestRejected(Outcome.FAILED, str(failure))
-        return not seen
 
     def _start_comments(self) -> None:
         job, interval_s = self._job, self._services.queue_comment_interval_s

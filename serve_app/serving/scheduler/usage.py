@@ -21,7 +21,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.routing.snapshot import section
-from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
@@ -38,8 +37,6 @@ _MAX_LABELS = 1_000
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
 _NOTHING = (0, 0, 0, 0)
-# Outcomes after which an engine may have worked for the client without a count.
-_UNCOUNTED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 _DAY_S = 86_400.0
 _Day = dict[str, dict[str, _Figures]]
 
@@ -68,16 +65,8 @@ class UsageLedger:
             key = request.submission.key
             if key is not None and key.key_id and request.is_running:
                 usage = request.usage
-                if (
-                    usage is None
-                    and conclude.conclusion.outcome in _UNCOUNTED
-                    and entry.scheduled is not None
-                ):
-                    estimate = entry.scheduled.estimate
-                    usage = Usage(
-                        prompt_tokens=estimate.expected_prompt_tokens,
-                        output_tokens=estimate.expected_output_tokens,
-                    )
+                if entry.scheduled is not None:
+                    usage = entry.scheduled.used_after(conclude.conclusion.outcome)
                 self.add(key.key_id, request.submission.spec.model, usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:

@@ -119,8 +119,11 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     def body_for(self, submission: Submission, grant: Grant, response_id: str | None) -> bytes:
         """Return the body with the fields of a grant and, unless the engine chooses it, the response id."""
         model = submission.spec.served_name
-        if self.form_model is not None:
-            return with_form_model(self.body.data, self.form_model, self.requested, model)
+        if (place := self.form_model) is not None:
+            form = self.body.data
+            if model == self.requested:
+                return form
+            return form[: place.start] + model.encode() + form[place.stop :]
         fields = []
         if model != self.requested:
             fields.append(model_field(model))
@@ -172,13 +175,6 @@ def priority_field(value: int) -> bytes:
 def model_field(name: str) -> bytes:
     """Return the field that names the model."""
     return b'"model":' + msgspec.json.encode(name)
-
-
-def with_form_model(form: bytes, place: slice, requested: str, model: str) -> bytes:
-    """Return a form that names `model` at the place of the requested one."""
-    if model == requested:
-        return form
-    return form[: place.start] + model.encode() + form[place.stop :]
 
 
 def salt_field(salt: str) -> bytes:
