@@ -56,6 +56,13 @@ def test_a_failed_answer_costs_what_the_engine_counted_and_a_cancelled_one_its_e
     assert only_conclusion(driver.arrive("c")).outcome is Outcome.REJECTED_QUEUE_FULL
 
 
+def test_a_failure_without_a_count_costs_nothing() -> None:
+    driver = paid(per_hour=0.5)
+    driver.arrive("a", prompt_tokens=400)
+    driver.feed(Finished("a", Outcome.FAILED))
+    assert driver.scheduler.admission.spending.rejection(driver.now) is None
+
+
 def test_a_request_that_never_reached_an_engine_costs_nothing() -> None:
     driver = paid(per_hour=0.5)
     driver.report(draining=True)

@@ -1,5 +1,6 @@
 """Debug endpoints: queue, status and tuner, for every model behind a gateway."""
 
+import logging
 from typing import Any, NoReturn
 
 import pytest
@@ -66,3 +67,30 @@ async def test_a_cross_origin_request_cannot_freeze_a_tuner_without_keys() -> No
         post = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})
         gets = [await http.get(f"/debug/{path}") for path in ("queue", "status", "tuner")]
     assert [response.status_code for response in (post, *gets)] == [401] * 4
+
+
+async def test_of_two_receipts_that_of_the_model_that_served_is_shown() -> None:
+    def scheduler(model: str, outcome: str | None) -> Answers:
+        async def receipt(request_id: str) -> dict[str, Any]:
+            return {"request_id": request_id, "model": model, "outcome": outcome}
+
+        return Answers(receipt=receipt)
+
+    for outcome in ("completed", None):
+        schedulers = {"a": scheduler("a", "rejected_queue_full"), "b": scheduler("b", outcome)}
+        async with admin_client(schedulers) as http:
+            assert (await http.get("/debug/requests/r1")).json()["model"] == "b"
+
+
+async def test_changes_by_admins_leave_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    async with admin_client({"a": Answers()}) as http:
+        await http.post("/debug/tuner/freeze")
+        await http.post("/admin/mode", json={"active_share": 0.5})
+        await http.get("/debug/tuner")
+        await http.post("/debug/tuner/thaw", headers=OTHER)
+    lines = [each.getMessage() for each in caplog.records if "event=audit" in each.getMessage()]
+    assert lines == [
+        "event=audit action=tuner_freeze by=config/ops client=127.0.0.1",
+        "event=audit action=mode_changed by=config/ops client=127.0.0.1 model='a' active_share=0.5",
+    ]
