@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.engines.engine import Scope, Send
+from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
+from serve_app.serving.remote import endpoint
 from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.state import StateStore
 from tests.engines.servers import free_port, serving
@@ -290,3 +291,25 @@ async def test_only_admins_may_read_and_change(method: str) -> None:
         )
         assert answer.status_code == 401
         assert fleet.watcher.describe() == []
+
+
+async def test_a_provider_without_metrics_is_checked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[float] = []
+
+    class Provider(VllmLike):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] == "/v1/models":
+                listed.append(time.monotonic())
+            await super().__call__(scope, receive, send)
+
+    provider = Provider()
+    provider.metrics_status = 404
+    monkeypatch.setattr(endpoint, "_LIVENESS_S", 30.0)
+    async with serving(provider) as url, watched(url, max_model_len=4096) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        checks = len(listed)
+        # The watcher reports several times per second, without a request to the provider.
+        await asyncio.sleep(1.0)
+        assert len(listed) <= checks + 1
+        assert fleet.open()
+        assert (await fleet.ask()).status_code == 200

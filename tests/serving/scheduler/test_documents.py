@@ -1,11 +1,16 @@
 """Overview: replicas and pools, with bounded size for a large fleet."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from serve_app.serving.scheduler.documents import overview, replica_state
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import PriorityClass
+from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler.documents import overview, replica_state, slowest
+from serve_app.serving.scheduler.history import RequestHistory
 
 REPORT: dict[str, Any] = {
     "running": 4,
@@ -91,3 +96,41 @@ def test_of_a_large_fleet_those_that_need_attention_are_shown() -> None:
     assert found["served"]["batch"]["t999"] == 999.0
     assert (found["waiting"], found["waiting_requests"], found["sub_queues_omitted"]) == ({"batch": 2}, 2, 3)
     assert len(msgspec.json.encode(found)) < 60_000
+
+
+def ended(name: str, *, ttft_s: float | None, wait_s: float, ended_at: float = 99.0) -> Any:
+    times = RequestTimes(
+        "/v1/completions", 0.1, wait_s, None if ttft_s is None else ttft_s - wait_s - 0.1, 9.0
+    )
+    request = SimpleNamespace(times=times, tenant="t", priority=PriorityClass.BATCH)
+    conclude = SimpleNamespace(conclusion=Conclusion(Outcome.COMPLETED))
+    return SimpleNamespace(
+        request_id=name,
+        gateway_request=request,
+        conclude=conclude,
+        pool="short",
+        wait_s=wait_s,
+        arrived_at=ended_at - 10.0,
+        ended_at=ended_at,
+    )
+
+
+def test_the_slowest_first_tokens_are_first_and_few() -> None:
+    records = [ended(f"r{number}", ttft_s=1.0 + number, wait_s=0.5) for number in range(12)]
+    records.append(ended("whole", ttft_s=None, wait_s=11.5))
+    asked: list[float] = []
+
+    def ended_since(since: float) -> Any:
+        asked.append(since)
+        return iter(records)
+
+    found = slowest(cast("RequestHistory", SimpleNamespace(ended_since=ended_since)), 100.0)
+    assert asked == [40.0]
+    # An answer in one piece counts with its queue time.
+    assert [each["request_id"] for each in found] == [
+        "r11",
+        "whole",
+        *(f"r{number}" for number in range(10, 2, -1)),
+    ]
+    assert (found[0]["ttft_s"], found[1]["ttft_s"]) == (pytest.approx(12.0), None)
+    assert (found[0]["total_s"], found[0]["ended_s_ago"]) == (10.0, 1.0)
