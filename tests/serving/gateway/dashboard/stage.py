@@ -20,6 +20,11 @@ from tests.tuning.counterfactuals.production import burst, produce
 
 KEY = "sk-admin"
 OVERLOAD = produce(burst(60, 0)).recording("r45")
+USAGE = [
+    {"day": day, "key": "k1", "model": MODEL, "requests": requests, "prompt_tokens": prompt}
+    | {"cached_tokens": 0, "generated_tokens": generated}
+    for day, requests, prompt, generated in (("2026-11-25", 2, 50, 7), ("2026-11-26", 3, 12_000, 900))
+]
 _MOST_PLACES = 200
 
 
@@ -97,7 +102,7 @@ class PageStage:
 
 
 class _Views:
-    """Admin view of the scheduler with a substituted recording.
+    """Admin view of the scheduler with a substituted recording and usage.
 
     A page with one request has too few to compare: the recording of a simulated overload replaces it.
     """
@@ -106,6 +111,8 @@ class _Views:
         self._client = client
 
     async def query(self, name: str, **arguments: Any) -> Any:
+        if name == "usage":
+            return {"model": MODEL, "rows": USAGE}
         found = await self._client.query(name, **arguments)
         return encode_recording(OVERLOAD) if name == "recording" and found else found
 

@@ -258,6 +258,12 @@ async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: Brow
     await choose(page, "keys")
     panel = "document.querySelector('#panel-keys').innerText"
     await page.becomes(f"{panel}.includes('The file has no keys yet.')")
+    usage = "[...document.querySelectorAll('#panel-keys table')[1].querySelectorAll('tbody tr')]"
+    shown = await page.evaluate(f"{usage}.map((row) => row.innerText)")
+    assert [plain(row).split("\t") for row in shown] == [
+        ["2026-11-26", "k1", MODEL, "3", "12k", "0", "900", "\u2013"],
+        ["2026-11-25", "k1", MODEL, "2", "50", "0", "7", "\u2013"],
+    ]
     form = "var form = document.querySelector('#panel-keys form');"
     await page.evaluate(
         f"{form} form.tenant.value = 'app'; form.cost_per_day.value = '2.5'; form.models.value = ' {MODEL} ';"

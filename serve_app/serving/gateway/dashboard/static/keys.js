@@ -2,11 +2,13 @@
 
 import { bar, table } from "./charts.js";
 import { h, made, show } from "./dom.js";
-import { NONE, compact, percent } from "./format.js";
+import { NONE, compact, percent, whole } from "./format.js";
 import { messageOf } from "./stream.js";
 
 export const title = "Keys";
 
+const KEYS = "/admin/keys";
+const MAX_DAYS = 50;
 const CLASSES = ["interactive", "default", "batch"];
 // Limits that a form can set, with their labels.
 const LIMITS = [
@@ -20,7 +22,7 @@ const LIMITS = [
 ];
 
 let parts = null;
-let known = { keys: [], notice: "", secret: null };
+let known = { keys: [], usage: [], notice: "", secret: null };
 /** Key whose limits the form changes; null creates one. */
 let edited = null;
 
@@ -58,7 +60,7 @@ export function opened(page) {
 }
 
 async function call(page, path, options = {}) {
-  const answer = await fetch(page.address(`/admin/keys${path}`), {
+  const answer = await fetch(page.address(path), {
     headers: { authorization: `Bearer ${page.key}`, "content-type": "application/json" },
     cache: "no-store", credentials: "omit", ...options,
   });
@@ -68,10 +70,10 @@ async function call(page, path, options = {}) {
 
 async function load(page) {
   try {
-    const found = await call(page, "");
-    known = { ...known, keys: found.keys, notice: "" };
+    const [{ keys }, { models }] = await Promise.all([call(page, KEYS), call(page, "/debug/usage")]);
+    known = { ...known, keys, usage: models.flatMap((model) => model.rows ?? []), notice: "" };
   } catch (error) {
-    known = { ...known, keys: [], notice: error.message };
+    known = { ...known, keys: [], usage: [], notice: error.message };
   }
   draw(page);
 }
@@ -87,7 +89,7 @@ async function save(page) {
   };
   for (const [name] of LIMITS) permissions[name] = form[name].value === "" ? null : Number(form[name].value);
   try {
-    const path = edited ? `/${encodeURIComponent(edited)}` : "";
+    const path = edited ? `${KEYS}/${encodeURIComponent(edited)}` : KEYS;
     const saved = await call(page, path, { method: "POST", body: JSON.stringify(permissions) });
     edit(page, null);
     known.secret = saved.secret ? saved : null;
@@ -101,7 +103,7 @@ async function save(page) {
 async function revoke(page, key) {
   if (!confirm(`Revoke key ${key.id} of tenant ${key.tenant}? Its requests are rejected within seconds.`)) return;
   try {
-    await call(page, `/${encodeURIComponent(key.id)}`, { method: "DELETE" });
+    await call(page, `${KEYS}/${encodeURIComponent(key.id)}`, { method: "DELETE" });
     await load(page);
   } catch (error) {
     known = { ...known, notice: error.message };
@@ -132,7 +134,24 @@ function draw(page) {
     page.key ? null : h("p", { class: "notice", key: "door" }, "Sign in above to see the keys."),
     known.notice ? h("p", { class: "notice warning", key: "notice", role: "alert" }, known.notice) : null,
     known.secret ? secretCard(page, known.secret) : null,
-    page.key && !known.notice ? h("div", { class: "card", key: "list" }, keyTable(page)) : null);
+    page.key && !known.notice ? [
+      h("div", { class: "card", key: "list" }, keyTable(page)),
+      h("div", { class: "card", key: "usage" }, usageTable()),
+    ] : null);
+}
+
+/** Return the usage by day, key and model, the latest day first. */
+function usageTable() {
+  const columns = [["Day (UTC)"], ["Key"], ["Model"], ["Requests", "figure"], ["Prompt", "figure"], ["Cached", "figure"], ["Generated", "figure"], ["Cost", "figure"]];
+  const rows = [...known.usage].sort((one, other) => (one.day < other.day ? 1 : one.day > other.day ? -1 : 0)).slice(0, MAX_DAYS).map((each) => ({
+    key: `${each.day} ${each.key} ${each.model}`,
+    cells: [
+      each.day, each.key, each.model, whole(each.requests), compact(each.prompt_tokens), compact(each.cached_tokens),
+      compact(each.generated_tokens), each.cost === null ? NONE : each.cost.toFixed(2),
+    ],
+  }));
+  const more = known.usage.length > rows.length ? ` (${rows.length} of ${known.usage.length}; the tab Tenants has the table as CSV)` : "";
+  return table(`Tokens by day, key and model${more}`, columns, rows, "No request with a key has completed yet.");
 }
 
 function secretCard(page, { id, tenant, secret }) {
