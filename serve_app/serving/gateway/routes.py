@@ -91,11 +91,9 @@ class RouteSettings:
         chosen = max(weights, key=lambda model: _score(subject, model, weights[model]))
         return tuple(dict.fromkeys((chosen, *self.fallbacks)))
 
-    def subject(self, session: str, user: str | None, submission: Submission) -> str:
+    def subject(self, session: str, user: str | None, tenant: str, request_id: str) -> str:
         """Return the part of a request that selects its model."""
-        if self.sticky_by == "tenant":
-            return submission.tenant
-        return session or user or submission.request_id
+        return tenant if self.sticky_by == "tenant" else session or user or request_id
 
 
 def _score(subject: str, model: str, weight: float) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import monotonic
@@ -211,14 +211,14 @@ class RequestReader:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
             parsed = msgspec.structs.replace(parsed, spec=replace(parsed.spec, streamed=True))
-        submission = _submission(incoming, caller, parsed)
+        tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
         submission, *fallbacks = (
-            _for_model(model, submission, parsed, settings)
-            for model in _in_order(found, incoming, parsed, submission)
+            _submission(incoming, caller, parsed, tenant, model, settings)
+            for model in _in_order(found, incoming, parsed, tenant)
         )
         after_s = None if found.route is None else found.route.fallback_after_s
         if settings.per_tenant and parsed.opening is not NO_OPENING:
-            fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
+            fields.append(salt_field(engine_salt(tenant, parsed.opening.salt)))
         held.data = append_fields(body, fields)
         return ForwardJob(
             incoming=incoming,
@@ -293,28 +293,15 @@ def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
     return fields
 
 
-def _submission(incoming: IncomingRequest, caller: Caller, parsed: ParsedBody) -> Submission:
-    headers = incoming.headers
-    tenant = caller.tenant(headers.get(b"x-tenant"), parsed.user)
-    return Submission(
-        request_id=incoming.request_id,
-        spec=parsed.spec,
-        tenant=tenant,
-        key=caller.terms(tenant),
-        priority=_priority(headers.get(b"x-priority"), caller, parsed),
-        queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
-        no_wait=heads.no_wait(headers.get(b"x-queue")),
-    )
-
-
 def _in_order(
-    found: FoundName, incoming: IncomingRequest, parsed: ParsedBody, submission: Submission
-) -> Iterable[FoundModel]:
+    found: FoundName, incoming: IncomingRequest, parsed: ParsedBody, tenant: str
+) -> tuple[FoundModel, ...]:
     """Return the models that may serve a request, the preferred one first."""
     if found.route is None:
         return found.models
     session = incoming.headers.get(SESSION_HEADER, b"").decode("latin-1")
-    models = found.order(found.route.subject(session, parsed.user, submission))
+    subject = found.route.subject(session, parsed.user, tenant, incoming.request_id)
+    models = found.order(subject)
     if parsed.previous_response is None:
         return models
     # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
@@ -322,16 +309,29 @@ def _in_order(
     return (*models, *(model for model in found.models if model.name not in names))
 
 
-def _for_model(
-    model: FoundModel, submission: Submission, parsed: ParsedBody, settings: PrefixSettings
+def _submission(
+    incoming: IncomingRequest,
+    caller: Caller,
+    parsed: ParsedBody,
+    tenant: str,
+    model: FoundModel,
+    prefix: PrefixSettings,
 ) -> Submission:
-    """Return a submission to one model."""
-    spec = submission.spec
+    """Return the submission of a request to one model."""
+    headers, spec = incoming.headers, parsed.spec
     if model.adapter is not None or model.name != spec.model:
         spec = replace(spec, model=model.model.name, adapter=model.adapter)
-    # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
-    prefix = _prefix(parsed, model.name, submission.tenant, settings)
-    return replace(submission, spec=spec, prefix=prefix)
+    return Submission(
+        request_id=incoming.request_id,
+        spec=spec,
+        tenant=tenant,
+        key=caller.terms(tenant),
+        priority=_priority(headers.get(b"x-priority"), caller, parsed),
+        queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
+        no_wait=heads.no_wait(headers.get(b"x-queue")),
+        # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
+        prefix=_prefix(parsed, model.name, tenant, prefix),
+    )
 
 
 def _priority(header: bytes | None, caller: Caller, parsed: ParsedBody) -> PriorityClass:
