@@ -187,7 +187,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return it for lists, without its hash and with its status."""
+        """Return its fields without the hash, and its status, as lists of keys show them."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         del document["hash"]
         return {**document, "status": self.status()}

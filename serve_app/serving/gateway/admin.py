@@ -478,7 +478,7 @@ class DebugPages:
         await send_body(incoming.send, 200, [_CSV_TYPE], cost_table(models).encode())
 
     async def _complete(self, query: Query) -> list[Mapping[str, Any]]:
-        """Query all schedulers for a table, of which a part would be indistinguishable from the whole."""
+        """Query all schedulers; raise if one fails, because a table without its rows would look complete."""
         models = await query_all(self._queries, query)
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
             message = "; ".join(errors)

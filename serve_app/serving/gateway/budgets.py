@@ -125,7 +125,7 @@ class Budgets:
 
 
 def tokens_of(figures: list[int]) -> Usage:
-    """Return counts of the usage ledger as usage."""
+    """Convert the counts of a row of the usage ledger: requests, prompt, cached and output tokens."""
     _, prompt, cached, generated = figures
     return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=generated)
 
