@@ -160,6 +160,21 @@ class RequestSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramHint:
+    """The ids by which a client states the agent program of a request.
+
+    Attributes:
+        session: the conversation. Some clients use one id for an agent and its sub-agents.
+        program: the whole program; None if the client states no separate id for it.
+        parent: the session of the agent that launched this one; None if the client states none.
+    """
+
+    session: str
+    program: str | None = None
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A request as a gateway submits it to the scheduler.
 
@@ -171,6 +186,7 @@ class Submission:
         key: terms of its API key; None if it needed none.
         bound_to: the only replica that can serve it, because it has the state that the request refers to;
             None for any.
+        program: the client's statement about its agent program; None if it made none.
     """
 
     request_id: str
@@ -182,6 +198,7 @@ class Submission:
     prefix: tuple[int, ...] = ()
     key: KeyTerms | None = None
     bound_to: str | None = None
+    program: ProgramHint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +258,26 @@ class Request:
         return self.submission.spec.shape
 
 
+class TurnEnd(enum.StrEnum):
+    """How an answer ended, as far as it predicts the next request of the same program."""
+
+    TOOLS = "tools"
+    """With calls of tools (`tool_calls`, `tool_use`), whose results are the next prompt."""
+    DONE = "done"
+    """By itself (`stop`, `end_turn`)."""
+    OTHER = "other"
+    """At a limit, or by a filter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts as the engine reports them in its answer."""
+    """Token counts as the engine reports them in its answer, and how the answer ended.
+
+    Attributes:
+        ending: None if the answer does not state it.
+    """
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    ending: TurnEnd | None = None

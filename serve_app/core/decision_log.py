@@ -86,7 +86,7 @@ def encode_decision(decision: Decision) -> str:
     """Return the line of one decision."""
     event, commands = decision.event, decision.commands
     named = [[type(command).__name__, msgspec.to_builtins(command)] for command in commands]
-    return _dumps([decision.now, type(event).__name__, msgspec.to_builtins(event), named])
+    return _dumps([decision.now, type(event).__name__, _without_absent(msgspec.to_builtins(event)), named])
 
 
 def encode_end(reason: str) -> str:
@@ -140,6 +140,17 @@ def replay(
             return Difference(number, logged, commands)
         on_decision()
     return None
+
+
+def _without_absent(event: dict[str, Any]) -> dict[str, Any]:
+    """Remove what few requests have, so that logs of other traffic do not grow."""
+    for part, name in (
+        ((event.get("request") or {}).get("submission"), "program"),
+        (event.get("usage"), "ending"),
+    ):
+        if part and part[name] is None:
+            del part[name]
+    return event
 
 
 def _by_name(union: Any) -> dict[str, type]:
