@@ -18,9 +18,6 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission
 from serve_app.serving.gateway.answer.responses import RequestRejected
 
-SESSION_HEADER = b"x-session-id"
-"""Names the session of a request, such as a conversation or a user's visit."""
-
 # Rejections that say nothing about other models: the queue is full or too slow, no replica is ready, the
 # context is too short, or the engine failed.
 _FALLS_BACK = frozenset(
@@ -44,8 +41,8 @@ class RouteSettings:
         models: models by weight. With weights of 9 and 1, the second one serves a tenth of the requests.
         fallbacks: models to try in this order if the chosen one is saturated or unavailable, or if the
             request exceeds its context. Once a part of an answer was sent, the request is not moved.
-        sticky_by: requests that stay with one model: those with the same `x-session-id` (without the header,
-            the same end user in the body), or those of the same tenant.
+        sticky_by: requests that stay with one model: those with the same `x-session-id` or session header of
+            an agent (without one, the same end user in the body), or those of the same tenant.
         fallback_after_s: longest wait in the queue of a model while a fallback remains; by default the queue
             timeout.
     """

@@ -15,7 +15,7 @@ import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import ProgramHint, Usage
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
@@ -32,8 +32,9 @@ from serve_app.serving.gateway.upstream import (
     UpstreamResponse,
 )
 
-_OURS = re.compile(r"resp_([0-9a-f]{16})[0-9a-f]{24}")
-_RANDOM_BYTES = 12
+# The holder's digest, the chain of responses that continue each other, and the response.
+_OURS = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{12})[0-9a-f]{12}")
+_RANDOM_BYTES = 6
 # About 200 bytes each.
 _MAX_REMEMBERED = 10_000
 
@@ -63,18 +64,29 @@ class ResponseHolders:
     """Names of responses, and a look-up of the replicas that store them."""
 
     def __init__(self) -> None:
-        self._remembered: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        # Owner, replica and chain.
+        self._remembered: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<ResponseHolders remembered={len(self._remembered)}>"
 
-    def name(self, owner: str, replica: ReplicaAddress) -> str:
-        """Return a name for a new response on a replica, to which only `owner` may refer."""
-        return f"resp_{_digest(owner, replica.replica_id)}{secrets.token_hex(_RANDOM_BYTES)}"
+    def name(self, owner: str, replica: ReplicaAddress, previous: str | None = None) -> str:
+        """Return a name for a new response on a replica, to which only `owner` may refer.
 
-    def remember(self, response_id: str, owner: str, replica_id: str) -> None:
+        The names of a chain share a part, by which every gateway recognizes the chain.
+        """
+        ours = _OURS.fullmatch(previous or "")
+        chain = ours[2] if ours is not None else secrets.token_hex(_RANDOM_BYTES)
+        return f"resp_{_digest(owner, replica.replica_id)}{chain}{secrets.token_hex(_RANDOM_BYTES)}"
+
+    def chain(self, response_id: str) -> str:
+        """Return an id that a response shares with those that it continues, as far as they are known."""
+        ours = _OURS.fullmatch(response_id)
+        return ours[2] if ours is not None else self._remembered.get(response_id, ("", "", response_id))[2]
+
+    def remember(self, response_id: str, owner: str, replica_id: str, previous: str | None = None) -> None:
         """Record a response that was named by its engine."""
-        self._remembered[response_id] = owner, replica_id
+        self._remembered[response_id] = owner, replica_id, self.chain(previous or response_id)
         self._remembered.move_to_end(response_id)
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
@@ -83,7 +95,7 @@ class ResponseHolders:
         """Return the replica that stores a response of this tenant; None if there is none."""
         remembered = self._remembered.get(response_id)
         if remembered is not None:
-            whose, replica_id = remembered
+            whose, replica_id, _ = remembered
             return next((each for each in replicas if each.replica_id == replica_id and whose == owner), None)
         ours = _OURS.fullmatch(response_id)
         if ours is None:
@@ -168,7 +180,9 @@ class StoredResponses:
         replica = self._holder(
             job.response.previous, job.response.owner, holders, param="previous_response_id"
         )
-        bound = replace(holders[replica], bound_to=replica.replica_id)
+        submission = holders[replica]
+        program = submission.program or ProgramHint(session=self._holders.chain(job.response.previous))
+        bound = replace(submission, bound_to=replica.replica_id, program=program)
         return msgspec.structs.replace(job, submission=bound, fallbacks=())
 
     async def serve(self, incoming: IncomingRequest) -> None:
@@ -297,7 +311,7 @@ class EngineResponse:
         self.response_id = ""
         if not (replica.names_responses or self._terms.is_named):
             return None
-        self.response_id = self._holders.name(self._terms.owner, replica)
+        self.response_id = self._holders.name(self._terms.owner, replica, self._terms.previous)
         return self.response_id
 
     def on_answer(self, body: bytes) -> None:
@@ -319,7 +333,8 @@ class EngineResponse:
             return
         assert self._replica is not None, "name() was called"
         if response.id != self.response_id:
-            self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
+            terms = self._terms
+            self._holders.remember(response.id, terms.owner, self._replica.replica_id, terms.previous)
         # The engine may have chosen another name.
         self.response_id = response.id
         self.is_running = self._terms.background and response.is_running

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import PriorityClass, Usage
+from serve_app.request import PriorityClass, TurnEnd, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 
 from .builders import MODEL, TOKEN, FakeDispatcher, chat, gateway, replies
@@ -35,7 +35,7 @@ async def test_a_chat_completion_has_usage_and_scheduling_headers(stage: Stage) 
     assert stage.dispatcher.events[-1] == (
         "finished",
         Outcome.COMPLETED,
-        Usage(prompt_tokens=7, output_tokens=3),
+        Usage(prompt_tokens=7, output_tokens=3, ending=TurnEnd.DONE),
     )
     assert not stage.dispatcher.held
 
@@ -91,7 +91,7 @@ async def test_a_stream_has_its_usage_read_and_hidden(stage: Stage) -> None:
     assert all(chunk.usage is None for chunk in chunks)
     assert json.loads(stage.engine.bodies[0])["stream_options"] == {"include_usage": True}
     assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
-    assert stage.dispatcher.events[-1][2] == Usage(prompt_tokens=7, output_tokens=5)
+    assert stage.dispatcher.events[-1][2] == Usage(prompt_tokens=7, output_tokens=5, ending=TurnEnd.DONE)
 
 
 async def test_a_client_that_requests_usage_gets_it_and_its_body_is_unchanged(stage: Stage) -> None:
@@ -117,8 +117,8 @@ async def test_completions_embeddings_and_responses_work_with_the_sdk(stage: Sta
     ]
     assert events == ["response.created", "response.completed"]
     usages = [event[2] for event in stage.dispatcher.events if event[0] == "finished"]
-    responses_usage = Usage(prompt_tokens=9, output_tokens=3, cached_tokens=4)
-    generated = Usage(prompt_tokens=7, output_tokens=2)
+    responses_usage = Usage(prompt_tokens=9, output_tokens=3, cached_tokens=4, ending=TurnEnd.DONE)
+    generated = Usage(prompt_tokens=7, output_tokens=2, ending=TurnEnd.DONE)
     assert usages == [
         generated,
         generated,

@@ -13,7 +13,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, Scope, Send
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import TurnEnd, Usage
 from serve_app.serving.gateway import ApiKey
 
 from .builders import (
@@ -91,7 +91,7 @@ async def test_a_message_is_answered_and_its_tokens_are_counted(anthropic_stage:
     assert anthropic_stage.dispatcher.events[-1] == (
         "finished",
         Outcome.COMPLETED,
-        Usage(prompt_tokens=prompt, output_tokens=6, cached_tokens=0),
+        Usage(prompt_tokens=prompt, output_tokens=6, cached_tokens=0, ending=TurnEnd.OTHER),
     )
     assert anthropic_stage.dispatcher.submissions[0].spec.max_output_tokens == 6
 
@@ -106,6 +106,7 @@ async def test_cached_tokens_are_counted_with_the_prompt(anthropic_stage: Anthro
         prompt_tokens=used(first)[0],
         output_tokens=6,
         cached_tokens=again.usage.cache_read_input_tokens,
+        ending=TurnEnd.OTHER,
     )
 
 
@@ -119,7 +120,7 @@ async def test_a_streamed_message_adds_up_and_is_counted(anthropic_stage: Anthro
     assert used(whole)[1] == 6
     assert anthropic_stage.dispatcher.names() == ["acquire", "first_token", "finished"]
     assert anthropic_stage.dispatcher.events[-1][2] == Usage(
-        prompt_tokens=used(whole)[0], output_tokens=6, cached_tokens=0
+        prompt_tokens=used(whole)[0], output_tokens=6, cached_tokens=0, ending=TurnEnd.OTHER
     )
 
 
@@ -217,7 +218,9 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Anthr
     assert "content_block_delta" in kinds
     assert scripted.dispatcher.names() == ["acquire", "first_token", "finished"]
     # The last event counts generated tokens, the first one prompt tokens.
-    assert scripted.dispatcher.events[-1][2] == Usage(prompt_tokens=13, output_tokens=7, cached_tokens=4)
+    assert scripted.dispatcher.events[-1][2] == Usage(
+        prompt_tokens=13, output_tokens=7, cached_tokens=4, ending=TurnEnd.DONE
+    )
 
 
 async def test_an_engine_that_dies_after_the_beginning_is_replaced_transparently(

@@ -155,9 +155,10 @@ async def test_a_stream_of_a_route_completes() -> None:
         assert pieces[-1].choices[0].finish_reason is not None
 
 
-async def test_a_session_stays_with_its_model_and_others_divide() -> None:
+@pytest.mark.parametrize("header", ["x-session-id", "thread-id"])
+async def test_a_session_stays_with_its_model_and_others_divide(header: str) -> None:
     async with served(RouteSettings(name="assistant", models={"stable": 1, "new": 1})) as models:
-        one = {(await models.ask(headers={"x-session-id": "a"})).headers["x-served-model"] for _ in range(8)}
+        one = {(await models.ask(headers={header: "a"})).headers["x-served-model"] for _ in range(8)}
         users = {(await models.ask(user="maria")).headers["x-served-model"] for _ in range(8)}
         every = {(await models.ask()).headers["x-served-model"] for _ in range(32)}
         assert (len(one), len(users), every) == (1, 1, {"stable", "new"})

@@ -12,8 +12,10 @@ import openai
 import pytest
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.request import ProgramHint, Submission
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
+from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey
 from tests.serving.channel.harness import scheduler_settings
 from tests.serving.test_api_keys import record
@@ -204,6 +206,38 @@ async def test_responses_that_an_engine_names_are_remembered() -> None:
             assert found.headers["x-replica"] == at
             then = await fleet.http.post(CREATE, json={**ASKED, "previous_response_id": "r", "stream": True})
             assert then.headers["x-replica"] == at
+
+
+@pytest.mark.parametrize("named_by_gateway", [True, False])
+async def test_responses_that_continue_each_other_are_one_session(named_by_gateway: bool) -> None:
+    async with AsyncExitStack() as stack:
+        engine = Engine() if not named_by_gateway else (await started(stack)).app
+        submitted: list[Submission] = []
+
+        def watched(client: GatewayClient) -> GatewayClient:
+            acquire = client.acquire
+
+            async def noted(submission: Submission, client_request_id: str = "") -> Any:
+                submitted.append(submission)
+                return await acquire(submission, client_request_id)
+
+            client.acquire = noted  # type: ignore[method-assign]
+            return client
+
+        fleet = await stack.enter_async_context(fleet_of([engine], wrap=watched))
+        for _ in range(2):
+            asked: dict[str, Any] = dict(ASKED)
+            for _ in range(4):
+                asked["previous_response_id"] = (await fleet.http.post(CREATE, json=asked)).json()["id"]
+        sessions = [each.program.session if each.program is not None else None for each in submitted]
+        first, second = sessions[:4], sessions[4:]
+        assert first[0] is second[0] is None
+        assert len(set(first[1:])) == len(set(second[1:])) == 1
+        # The scripted engine gives all responses the same name.
+        assert (first[1] != second[1]) is named_by_gateway
+        named = {**asked, "prompt_cache_key": "k"}
+        assert (await fleet.http.post(CREATE, json=named)).status_code == 200
+        assert submitted[-1].program == ProgramHint(session="k")
 
 
 async def test_a_grant_for_another_replica_is_released_unused() -> None:

@@ -10,6 +10,7 @@ The result equals the engine's own answer, except for what streams lack: null fi
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -20,6 +21,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.scheduler_client import EngineTimes
 from serve_app.serving.gateway.answer.client import ClientStream
+from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
 from serve_app.serving.gateway.answer.responses import encode
 from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse
@@ -258,8 +260,11 @@ def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
         found = _usage_decoder.decode(body)
     except (ValueError, RecursionError):
         return None, None
-    usage = found.usage if found.meta is None else found.meta.billed_units
-    return usage.counted() if usage is not None else None, engine_times_of(found.metrics)
+    raw = found.usage if found.meta is None else found.meta.billed_units
+    usage = raw.counted() if raw is not None else None
+    if usage is not None and usage.output_tokens:
+        usage = replace(usage, ending=ending_of(body))
+    return usage, engine_times_of(found.metrics)
 
 
 def usage_of(body: bytes) -> Usage | None:
@@ -334,7 +339,7 @@ class StreamScanner:
         is_engine_error: the error is the engine's fault, not the request's.
     """
 
-    __slots__ = ("_held", "_hide_usage", "error", "is_engine_error", "times", "usage")
+    __slots__ = ("_before", "_held", "_hide_usage", "error", "is_engine_error", "times", "usage")
 
     def __init__(self, *, hide_usage: bool) -> None:
         self.usage: Usage | None = None
@@ -343,6 +348,8 @@ class StreamScanner:
         self.is_engine_error = False
         self._hide_usage = hide_usage
         self._held = bytearray()
+        # The events before the usage event have the finish reason of a chat.
+        self._before = b""
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes from the engine, and return those that may be sent to the client now."""
@@ -379,11 +386,13 @@ class StreamScanner:
 
     def _inspected(self, events: bytes) -> bytes:
         if b'"usage"' not in events and b'"error"' not in events:
+            self._before = events
             return events
         return b"".join([event for event in _split(events) if not self._is_hidden(event)])
 
     def _is_hidden(self, event: bytes) -> bool:
         """Record usage and errors of an event, and return whether to hide it from the client."""
+        before, self._before = self._before, event
         if b'"usage"' not in event and b'"error"' not in event:
             return False
         data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
@@ -392,10 +401,14 @@ class StreamScanner:
         except (ValueError, RecursionError):
             return False
         self._note_error(parsed)
-        usage = parsed.counted
-        if usage is None:
+        raw = parsed.counted
+        if raw is None:
             return False
-        self.usage = usage.counted(self.usage) or self.usage
+        usage = raw.counted(self.usage)
+        if usage is not None:
+            ending = ending_of(data) if parsed.choices is None else ending_in(before + event)
+            stated = self.usage.ending if self.usage is not None else None
+            self.usage = replace(usage, ending=combined((stated, ending)))
         self.times = parsed.times
         return self._hide_usage and parsed.choices == []
 

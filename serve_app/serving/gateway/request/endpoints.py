@@ -33,6 +33,7 @@ from serve_app.serving.gateway.request.fields import (
     CountTokensFields,
     EmbeddingFields,
     FormFields,
+    GenerationFields,
     MessagesFields,
     ModelOnly,
     ResponsesFields,
@@ -54,6 +55,7 @@ from serve_app.serving.gateway.request.prefix import (
     messages_opening,
     responses_opening,
 )
+from serve_app.serving.gateway.request.program import session_of_body, session_of_user
 
 T = TypeVar("T")
 
@@ -72,6 +74,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
         has_stream_options: the body has `stream_options`, which must be preserved.
         priority: vLLM's field, lower is sooner; None if absent.
         user: end user named in the body.
+        session: conversation named in the body; empty for none.
         opening: beginning of the prompt; empty for embeddings.
         stores_responses: the engine may store the response, and later requests may refer to it.
         previous_response: id of the response that this request continues.
@@ -89,6 +92,7 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     priority: int | None = None
     user: str | None = None
+    session: str = ""
     opening: Opening = NO_OPENING
     stores_responses: bool = False
     previous_response: str | None = None
@@ -257,7 +261,8 @@ def _read_messages(body: MessagesFields) -> ParsedBody:
     )
     opening = messages_opening(body, measure.utf8)
     parsed = _parsed(body, spec, opening=opening, measure=measure)
-    return msgspec.structs.replace(parsed, user=body.metadata.user_id if body.metadata is not None else None)
+    user = body.metadata.user_id if body.metadata is not None else None
+    return msgspec.structs.replace(parsed, user=user, session=session_of_user(user or ""))
 
 
 def _read_embedding(body: EmbeddingFields) -> ParsedBody:
@@ -279,6 +284,7 @@ def _parsed(body: BodyFields, spec: RequestSpec, **more: Any) -> ParsedBody:
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
+        session=session_of_body(body) if isinstance(body, GenerationFields) else "",
         **more,
     )
 

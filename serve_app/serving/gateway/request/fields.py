@@ -97,6 +97,10 @@ class GenerationFields(BodyFields):
 
     stream: bool | None = None
     cache_salt: str | None = None
+    # Ids of a conversation, see `program`.
+    session_id: msgspec.Raw = ABSENT
+    prompt_cache_key: msgspec.Raw = ABSENT
+    metadata: msgspec.Raw = ABSENT
     # Fields that engines reject or omit in streams.
     prompt_logprobs: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT
@@ -159,6 +163,7 @@ class ResponsesFields(GenerationFields, kw_only=True):
     max_output_tokens: TokenLimit | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: msgspec.Raw = ABSENT
     request_id: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT

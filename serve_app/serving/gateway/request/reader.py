@@ -32,7 +32,8 @@ from serve_app.serving.gateway.request.incoming import (
     usage_field,
 )
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
-from serve_app.serving.gateway.routes import SESSION_HEADER, with_limit
+from serve_app.serving.gateway.request.program import program_hint, session_of
+from serve_app.serving.gateway.routes import with_limit
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
@@ -299,7 +300,7 @@ def _in_order(
     """Return the models that may serve a request, the preferred one first."""
     if found.route is None:
         return found.models
-    session = incoming.headers.get(SESSION_HEADER, b"").decode("latin-1")
+    session = session_of(incoming.headers)
     subject = found.route.subject(session, parsed.user, tenant, incoming.request_id)
     models = found.order(subject)
     if parsed.previous_response is None:
@@ -331,6 +332,7 @@ def _submission(
         no_wait=heads.no_wait(headers.get(b"x-queue")),
         # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
         prefix=_prefix(parsed, model.name, tenant, prefix),
+        program=program_hint(headers, parsed.session),
     )
 
 

@@ -1,0 +1,107 @@
+"""The program of a request: ids by which clients state the conversation and the agents it belongs to.
+
+Clients do not agree on a field, so the first usable id of the following list is the session:
+
+1. `SESSION_HEADERS`, in their order.
+2. In the body: `session_id`, `prompt_cache_key`, `metadata["gen_ai.conversation.id"]` and `conversation` of
+   OpenAI's APIs, or the session in `metadata.user_id` of the Messages API.
+3. The chain of `previous_response_id`, see `stored.ResponseHolders`.
+4. `x-program-id`.
+
+An id has 1 to 256 printable characters. Others are ignored, because a hint must not fail a request.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from serve_app.request import ProgramHint
+from serve_app.serving.gateway.request.fields import ABSENT, GenerationFields, ResponsesFields
+
+SESSION_HEADERS = (
+    b"x-session-id",
+    # opencode sends both.
+    b"x-session-affinity",
+    b"x-dynamo-session-id",
+    b"x-claude-code-session-id",
+    b"x-litellm-session-id",
+    # Codex: the thread is one agent, the session may have several.
+    b"thread-id",
+    b"session-id",
+)
+PARENT_HEADERS = (b"x-parent-session-id", b"x-dynamo-parent-session-id", b"x-codex-parent-thread-id")
+PROGRAM_HEADERS = (b"x-program-id",)
+
+_MAX_CHARACTERS = 256
+# `user_<hash>_account_<uuid>_session_<uuid>`; newer versions of Claude Code write an object as text.
+_USER_OF_CLAUDE_CODE = re.compile(r"user_.*_session_(.+)")
+
+
+def program_hint(headers: Mapping[bytes, bytes], body_session: str) -> ProgramHint | None:
+    """Return the program that a request states; None if it states none.
+
+    Args:
+        body_session: the session that the body states; empty for none.
+    """
+    program = _header_id(headers, PROGRAM_HEADERS)
+    session = session_of(headers) or body_session or program
+    if not session:
+        return None
+    parent = _header_id(headers, PARENT_HEADERS)
+    return ProgramHint(session=session, program=program or None, parent=parent or None)
+
+
+def session_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the session that the headers of a request state; empty for none."""
+    return _header_id(headers, SESSION_HEADERS)
+
+
+def session_of_body(body: GenerationFields) -> str:
+    """Return the session that a body in one of OpenAI's formats states; empty for none."""
+    conversation = _value(body.conversation) if isinstance(body, ResponsesFields) else None
+    return _first_id(
+        (
+            _value(body.session_id),
+            _value(body.prompt_cache_key),
+            _member(_value(body.metadata), "gen_ai.conversation.id"),
+            conversation,
+            _member(conversation, "id"),
+        )
+    )
+
+
+def session_of_user(user_id: str) -> str:
+    """Return the session inside a user id of Claude Code; empty for an id that names only a user."""
+    if user_id.startswith("{"):
+        return _first_id([_member(_value(user_id), "session_id")])
+    named = _USER_OF_CLAUDE_CODE.fullmatch(user_id)
+    return _first_id([named[1]]) if named is not None else ""
+
+
+def _value(field: msgspec.Raw | str) -> Any:
+    """Decode a field of any type; None if it is absent or not JSON."""
+    if field is ABSENT:
+        return None
+    try:
+        return msgspec.json.decode(field)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _member(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _header_id(headers: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:
+    return _first_id(headers[name].decode("latin-1") for name in names if name in headers)
+
+
+def _first_id(candidates: Iterable[Any]) -> str:
+    """Return the first usable id; empty if there is none."""
+    return next((each for each in candidates if _is_usable(each)), "")
+
+
+def _is_usable(found: Any) -> bool:
+    return isinstance(found, str) and 0 < len(found) <= _MAX_CHARACTERS and found.isprintable()

@@ -1,0 +1,127 @@
+"""Ids of sessions and programs, as the scheduler receives them, for each source of an id."""
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.request import ProgramHint
+from tests.serving.gateway.builders import MODEL, chat
+from tests.serving.gateway.conftest import Stage
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: chat(),
+    COMPLETIONS: {"model": MODEL, "prompt": "hello"},
+    RESPONSES: {"model": MODEL, "input": "hello"},
+    MESSAGES: {**chat(), "max_tokens": 4},
+    "/v1/embeddings": {"model": MODEL, "input": "hello"},
+}
+USER = "user_0a1b2c_account_6f0e-11_session_7c1d-22"
+GEN_AI = "gen_ai.conversation.id"
+
+
+async def hint(
+    stage: Stage, path: str = CHAT, headers: dict[str, Any] | None = None, **fields: Any
+) -> ProgramHint | None:
+    """Send a request, and return the program in its submission."""
+    body = json.dumps({**BODIES[path], **fields})
+    answer = await stage.http.post(path, content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return stage.dispatcher.submissions[-1].program
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_request_without_an_id_states_no_program(stage: Stage, path: str) -> None:
+    assert await hint(stage, path) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-session-id",
+        "x-session-affinity",
+        "x-dynamo-session-id",
+        "x-claude-code-session-id",
+        "x-litellm-session-id",
+        "thread-id",
+        "session-id",
+    ],
+)
+async def test_a_header_states_the_session(stage: Stage, name: str) -> None:
+    assert await hint(stage, headers={name: "s 1"}) == ProgramHint(session="s 1")
+    assert name.encode() not in stage.engine.heads[-1]
+
+
+@pytest.mark.parametrize(
+    "name", ["x-parent-session-id", "x-dynamo-parent-session-id", "x-codex-parent-thread-id"]
+)
+async def test_headers_state_the_program_and_the_parent(stage: Stage, name: str) -> None:
+    headers: dict[str, Any] = {"x-session-id": "s", "x-program-id": "p", name: "above"}
+    assert await hint(stage, headers=headers) == ProgramHint(session="s", program="p", parent="above")
+    assert await hint(stage, headers={name: "above"}) is None
+
+
+async def test_a_program_alone_is_also_the_session(stage: Stage) -> None:
+    assert await hint(stage, headers={"x-program-id": "p"}) == ProgramHint(session="p", program="p")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "session"),
+    [
+        *((path, {"session_id": "s"}, "s") for path in (CHAT, COMPLETIONS, RESPONSES)),
+        *((path, {"prompt_cache_key": "k"}, "k") for path in (CHAT, COMPLETIONS, RESPONSES)),
+        (CHAT, {"metadata": {GEN_AI: "c", "id": "other"}}, "c"),
+        (RESPONSES, {"conversation": "conv_1"}, "conv_1"),
+        (RESPONSES, {"conversation": {"id": "conv_1"}}, "conv_1"),
+        (MESSAGES, {"metadata": {"user_id": USER}}, "7c1d-22"),
+        (MESSAGES, {"metadata": {"user_id": "user_0a_account__session_1_session_2"}}, "2"),
+        (MESSAGES, {"metadata": {"user_id": '{"device_id": "d", "session_id": "s"}'}}, "s"),
+    ],
+)
+async def test_a_body_states_the_session(
+    stage: Stage, path: str, fields: dict[str, Any], session: str
+) -> None:
+    assert await hint(stage, path, **fields) == ProgramHint(session=session)
+
+
+async def test_the_first_source_counts(stage: Stage) -> None:
+    headers: dict[str, Any] = {"x-dynamo-session-id": "3", "x-session-affinity": "2"}
+    fields: dict[str, Any] = {"metadata": {GEN_AI: "6"}, "prompt_cache_key": "5", "session_id": "4"}
+    for first in ("2", "3"):
+        found = await hint(stage, headers=headers, **fields)
+        assert found == ProgramHint(session=first)
+        headers = {"x-dynamo-session-id": "3"}
+    for first in ("4", "5", "6", "7"):
+        found = await hint(stage, headers={"x-program-id": "7"}, **fields)
+        assert found == ProgramHint(session=first, program="7")
+        if fields:
+            fields.popitem()
+
+
+@pytest.mark.parametrize("value", ["", "x" * 257, "a\tb", b"a\x85b"])
+async def test_unusable_ids_in_headers_are_ignored(stage: Stage, value: str | bytes) -> None:
+    headers: dict[str, Any] = {"x-session-id": value, "x-parent-session-id": value}
+    assert await hint(stage, headers=headers) is None
+    assert await hint(stage, headers={**headers, "x-session-affinity": "s"}) == ProgramHint(session="s")
+
+
+@pytest.mark.parametrize("value", ["", "x" * 257, "a\n", 5, None, True, ["s"], {"session_id": "s"}])
+async def test_unusable_ids_in_bodies_are_ignored(stage: Stage, value: object) -> None:
+    fields: dict[str, Any] = {"session_id": value, "prompt_cache_key": value, "metadata": {GEN_AI: value}}
+    for path in (CHAT, COMPLETIONS, RESPONSES):
+        assert await hint(stage, path, **fields) is None
+        assert await hint(stage, path, metadata=value) is None
+    assert await hint(stage, RESPONSES, conversation={"id": value}) is None
+    assert await hint(stage, **{**fields, "prompt_cache_key": "k"}) == ProgramHint(session="k")
+
+
+@pytest.mark.parametrize(
+    "user",
+    ["maria", "team_session_5", "user_1_session_", "{", '{"session_id": 5}', '{"user": "maria"}', "{}"],
+)
+async def test_a_user_id_without_a_session_is_no_hint(stage: Stage, user: str) -> None:
+    assert await hint(stage, MESSAGES, metadata={"user_id": user}) is None
