@@ -294,7 +294,7 @@ def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: st
 
 def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
     args, found, played = run.args, run.found, run.played
-    origin = provenance(run.trace, arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
+    origin = provenance(run.trace.provenance(), arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
         sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
         document = {
@@ -381,7 +381,7 @@ def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Dri
 
 def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
     args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
-    found = provenance(trace, arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
+    found = provenance(trace.provenance(), arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
         run = {"seed": args.seed, "rate_per_s": trace.rate_per_s}
         run |= run_as_json(summary, load, rules_of(args), cpu_s)

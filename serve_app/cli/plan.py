@@ -197,7 +197,7 @@ def _run(args: argparse.Namespace) -> int:
         warn(line)
     if args.config is not None:
         _write_config(args, plan, costs)
-    found = provenance(plan.workload.trace, arguments_as_json(args), effort.seeds)
+    found = provenance(plan.workload.trace.provenance(), arguments_as_json(args), effort.seeds)
     if args.json is not None:
         double_scale = {name: one.as_json() for name, one in plan.double_scale.items()}
         document = plan_as_json(plan.result) | {"fleets_at_double_scale": double_scale}

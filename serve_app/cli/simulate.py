@@ -1,4 +1,7 @@
-"""Command `simulate`: compares policies in simulation, as a table, JSON and a report."""
+"""Command `simulate`: compares policies in simulation, as a table, JSON and a report.
+
+It plays the requests of a trace, or agent programs in a closed loop.
+"""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -23,8 +26,16 @@ from serve_app.lab.provenance import provenance
 from serve_app.lab.reports.document import Origin
 from serve_app.lab.reports.page import write_report
 from serve_app.lab.reports.tables import paragraph
-from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
+from serve_app.lab.simulation import program_report
+from serve_app.lab.simulation.batch import at_load, parallel, run_all, saturated_rates
 from serve_app.lab.simulation.partitions import write_partition
+from serve_app.lab.simulation.programs import (
+    ProgramChoice,
+    ProgramResult,
+    ProgramSettings,
+    choose_programs,
+    play_programs,
+)
 from serve_app.lab.simulation.report import (
     Row,
     by_policy,
@@ -39,9 +50,10 @@ from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 
-_EXAMPLE = """example:
+_EXAMPLE = """examples:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
       --requests 10000 --seeds 5 --report out/report.html
+  ewsjf simulate --programs coding-agents --policy prefix-affinity,ewsjf --replicas 1 --kv-tokens 400000
 """
 
 
@@ -52,6 +64,8 @@ _LEARNED = LearnedPartitions(by_policy={"ewsjf-paper": StrategicSettings(refine_
 def _run(args: argparse.Namespace) -> int:
     if args.first_seed < 0:
         raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
+    if args.programs is not None:
+        return _run_programs(args)
     runs = _placed(arguments.runs(args, _LEARNED), args)
     for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
         warn(note)
@@ -70,6 +84,36 @@ def _run(args: argparse.Namespace) -> int:
         origin = Origin(found, command_line(args))
         write_report(args.report, simulation_report(results, rows, origin, warnings))
     return 0
+
+
+def _run_programs(args: argparse.Namespace) -> int:
+    """Play programs in a closed loop, and print and write the figures of each run."""
+    given = arguments.program_runs(args)
+    results = []
+    with progress_bar("runs", len(given)) as advance:
+        for result in parallel(_played_programs, given, args.jobs):
+            results.append(result)
+            advance()
+    first = results[0]
+    if given[0][1].file is None:
+        warn("the programs are generated from percentiles of recorded ones, because their file is missing")
+    print_result(
+        f"{paragraph(program_report.heading(first))}\n\n{program_report.programs_table(results).as_text()}"
+    )
+    if first.programs.dropped:
+        warn(f"{first.programs.dropped} programs exceed the engines' context limit and were excluded")
+    if args.json is not None:
+        trace = {"name": first.programs.name, "source": first.programs.source}
+        seeds = sorted({result.settings.seed for result in results})
+        found = provenance(trace, arguments_as_json(args, omit={"jobs"}), seeds)
+        runs = [program_report.run_as_json(result) for result in results]
+        write_json(args.json, {"runs": runs, "provenance": found})
+    return 0
+
+
+def _played_programs(given: tuple[ProgramSettings, ProgramChoice]) -> ProgramResult:
+    settings, choice = given
+    return replace(play_programs(settings, choose_programs(choice, settings.seed)), records=[])
 
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
@@ -159,7 +203,7 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
     given = arguments_as_json(args, omit={"jobs"})
     seeds = sorted({result.settings.seed for result in results})
-    return provenance(results[0].workload.trace, given, seeds)
+    return provenance(results[0].workload.trace.provenance(), given, seeds)
 
 
 COMMAND = Command(example=_EXAMPLE, configure=arguments.configure, run=_run)

@@ -171,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
     report = StudyReport(plan.space, settings, course)
     print_result(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
     if args.json is not None:
-        found = provenance(plan.traffic, arguments_as_json(args), [args.seed])
+        found = provenance(plan.traffic.provenance(), arguments_as_json(args), [args.seed])
         write_json(args.json, report.as_json() | {"provenance": found})
     return 0
 

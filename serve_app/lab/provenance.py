@@ -8,18 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import serve_app
-from serve_app.lab.workloads.trace import Trace
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int]) -> dict[str, object]:
+def provenance(
+    trace: Mapping[str, object], settings: Mapping[str, object], seeds: Sequence[int]
+) -> dict[str, object]:
     """Return commit, settings, trace and seeds, with the machine and its current load."""
     return {
         "commit": commit(),
         "version": serve_app.__version__,
         "settings": dict(settings),
-        "trace": trace.provenance(),
+        "trace": dict(trace),
         "seeds": list(seeds),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),

@@ -490,14 +490,23 @@ class Batcher:
             if name not in held and self.kv.name(name):
                 victim.named_blocks.append(name)
 
+    def _name_answer(self, sequence: EngineSequence) -> None:
+        """Name the full blocks behind the prompt's. The last token of an answer is never computed."""
+        last_block = sequence.computed_tokens // self._block_size
+        for name in sequence.block_hashes[len(sequence.block_names) : last_block]:
+            if self.kv.name(name):
+                sequence.named_blocks.append(name)
+
     def _release(self, sequence: EngineSequence) -> None:
         self.kv.release(sequence.blocks - len(sequence.named_blocks), sequence.named_blocks)
         sequence.blocks = 0
         sequence.named_blocks = []
 
     def _conclude(self, sequence: EngineSequence, state: SequenceState) -> None:
-        """Release a sequence that has ended. The prefix cache retains its prompt's blocks."""
+        """Release a sequence that has ended. The prefix cache retains its blocks."""
         self._running.pop(sequence, None)
+        if len(sequence.block_hashes) > len(sequence.block_names) > 0 and not sequence.preemptions:
+            self._name_answer(sequence)
         self._release(sequence)
         if sequence.preemptions:
             self.kv.discard(name for name in sequence.block_names if isinstance(name, tuple))

@@ -18,7 +18,7 @@ the next one.
 
 import bisect
 import itertools
-from collections.abc import KeysView
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, field
 
 from serve_app.engines.model.batching import Batch, Batcher
@@ -177,6 +177,10 @@ class EngineModel:
             finished,
             batch.preempted,
         )
+
+    def cached_blocks(self, block_hashes: Sequence[int]) -> int:
+        """Return the number of leading blocks that are in the prefix cache."""
+        return self._batcher.kv.count_hits(block_hashes, len(block_hashes))
 
     def output_tokens(self, sequence: EngineSequence) -> int:
         """Return the tokens that a sequence has generated so far."""

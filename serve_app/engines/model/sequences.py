@@ -45,7 +45,8 @@ class EngineSequence:
         target_tokens: output tokens after which it ends; 0 computes only the prompt (embeddings).
         arrived_at: arrival at the engine, in seconds on the model's clock.
         priority: lower values are scheduled first; used only with the priority policy.
-        block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty.
+        block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty. Those
+            of the answer may follow; they are cached at its end.
         output_tokens: tokens generated so far; while it decodes, read `EngineModel.output_tokens`.
         computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
         cached_tokens: prompt tokens found in the prefix cache when it was first scheduled.

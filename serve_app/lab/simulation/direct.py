@@ -7,6 +7,7 @@ itself.
 
 import enum
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from serve_app.engines.model.model import StepOutcome
 from serve_app.engines.model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.simulation import (
+    OnEnd,
     Phase,
     ReplicaPlan,
     SimulatedReplica,
@@ -32,14 +34,28 @@ class Balance(enum.StrEnum):
     POWER_OF_TWO = "power-of-two"
     """The less busy of two random engines, as load balancers without shared state do."""
     ROUND_ROBIN = "round-robin"
+    SESSION_HASH = "session-hash"
+    """The engine of the session's hash, whatever its load."""
+    KV_OVERLAP = "kv-overlap"
+    """The least `prefill blocks + active blocks`, including the request's own blocks that are not cached."""
+
+
+# Dynamo's router, with its default weight of the overlap (1.0) and temperature (0):
+# https://docs.nvidia.com/dynamo/latest/components/router/README.html. It learns cached blocks from events of
+# the engines; here it reads them from the engines themselves, without delay.
 
 
 @dataclass(slots=True)
 class DirectSimulation:
-    """A run without a scheduler. `records` has completed requests in the order of completion."""
+    """A run without a scheduler. `records` has completed requests in the order of completion.
+
+    Attributes:
+        on_end: called at the end of each request, with its record.
+    """
 
     plans: Sequence[ReplicaPlan]
     balance: Balance = Balance.LEAST_OUTSTANDING
+    on_end: OnEnd = lambda _simulated, _record: None
     timeline: Timeline = field(init=False, default_factory=Timeline)
     replicas: list[SimulatedReplica] = field(init=False)
     records: list[RequestRecord] = field(init=False, default_factory=list)
@@ -63,26 +79,34 @@ class DirectSimulation:
         self.timeline.run()
         return self.records
 
-    def _arrive(self, simulated: SimulatedRequest) -> None:
-        request = simulated.request
-        prompt_tokens = request.shape.prompt_tokens
-        assert prompt_tokens is not None
-        replica = self._pick(prompt_tokens + simulated.output_tokens)
-        self._outstanding[replica.spec.replica_id] += 1
-        self._live[request.request_id] = (simulated, replica)
-        replica.accept(
-            EngineSequence(
-                request.request_id,
-                prompt_tokens,
-                simulated.output_tokens,
-                self.timeline.now,
-                priority=request.priority.rank,
-                block_hashes=simulated.block_hashes,
-            )
-        )
+    def submit(self, simulated: SimulatedRequest) -> None:
+        """Add a request during the run, which reaches an engine now or later at its `arrived_at`."""
+        at = max(simulated.request.arrived_at, self.timeline.now)
+        self.timeline.schedule(at, Phase.ARRIVAL, partial(self._arrive, simulated))
 
-    def _pick(self, total_tokens: int) -> SimulatedReplica:
-        able = [replica for replica in self.replicas if replica.spec.max_model_len >= total_tokens]
+    def _arrive(self, simulated: SimulatedRequest) -> None:
+        request, prompt_tokens = simulated.request, simulated.counted_tokens
+        replica = self._pick(simulated)
+        self._outstanding[replica.spec.replica_id] += 1
+        simulated.sequence = EngineSequence(
+            request.request_id,
+            prompt_tokens,
+            simulated.output_tokens,
+            self.timeline.now,
+            priority=request.priority.rank,
+            block_hashes=simulated.block_hashes,
+        )
+        self._live[request.request_id] = (simulated, replica)
+        replica.accept(simulated.sequence)
+
+    def _pick(self, simulated: SimulatedRequest) -> SimulatedReplica:
+        total_tokens = simulated.counted_tokens + simulated.output_tokens
+        bound_to = simulated.request.bound_to
+        able = [
+            replica
+            for replica in self.replicas
+            if replica.spec.max_model_len >= total_tokens and bound_to in (None, replica.spec.replica_id)
+        ]
         if not able:
             raise ValueError(
                 f"a request of {total_tokens:,} tokens exceeds the context of all engines: drop it before "
@@ -91,19 +115,39 @@ class DirectSimulation:
         if self.balance is Balance.POWER_OF_TWO:
             drawn = self._chance.sample(able, min(2, len(able)))
             return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])
+        if self.balance is Balance.SESSION_HASH:
+            hint = simulated.request.submission.program
+            return able[zlib.crc32((hint.session if hint else "").encode()) % len(able)]
         # The engine next in turn comes first, so that equally busy engines alternate.
         start = self._turn % len(able)
         self._turn += 1
         in_turn = able[start:] + able[:start]
         if self.balance is Balance.ROUND_ROBIN:
             return in_turn[0]
+        if self.balance is Balance.KV_OVERLAP:
+            return min(in_turn, key=lambda replica: self._kv_cost(replica, simulated))
         return min(in_turn, key=lambda replica: self._outstanding[replica.spec.replica_id])
+
+    def _kv_cost(self, replica: SimulatedReplica, simulated: SimulatedRequest) -> int:
+        """Return the tokens to prefill and the tokens in use on an engine, with this request."""
+        prompt_tokens, block_size = simulated.counted_tokens, replica.model.settings.block_size
+        prompt_blocks = simulated.block_hashes[: prompt_tokens // block_size]
+        prefill = prompt_tokens - block_size * replica.model.cached_blocks(prompt_blocks)
+        active = prompt_tokens
+        for other, where in self._live.values():
+            if where is replica and other.sequence is not None:
+                active += other.counted_tokens
+                if other.sequence.first_token_at is None:
+                    prefill += other.counted_tokens - other.sequence.computed_tokens
+        return prefill + active
 
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.finished:
             simulated, replica = self._live.pop(sequence.sequence_id)
             self._outstanding[replica.spec.replica_id] -= 1
-            self.records.append(_record(simulated, sequence, replica))
+            record = _record(simulated, sequence, replica)
+            self.records.append(record)
+            self.on_end(simulated, record)
 
 
 def _record(
@@ -114,7 +158,7 @@ def _record(
     return RequestRecord(
         request_id=request.request_id,
         arrived_at=request.arrived_at,
-        dispatched_at=request.arrived_at,
+        dispatched_at=sequence.arrived_at,
         first_token_at=sequence.first_token_at,
         finished_at=sequence.finished_at,
         outcome=Outcome.COMPLETED,

@@ -33,7 +33,7 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.partitions import PartitionLearner
-from serve_app.request import Request, Usage
+from serve_app.request import Request, TurnEnd, Usage
 
 
 class Phase(enum.IntEnum):
@@ -156,7 +156,11 @@ class ReplicaPlan:
 
 
 class SimulatedReplica:
-    """Driver of one engine model: begins a step if there is work, and reports the outcome of each step."""
+    """Driver of one engine model: begins a step if there is work, and reports the outcome of each step.
+
+    Attributes:
+        prefilled_tokens: prompt tokens computed so far, including those of preempted sequences.
+    """
 
     def __init__(
         self,
@@ -167,6 +171,7 @@ class SimulatedReplica:
         self.spec = plan.spec
         self.model = EngineModel(plan.engine, plan.step_time)
         self.draining = False
+        self.prefilled_tokens = 0
         self._reports_load = plan.reports_load
         self._timeline = timeline
         self._on_outcome = on_outcome
@@ -219,6 +224,7 @@ class SimulatedReplica:
             return
         self._scheduled_end = None
         outcome = self.model.end_step()
+        self.prefilled_tokens += outcome.prefill_tokens
         gaps = outcome.iterations * outcome.sequences
         self._token_gaps += gaps
         self._token_gaps_s += gaps * outcome.duration_s
@@ -234,10 +240,13 @@ class SimulationSettings:
     Attributes:
         control_latency_s: one-way latency between the scheduler and an engine, through a gateway.
         report_interval_s: time between two reports of a replica.
+        reports_when_idle: whether replicas report while no request is in progress. Without these reports a
+            day with few requests is played faster; a request that ends the idleness is preceded by a report.
     """
 
     control_latency_s: Annotated[float, NOT_NEGATIVE] = 0.001
     report_interval_s: Annotated[float, POSITIVE] = 0.2
+    reports_when_idle: bool = True
 
 
 @dataclass(slots=True)
@@ -247,6 +256,7 @@ class SimulatedRequest:
     Attributes:
         prompt_tokens: as counted by its engine; None if the gateway knows them exactly.
         cached_tokens: prompt tokens that are cached on any engine before the run.
+        ending: how its answer ends; None if that is unknown.
     """
 
     request: Request
@@ -254,6 +264,7 @@ class SimulatedRequest:
     block_hashes: Sequence[int] = ()
     prompt_tokens: int | None = None
     cached_tokens: int = 0
+    ending: TurnEnd | None = None
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
     sequence: EngineSequence | None = None
@@ -264,6 +275,9 @@ class SimulatedRequest:
         known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         assert known is not None, "a simulated request needs prompt_tokens"
         return known
+
+
+OnEnd = Callable[[SimulatedRequest, RequestRecord], object]
 
 
 @dataclass(slots=True)
@@ -277,6 +291,7 @@ class Simulation:
         estimator: replaces the one that the settings describe.
         policies: the policies that the settings may name.
         partitions: every partition that was applied, with its time.
+        on_end: called at the end of each request, with its record.
     """
 
     scheduler_settings: SchedulerSettings
@@ -286,6 +301,7 @@ class Simulation:
     learner: PartitionLearner | None = None
     estimator: TokenEstimator | None = None
     policies: Mapping[str, MakePolicy] = field(default_factory=lambda: SIMULATED_POLICIES)
+    on_end: OnEnd = lambda _simulated, _record: None
     timeline: Timeline = field(init=False, default_factory=Timeline)
     scheduler: Scheduler = field(init=False)
     replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
@@ -293,6 +309,7 @@ class Simulation:
     partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
     _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
     _pending_arrivals: int = field(init=False, default=0)
+    _paused: list[SimulatedReplica] = field(init=False, default_factory=list)
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -370,6 +387,10 @@ class Simulation:
     def _arrive(self, simulated: SimulatedRequest) -> None:
         self._pending_arrivals -= 1
         self._live[simulated.request.request_id] = simulated
+        paused, self._paused = self._paused, []
+        for replica in paused:
+            self.feed(ev.ReplicaReported(replica.spec.replica_id, replica.report()))
+            self._report_later(replica)
         self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:
             scheduled = self.scheduler.find(simulated.request.request_id)
@@ -421,28 +442,27 @@ class Simulation:
         simulated = self._live.pop(command.request_id)
         request, sequence, dispatch = simulated.request, simulated.sequence, simulated.dispatch
         finished_at = sequence.finished_at if sequence is not None else None
-        self.records.append(
-            RequestRecord(
-                request_id=request.request_id,
-                arrived_at=request.arrived_at,
-                finished_at=self.timeline.now if finished_at is None else finished_at,
-                outcome=command.conclusion.outcome,
-                prompt_tokens=simulated.counted_tokens,
-                output_tokens=simulated.output_tokens
-                if command.conclusion.outcome is Outcome.COMPLETED
-                else 0,
-                dispatched_at=simulated.dispatched_at,
-                first_token_at=sequence.first_token_at if sequence is not None else None,
-                tenant=request.tenant,
-                priority=request.priority,
-                pool=dispatch.pool if dispatch else "",
-                replica=dispatch.replica_id if dispatch else "",
-                length_queue=dispatch.length_queue if dispatch else "",
-                estimated_tokens=dispatch.estimated_tokens if dispatch else None,
-                preemptions=sequence.preemptions if sequence is not None else 0,
-                detail=command.conclusion.message,
-            )
+        completed = command.conclusion.outcome is Outcome.COMPLETED
+        record = RequestRecord(
+            request_id=request.request_id,
+            arrived_at=request.arrived_at,
+            finished_at=self.timeline.now if finished_at is None else finished_at,
+            outcome=command.conclusion.outcome,
+            prompt_tokens=simulated.counted_tokens,
+            output_tokens=simulated.output_tokens if completed else 0,
+            dispatched_at=simulated.dispatched_at,
+            first_token_at=sequence.first_token_at if sequence is not None else None,
+            tenant=request.tenant,
+            priority=request.priority,
+            pool=dispatch.pool if dispatch else "",
+            replica=dispatch.replica_id if dispatch else "",
+            length_queue=dispatch.length_queue if dispatch else "",
+            estimated_tokens=dispatch.estimated_tokens if dispatch else None,
+            preemptions=sequence.preemptions if sequence is not None else 0,
+            detail=command.conclusion.message,
         )
+        self.records.append(record)
+        self.on_end(simulated, record)
 
     # Replicas
 
@@ -466,6 +486,7 @@ class Simulation:
                 prompt_tokens=simulated.counted_tokens,
                 output_tokens=sequence.target_tokens,
                 cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
+                ending=simulated.ending,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
             self._after_latency(Phase.FEEDBACK, partial(self.feed, finished))
@@ -475,9 +496,11 @@ class Simulation:
             return
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
         self._after_latency(Phase.REPORT, lambda: self.feed(event))
-        if not self.is_over or self.timeline.now == 0.0:
-            self.timeline.schedule(
-                self.timeline.now + self.settings.report_interval_s,
-                Phase.REPORT,
-                lambda: self._report(replica),
-            )
+        if not (self._live or self.settings.reports_when_idle):
+            self._paused.append(replica)
+        elif not self.is_over or self.timeline.now == 0.0:
+            self._report_later(replica)
+
+    def _report_later(self, replica: SimulatedReplica) -> None:
+        at = self.timeline.now + self.settings.report_interval_s
+        self.timeline.schedule(at, Phase.REPORT, lambda: self._report(replica))

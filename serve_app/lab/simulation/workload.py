@@ -1,6 +1,5 @@
 """Workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.workloads.blocks import engine_blocks, gateway_blocks
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from serve_app.lab.workloads.generators import (
     Arrivals,
@@ -215,28 +214,12 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
                     ),
                     tenant=one.tenant,
                     priority=one.priority,
-                    prefix=tuple(_gateway_blocks(one.prefix, one.prompt_tokens)),
+                    prefix=tuple(gateway_blocks(one.prefix, PREFIX_BLOCK_TOKENS, one.prompt_tokens)),
                 ),
                 gateway_id="g1",
                 arrived_at=one.arrival_s,
                 expires_at=one.arrival_s + disclosure.queue_timeout_s,
             ),
             output_tokens=one.output_tokens,
-            block_hashes=tuple(_engine_blocks(one.prefix, one.prompt_tokens, block_size)),
+            block_hashes=tuple(engine_blocks(one.prefix, PREFIX_BLOCK_TOKENS, one.prompt_tokens, block_size)),
         )
-
-
-def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
-    """Yield hashes as a gateway computes them: equal ids of the trace mean equal text up to there."""
-    if not prefix:
-        return
-    known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
-    for place, end in enumerate(itertools.takewhile(lambda end: end <= known_tokens, BLOCK_ENDS)):
-        yield prefix[(end - 1) // PREFIX_BLOCK_TOKENS] * len(BLOCK_ENDS) + place
-
-
-def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
-    """Yield hashes of the engine's full blocks. One id of the trace covers many."""
-    per_id = PREFIX_BLOCK_TOKENS // block_size
-    for place in range(min(len(prefix) * per_id, prompt_tokens // block_size)):
-        yield prefix[place // per_id] * per_id + place % per_id

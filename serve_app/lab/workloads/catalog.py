@@ -253,7 +253,7 @@ def trace_file(settings: WorkloadSettings) -> Path | None:
     """
     name = settings.trace
     if name in _FILES:
-        return _find(_FILES[name], settings.folder)
+        return find_file(_FILES[name], settings.folder)
     if name in RECIPES:
         return None
     path = Path(name)
@@ -262,7 +262,7 @@ def trace_file(settings: WorkloadSettings) -> Path | None:
     return path
 
 
-def _find(filename: str, folder: Path | None) -> Path | None:
+def find_file(filename: str, folder: Path | None = None) -> Path | None:
     """Return the file, or None. A folder that was given must have it; the default folders may have it."""
     named = folder or (Path(os.environ[TRACES_VARIABLE]) if os.environ.get(TRACES_VARIABLE) else None)
     if named is not None:

@@ -127,6 +127,90 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
     assert prefilled == 16
 
 
+def test_the_next_prompt_finds_the_blocks_of_an_answer() -> None:
+    engine = model()
+    blocks = tuple(range(20))
+    # 100 + 93 tokens, of which the last is never computed: 12 full blocks.
+    engine.add(sequence("turn", 100, 93, hashes=blocks[:12]), 0.0)
+    run_until_idle(engine)
+    assert engine.cached_blocks(blocks) == 12
+    following = sequence("next", 250, 2, hashes=blocks[:15])
+    engine.add(following, 0.0)
+    assert step(engine).prefill_tokens == 250 - 12 * 16
+    assert following.cached_tokens == 12 * 16
+
+
+def test_the_blocks_of_an_answer_are_cached_at_its_end() -> None:
+    engine = model()
+    engine.add(sequence("turn", 32, 40, hashes=tuple(range(4))), 0.0)
+    for _ in range(39):
+        step(engine)
+        assert engine.cached_blocks(range(4)) == 2
+    step(engine)
+    assert engine.cached_blocks(range(4)) == 4
+
+
+@pytest.mark.parametrize(("answer", "cached"), [(31, 3), (32, 3), (33, 4), (34, 4)])
+def test_the_last_token_of_an_answer_is_not_cached(answer: int, cached: int) -> None:
+    engine = model()
+    engine.add(sequence("turn", 32, answer, hashes=tuple(range(8))), 0.0)
+    run_until_idle(engine)
+    assert engine.cached_blocks(range(8)) == cached
+
+
+def test_an_aborted_answer_leaves_the_blocks_that_were_computed() -> None:
+    engine = model()
+    turn = sequence("turn", 32, 100, hashes=tuple(range(8)))
+    engine.add(turn, 0.0)
+    for _ in range(17):
+        step(engine)
+    engine.abort(turn, 0.0)
+    assert engine.cached_blocks(range(8)) == 3
+    assert engine.snapshot(0.0).kv_usage_ratio == 0.0
+
+
+def test_the_answer_of_a_preempted_sequence_is_not_cached() -> None:
+    engine = model(max_model_len=128, kv_tokens=128)
+    old = sequence("old", 48, 40, hashes=tuple(range(5)))
+    young = sequence("young", 48, 40, hashes=tuple(range(10, 15)))
+    engine.add(old, 0.0)
+    engine.add(young, 0.0)
+    while old.finished_at is None:
+        step(engine)
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    assert engine.cached_blocks(range(5)) == 5
+    run_until_idle(engine)
+    assert young.output_tokens == 40
+    assert engine.cached_blocks(range(10, 15)) == 3
+
+
+def test_equal_answers_are_cached_once() -> None:
+    engine = model()
+    for name in ("a", "b"):
+        engine.add(sequence(name, 32, 49, hashes=tuple(range(5))), 0.0)
+    run_until_idle(engine)
+    kv = engine._batcher.kv
+    assert engine.cached_blocks(range(5)) == 5
+    assert kv.free == kv.total
+    assert kv.blank == kv.total - 5
+
+
+def test_nothing_is_cached_without_prefix_caching() -> None:
+    engine = model(prefix_caching=False)
+    engine.add(sequence("turn", 32, 49, hashes=tuple(range(5))), 0.0)
+    run_until_idle(engine)
+    assert engine.cached_blocks(range(5)) == 0
+
+
+def test_the_cached_blocks_of_a_prompt_end_at_the_first_unknown_one() -> None:
+    engine = model()
+    engine.add(sequence("turn", 64, 1, hashes=(1, 2, 3, 4)), 0.0)
+    run_until_idle(engine)
+    assert engine.cached_blocks((1, 2, 9, 4)) == 2
+    assert engine.cached_blocks((9, 2)) == 0
+    assert engine.cached_blocks(()) == 0
+
+
 def test_priority_orders_the_waiting_sequences() -> None:
     engine = model(max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY)
     order = []

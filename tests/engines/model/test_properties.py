@@ -58,7 +58,7 @@ arrivals = st.lists(
         # Irregular gaps, so that no arrival coincides with the end of a step, where rounding would decide.
         gap_s=st.sampled_from([0.0, 0.0, 0.0031415927, 0.0207728134, 0.1057192837]),
         priority=st.integers(-1, 1),
-        prefix=st.integers(0, 2),
+        prefix=st.integers(0, 3),
         aborted_after_steps=st.one_of(st.none(), st.none(), st.integers(0, 12)),
     ),
     min_size=1,
@@ -72,9 +72,12 @@ def sequences_of(items: list[Arrival]) -> list[EngineSequence]:
     now = 0.0
     for index, item in enumerate(items):
         now += item.gap_s
-        # Prompts with the same prefix number share half of their blocks; prefix 0 shares nothing.
-        blocks = item.prompt // 4
-        shared = [item.prefix * 1_000 + block for block in range(blocks // 2)] if item.prefix else []
+        # Prompts with the same prefix number share half of their blocks. Those with 3 share all blocks and
+        # their answers, like turns of one conversation. Prefix 0 shares nothing. Only answers of prefix 1
+        # have no hashes.
+        blocks = item.prompt // 4 if item.prefix == 1 else (item.prompt + item.output) // 4
+        common = (0, item.prompt // 8, item.prompt // 8, blocks)[item.prefix]
+        shared = [item.prefix * 1_000 + block for block in range(common)]
         hashes = [*shared, *(10_000 * (index + 1) + block for block in range(len(shared), blocks))]
         made.append(
             EngineSequence(

@@ -1,10 +1,13 @@
 """Small fleets and requests for simulation tests."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest
+from serve_app.request import ProgramHint, TurnEnd
 from tests.builders import request
 
 STEP_TIME = StepTimeModel(
@@ -27,6 +30,28 @@ def plan(
         max_num_batched_tokens=512,
     )
     return ReplicaPlan(replica_id=replica_id, pool=pool, engine=engine, step_time=STEP_TIME)
+
+
+def simulated(
+    request_id: str,
+    *,
+    prompt_tokens: int = 160,
+    output_tokens: int = 10,
+    at: float = 0.0,
+    blocks: Sequence[int] = (),
+    session: str | None = None,
+    bound_to: str | None = None,
+    ending: TurnEnd | None = None,
+) -> SimulatedRequest:
+    """Return a request of exact lengths."""
+    made = request(request_id, text_bytes=0, prompt_tokens=prompt_tokens, arrived_at=at, bound_to=bound_to)
+    program = None if session is None else ProgramHint(session=session)
+    return SimulatedRequest(
+        replace(made, submission=replace(made.submission, program=program)),
+        output_tokens=output_tokens,
+        block_hashes=blocks,
+        ending=ending,
+    )
 
 
 def mixed_requests(

@@ -1,17 +1,25 @@
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
+from serve_app.core.events import Finished, ReplicaReported
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
-from tests.lab.simulation.builders import mixed_requests, plan
+from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
+from serve_app.request import TurnEnd
+from tests.lab.simulation.builders import mixed_requests, plan, simulated
 
 SCHEDULER = SchedulerSettings(model="m", routing=RoutingSettings(b_short_tokens=500))
 
 
-def simulation(log: list[Decision] | None = None, **changes: float) -> Simulation:
+def simulation(log: list[Decision] | None = None, **changes: Any) -> Simulation:
     plans = [
         plan("s1", "short", max_model_len=1_000, kv_tokens=4_000),
         plan("l1", "long", max_model_len=4_000, kv_tokens=8_000),
@@ -61,3 +69,112 @@ def test_overload_expires_or_rejects_requests_instead_of_losing_them() -> None:
             assert record.e2e_s == pytest.approx(2.0, abs=1e-6)
         if record.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE:
             assert record.e2e_s == 0.0
+
+
+def test_each_end_is_reported_once_with_its_record() -> None:
+    ended: list[tuple[SimulatedRequest, RequestRecord]] = []
+    made = simulation()
+    made.on_end = lambda simulated, record: ended.append((simulated, record))
+    # Some of them expire in the queue.
+    records = made.run(mixed_requests(150, rate_per_s=100.0, seed=6, timeout_s=2.0))
+    assert [record for _, record in ended] == records
+    assert [one.request.request_id for one, _ in ended] == [record.request_id for record in records]
+    assert len({record.outcome for record in records}) > 1
+
+
+@pytest.mark.parametrize("reports_when_idle", [True, False])
+def test_a_request_submitted_at_the_end_of_another_is_served(reports_when_idle: bool) -> None:
+    made = simulation(reports_when_idle=reports_when_idle)
+
+    def follow(ended: SimulatedRequest, record: RequestRecord) -> None:
+        if len(made.records) < 5:
+            number = len(made.records)
+            made.submit(simulated(f"r{number}", at=made.timeline.now + 20.0))
+
+    made.on_end = follow
+    records = made.run([simulated("r0")])
+    assert [record.request_id for record in records] == [f"r{number}" for number in range(5)]
+    for before, record in itertools.pairwise(records):
+        assert record.arrived_at == pytest.approx(before.finished_at + 0.001 + 20.0)
+        assert record.dispatched_at == record.arrived_at
+    assert made.is_over
+    assert len(made.timeline) <= len(made.replicas)
+
+
+def test_the_scheduler_is_informed_of_the_ending_of_an_answer() -> None:
+    log: list[Decision] = []
+    endings = [TurnEnd.TOOLS, TurnEnd.DONE, None]
+    simulation(log).run(
+        [simulated(f"r{number}", at=5.0 * number, ending=ending) for number, ending in enumerate(endings)]
+    )
+    finished = [step.event for step in log if isinstance(step.event, Finished)]
+    assert [event.usage.ending for event in finished if event.usage is not None] == endings
+
+
+def test_prefilled_tokens_count_what_the_prefix_cache_lacks() -> None:
+    made = simulation()
+    blocks = tuple(range(20))
+    made.run(
+        [
+            simulated("first", prompt_tokens=165, output_tokens=20, blocks=blocks[:11]),
+            simulated("next", prompt_tokens=250, blocks=blocks[:15], at=5.0),
+            simulated("large", prompt_tokens=900, at=10.0),
+        ]
+    )
+    # 184 tokens of the first were computed: its prompt, and its answer except for the last token.
+    prefilled = {name: replica.prefilled_tokens for name, replica in made.replicas.items()}
+    assert prefilled == {"s1": 165 + 250 - 11 * 16, "l1": 900}
+
+
+def test_prefilled_tokens_count_those_of_preempted_sequences_again() -> None:
+    made = Simulation(SCHEDULER, [plan("s1", "short", kv_tokens=2_000), plan("l1", "long", kv_tokens=2_000)])
+    (s1, l1) = made.replicas.values()
+    requests = [
+        simulated(f"r{number}", prompt_tokens=400, output_tokens=900, bound_to="s1") for number in range(3)
+    ]
+    records = made.run(requests)
+    assert sum(record.preemptions for record in records) > 0
+    assert s1.prefilled_tokens > 3 * 400
+    assert l1.prefilled_tokens == 0
+
+
+def spread(seed: int) -> list[SimulatedRequest]:
+    """Return bursts of requests, with a minute between two of them."""
+    made = []
+    for burst in range(6):
+        for one in mixed_requests(12, rate_per_s=6.0, seed=seed + burst):
+            moved = replace(
+                one.request, arrived_at=one.request.arrived_at + 60.0 * burst, expires_at=math.inf
+            )
+            name = f"b{burst}-{moved.request_id}"
+            one.request = replace(moved, submission=replace(moved.submission, request_id=name))
+            made.append(one)
+    return made
+
+
+def reports_of(log: list[Decision]) -> list[float]:
+    return [step.now for step in log if isinstance(step.event, ReplicaReported)]
+
+
+def test_reports_stop_while_no_request_is_in_progress_if_so_set() -> None:
+    all_log: list[Decision] = []
+    few_log: list[Decision] = []
+    all_records = simulation(all_log).run(spread(3))
+    few_records = simulation(few_log, reports_when_idle=False).run(spread(3))
+    # Without them, the times of later reports differ, and with them the states that the scheduler sees.
+    assert len(reports_of(few_log)) < len(reports_of(all_log)) / 2
+    by_id = {record.request_id: record for record in all_records}
+    assert {record.request_id for record in few_records} == set(by_id)
+    for record in few_records:
+        assert record.e2e_s == pytest.approx(by_id[record.request_id].e2e_s, abs=0.5)
+
+
+def test_a_request_that_ends_the_idleness_is_preceded_by_a_report_of_each_replica() -> None:
+    log: list[Decision] = []
+    made = simulation(log, reports_when_idle=False)
+    made.run([simulated("r0"), simulated("r1", at=60.0)])
+    events = [step.event for step in log if step.now == 60.0]
+    reported = [event.replica_id for event in events[:2] if isinstance(event, ReplicaReported)]
+    assert sorted(reported) == ["l1", "s1"]
+    # None while nothing was in progress, except for those on their way when the last request ended.
+    assert not any(5.0 < at < 60.0 for at in reports_of(log))
