@@ -21,6 +21,8 @@ Document = Mapping[str, Any]
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
 _MAX_COSTS = 10
+_MAX_PROGRAMS = 15
+_MAX_PROGRAM_NAME = 40
 
 
 class StatusError(ServeAppError):
@@ -175,6 +177,8 @@ def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
             yield _sub_queues(queue, most_shown)
+        if queue.get("programs", {}).get("rows"):
+            yield _programs(queue["programs"])
         served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
         if served:
             yield _tenants(served)
@@ -246,6 +250,27 @@ def _sub_queues(queue: Document, most: int) -> str:
     ]
     head = ("class", "tenant", "length queue", "why", "waiting", "head queue time", "score")
     return _titled(title + (f"; {omitted} more" if omitted else ""), head, rows, text_columns=4)
+
+
+def _programs(programs: Document) -> str:
+    rows = [
+        (
+            row["tenant"],
+            row["program"][:_MAX_PROGRAM_NAME],
+            row["state"],
+            ", ".join(row["replicas"]) or "-",
+            str(row["conversations"]),
+            str(row["turns"]),
+            f"{row['context_tokens']:,}",
+            f"{row['saved_tokens']:,}",
+            f"{row['waiting_s']:.0f} s",
+        )
+        for row in programs["rows"][:_MAX_PROGRAMS]
+    ]
+    states = ", ".join(f"{count} {state}" for state, count in sorted(programs["by_state"].items()))
+    head = ("tenant", "program", "state", "resident on", "conversations", "turns")
+    figures = ("context tokens", "tokens saved", "waited for KV cache")
+    return _titled(f"programs: {states}", (*head, *figures), rows, text_columns=4)
 
 
 def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from serve_app.core.accounting.engine_share import EngineShare
 from serve_app.core.accounting.wait_causes import WaitTally
+from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
 from serve_app.errors import Outcome
-from serve_app.request import PriorityClass, Request, Usage
+from serve_app.request import Destination, PriorityClass, Request, Usage
 
 NO_HOLD = Hold(0)
 
@@ -70,6 +71,9 @@ class ScheduledRequest:
         fcfs_turn: prompt tokens that leave the queue before it in order of arrival, see
             `queueing.delay_bound`; None for short prompts, and outside the queue.
         bypassed: whether it bypasses the scheduler.
+        turn: its turn in a program; None if it belongs to none.
+        home: the replica that it is bound to because its context is there; None for any.
+        parked: whether it waits for room for its context, see `programs`.
         waits: its wait so far by cause; None until it has waited.
         engine_share: its account of engine time; None while it is on no replica.
     """
@@ -108,6 +112,9 @@ class ScheduledRequest:
     prediction: PredictedWait | None = None
     fcfs_turn: int | None = None
     bypassed: bool = False
+    turn: ProgramTurn | None = None
+    home: str | None = None
+    parked: bool = False
     waits: WaitTally | None = None
     engine_share: EngineShare | None = None
 
@@ -115,6 +122,12 @@ class ScheduledRequest:
     def prefill_tokens(self) -> int:
         """Expected uncached prompt tokens, at least 1. Policies use it as the length of the request."""
         return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
+
+    @property
+    def destination(self) -> Destination:
+        """The replicas of its pools that may serve it."""
+        destination = self.request.destination
+        return destination if self.home is None else Destination(self.home, destination.adapter)
 
     def used_after(self, outcome: Outcome) -> Usage | None:
         """Return the tokens of a dispatched request that has ended, for limits, budgets and usage.

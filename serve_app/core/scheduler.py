@@ -42,6 +42,7 @@ from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
 from serve_app.core.policies import POLICIES, MakePolicy, make_policy
 from serve_app.core.policies.protocol import PolicyInputs
+from serve_app.core.programs.program_scheduler import ProgramScheduler
 from serve_app.core.queueing.expiry import ExpiryHeap, earliest
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import RequestTable, ScheduledRequest
@@ -83,6 +84,7 @@ class Scheduler:
         router: selects the pools that may serve a request.
         arrived: the work that has arrived so far, for autoscaling.
         waits: attributes waits to their causes.
+        programs: binds the turns of programs to the replicas of their contexts, and parks others.
     """
 
     def __init__(
@@ -126,6 +128,14 @@ class Scheduler:
         self.admission = Admission(settings, self.queue, slots, now)
         self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
+        self.programs = ProgramScheduler(
+            settings.programs,
+            self.queue,
+            self.ledger,
+            self.affinity.index,
+            self.prefill_costs,
+            settings.promotion,
+        )
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
         self._batch_only = BatchOnlyMode(self._requests, self._backpressure, self.ledger)
@@ -167,6 +177,7 @@ class Scheduler:
         commands = self._commands = []
         self._process_timeouts(now)
         self._handlers[type(event)](event, now)
+        self._release_parked(now)
         self._dispatch(now)
         self.waits.update(now)
         return commands
@@ -175,7 +186,12 @@ class Scheduler:
         """Return when time alone changes something, or None if only an event can."""
         timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        return earliest(timeout, backoff, report, outage, self._routing.next_at(), self._prefills.next_at())
+        routing, prefill, programs = (
+            self._routing.next_at(),
+            self._prefills.next_at(),
+            self.programs.next_at(),
+        )
+        return earliest(timeout, backoff, report, outage, routing, prefill, programs)
 
     @property
     def now(self) -> float:
@@ -218,7 +234,8 @@ class Scheduler:
             self._conclude(request, self.admission.reject_queueing(scheduled, rejection, now))
             return
         self._register(scheduled)
-        may_skip_queue = choice is None and rejection is None and not self.queue.waiting
+        self.programs.on_arrival(scheduled, now)
+        may_skip_queue = not (choice or rejection or self.queue.waiting or scheduled.parked)
         if may_skip_queue and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
             self._send(immediate, now)
             self.dispatcher.on_immediate_dispatch(scheduled, now)
@@ -228,6 +245,7 @@ class Scheduler:
             self._send(choice, now)
         elif rejection is not None:
             # It may still fit now, because the queued requests may wait for another pool.
+            self._release_parked(now)
             self._dispatch(now)
             if scheduled.queued:
                 self._reject_waiting(scheduled, self.admission.reject_queueing(scheduled, rejection, now))
@@ -309,6 +327,7 @@ class Scheduler:
         record_attempt(scheduled, now)
         record_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=False)
+        self.programs.on_release(scheduled, event.replica_id)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
@@ -331,6 +350,7 @@ class Scheduler:
             return
         prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
         scheduled.cached_tokens = self.affinity.cached_tokens(scheduled.request, prompt_tokens)
+        self.programs.on_put_back(scheduled, now)
         self._enqueue(scheduled)
 
     def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
@@ -343,17 +363,23 @@ class Scheduler:
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
+        self.programs.on_replica_change()
         self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
+        for scheduled in self.programs.on_replica_loss(event.replica_id):
+            self.queue.bind(scheduled, None)
         self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
+        state = self.ledger.get(event.replica_id)
+        was_usable = state is not None and state.is_usable
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
-        state = self.ledger.get(event.replica_id)
+        if state is not None and state.is_usable and not was_usable:
+            self.programs.on_replica_change()
         if state is not None and (silent_s := state.hang_detector.check(now)) is not None:
             self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
             self.ledger.open.update(state, now)
@@ -376,6 +402,8 @@ class Scheduler:
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expiry_conclusion(scheduled, now))
         self.queue.end_backoffs(now)
+        for scheduled in self.programs.pop_unbound(now):
+            self.queue.bind(scheduled, None)
 
     # Dispatch
 
@@ -391,6 +419,11 @@ class Scheduler:
         self.queue.retune(settings.delay_bound)
         self._backpressure.retune(settings.effective_backpressure)
         self.ledger.on_limits_changed(now)
+
+    def _release_parked(self, now: float) -> None:
+        for scheduled in self.programs.release(now):
+            self.queue.bind(scheduled, scheduled.home)
+            self.programs.on_enqueue(scheduled)
 
     def _dispatch(self, now: float) -> None:
         self._batch_only.update(now)
@@ -422,17 +455,20 @@ class Scheduler:
         self.queue.add(scheduled)
         self._expiry.add(scheduled)
         self.dispatcher.on_enqueue(scheduled)
+        self.programs.on_enqueue(scheduled)
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        self.programs.on_dispatch(scheduled, self.ledger[replica_id])
         self.queue.charge(scheduled)
 
     def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self.queue.remove(scheduled)
             self._expiry.prune(len(self.queue))
-        else:
+        elif (replica_id := scheduled.replica_id) is not None:
             self.in_flight.release(scheduled, now, ran=True)
+            self.programs.on_release(scheduled, replica_id)
 
     def _reject_all(self, rejected: Rejections) -> None:
         for scheduled, rejection in rejected:
@@ -450,6 +486,7 @@ class Scheduler:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             if dispatched:
                 self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)
+            self.programs.on_end(scheduled, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.with_rate_limits(request, conclusion, self._now)

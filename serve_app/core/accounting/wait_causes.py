@@ -29,6 +29,9 @@ class WaitCause(enum.StrEnum):
     """Batch work waits for an engine with an empty queue."""
     PARTICULAR_REPLICA = "particular_replica"
     """Only the replicas with its adapter or stored response can serve it, and they accepted nothing."""
+    RESIDENCY = "residency"
+    """It is a turn of a program, and the KV caches had no room for its context, or the replica that has its
+    context accepted nothing."""
     NO_REPLICA = "no_replica"
     """No replica of its pools was connected."""
     STALE_REPORT = "stale_report"
@@ -58,6 +61,7 @@ _MEANINGS = {
     WaitCause.KV_CACHE: "no engine had enough KV cache free",
     WaitCause.ENGINE_QUEUE: "batch work waited for an engine with an empty queue",
     WaitCause.PARTICULAR_REPLICA: "no replica with its adapter or stored response accepted more requests",
+    WaitCause.RESIDENCY: "the KV caches had no room for the context of its program",
     WaitCause.NO_REPLICA: "no replica was connected",
     WaitCause.STALE_REPORT: "the replicas did not report or were draining",
     WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures or hung",
@@ -102,16 +106,18 @@ class WaitTally:
         account: the wait account that it has joined; None during backoff or on a replica.
         sums: sums of the account when the request joined it.
         own: the same for the slots that its tenant took: nanoseconds and count.
-        backoff_since: start of its backoff in nanoseconds; None outside a backoff.
+        held_since: start of its backoff or of its parking, in nanoseconds; None outside of them.
+        held_for: the cause of that time.
     """
 
-    __slots__ = ("_ahead", "_causes", "account", "backoff_since", "own", "sums")
+    __slots__ = ("_ahead", "_causes", "account", "held_for", "held_since", "own", "sums")
 
     def __init__(self) -> None:
         self.account: WaitAccount | None = None
         self.sums: list[int] = []
         self.own = (0, 0)
-        self.backoff_since: int | None = None
+        self.held_since: int | None = None
+        self.held_for = WaitCause.BACKOFF
         self._causes: dict[WaitCause, int] = {}
         self._ahead: dict[WaitCause, int] = {}
 
@@ -133,12 +139,8 @@ class WaitTally:
     def copy(self) -> "WaitTally":
         """Return an independent copy."""
         same = WaitTally()
-        same.account, same.sums, same.own, same.backoff_since = (
-            self.account,
-            self.sums,
-            self.own,
-            self.backoff_since,
-        )
+        same.account, same.sums, same.own = self.account, self.sums, self.own
+        same.held_since, same.held_for = self.held_since, self.held_for
         same._causes, same._ahead = self._causes.copy(), self._ahead.copy()
         return same
 

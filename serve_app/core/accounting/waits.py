@@ -45,6 +45,7 @@ _STATES = (
     WaitCause.KV_CACHE,
     WaitCause.ENGINE_QUEUE,
     WaitCause.PARTICULAR_REPLICA,
+    WaitCause.RESIDENCY,
     WaitCause.NO_REPLICA,
     WaitCause.STALE_REPORT,
     WaitCause.FAILING_REPLICAS,
@@ -56,15 +57,16 @@ _LENGTH = _COUNTS + len(PriorityClass)
 # Requests below 2**12 tokens share an account: they never wait because of the size of a KV cache alone.
 _SMALL_TOKENS_BITS = 12
 
-WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination]
-"""Class, pools, prefill class, number of bits of its tokens, and the destination."""
+WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination, bool]
+"""Class, pools, prefill class, number of bits of its tokens, destination, and whether that is its home."""
 
 
 def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:
     """Return the key of a waiting request's account."""
     request = scheduled.request
     bits = max(_SMALL_TOKENS_BITS, scheduled.estimate.expected_tokens.bit_length())
-    return request.priority, scheduled.pools, scheduled.prefill_class, bits, request.destination
+    is_at_home = scheduled.home is not None
+    return request.priority, scheduled.pools, scheduled.prefill_class, bits, scheduled.destination, is_at_home
 
 
 class WaitAccount:
@@ -83,6 +85,7 @@ class WaitAccount:
         "_taken_by_tenant",
         "_tenants",
         "destination",
+        "is_at_home",
         "key",
         "pool",
         "pools",
@@ -95,7 +98,7 @@ class WaitAccount:
 
     def __init__(self, key: WaitAccountKey, now: int) -> None:
         self.key = key
-        self.priority, self.pools, self.prefill_class, bits, self.destination = key
+        self.priority, self.pools, self.prefill_class, bits, self.destination, self.is_at_home = key
         self.tokens = 1 << (bits - 1) if bits > _SMALL_TOKENS_BITS else 1
         self.pool = ""
         self.state = BUSY
@@ -113,9 +116,11 @@ class WaitAccount:
         return _STATES[self.state - BUSY]
 
     @property
-    def is_restricted(self) -> bool:
-        """True if only some replicas can serve its requests."""
-        return self.destination is not ANYWHERE
+    def lacks_replica(self) -> WaitCause | None:
+        """The cause if its replicas accept nothing while others do; None if any replica can serve it."""
+        if self.destination is ANYWHERE:
+            return None
+        return WaitCause.RESIDENCY if self.is_at_home else WaitCause.PARTICULAR_REPLICA
 
     def join(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
         """Start the wait of a request."""
@@ -256,9 +261,9 @@ class WaitAccounts:
             account.leave(scheduled, tally, at)
             if not account.waiting:
                 del self._accounts[account.key]
-        elif tally.backoff_since is not None:
-            tally.add(WaitCause.BACKOFF, at - tally.backoff_since)
-            tally.backoff_since = None
+        elif tally.held_since is not None:
+            tally.add(tally.held_for, at - tally.held_since)
+            tally.held_since = None
 
     def join(self, now: float) -> None:
         """Start the wait of the requests that an event added and did not dispatch."""
@@ -269,8 +274,9 @@ class WaitAccounts:
             if not scheduled.queued:
                 continue
             tally = _tally(scheduled, now)
-            if scheduled.backoff_until:
-                tally.backoff_since = at
+            if scheduled.backoff_until or scheduled.parked:
+                tally.held_since = at
+                tally.held_for = WaitCause.BACKOFF if scheduled.backoff_until else WaitCause.RESIDENCY
             elif tally.account is None:
                 key = key_of(scheduled)
                 account = self._accounts.get(key)
@@ -284,9 +290,11 @@ class WaitAccounts:
 def current_cause(scheduled: ScheduledRequest) -> WaitCause:
     """Return what a queued request waits for now. Valid between two events."""
     tally = scheduled.waits
-    if tally is None or tally.account is None:
-        # A queued request without an account is in backoff.
+    if tally is None:
         return WaitCause.BACKOFF
+    if tally.account is None:
+        # A queued request without an account is in backoff or parked.
+        return tally.held_for
     return tally.account.cause
 
 
@@ -310,8 +318,8 @@ def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
     tally, at = scheduled.waits.copy(), nanoseconds(now)
     if tally.account is not None:
         tally.account.divide(scheduled, tally, at)
-    elif tally.backoff_since is not None:
-        tally.add(WaitCause.BACKOFF, at - tally.backoff_since)
+    elif tally.held_since is not None:
+        tally.add(tally.held_for, at - tally.held_since)
     return tally.breakdown()
 
 
@@ -320,7 +328,7 @@ def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
     tally = scheduled.waits
     if tally is None:
         tally = scheduled.waits = WaitTally()
-    if tally.account is None and tally.backoff_since is None:
+    if tally.account is None and tally.held_since is None:
         known = nanoseconds(scheduled.request.arrived_at) + tally.total
         tally.add(WaitCause.BEFORE_SCHEDULER, nanoseconds(until) - known)
     return tally
@@ -402,8 +410,8 @@ class WaitUpdater:
 
     def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
         """Return what the requests of an account lack on every replica of their pool that has capacity."""
-        if account.is_restricted:
-            return WaitCause.PARTICULAR_REPLICA
+        if (lacking := account.lacks_replica) is not None:
+            return lacking
         best = self._ledger.open.best
         query = CapacityQuery(account.pool, self._tokens(account, account.pool))
         if best(query, now) is None:
@@ -420,7 +428,7 @@ class WaitUpdater:
         """Return what the requests of an account lack for a slot on a replica, or None if they fit."""
         spec = replica.spec
         if not account.destination.admits(spec.replica_id, spec.adapters):
-            return WaitCause.PARTICULAR_REPLICA
+            return account.lacks_replica
         tokens = self._tokens(account, spec.pool)
         if tokens > replica.free_tokens:
             return WaitCause.KV_CACHE

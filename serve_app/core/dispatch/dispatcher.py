@@ -48,6 +48,8 @@ class Placement:
             by_load: the best replica for the whole prefill; None if isolation or load excludes all.
             query: requirements of the whole prefill.
         """
+        if head.home is not None:
+            return self._at_home(head, query, now)
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         estimate = head.estimate
@@ -57,12 +59,7 @@ class Placement:
             return by_load, Hold(query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
 
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
-            limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now)
-            replica = self._ledger.get(replica_id)
-            fits = replica is not None and self._ledger.open.fits(
-                replica, replace(query, long_limits=limits), now
-            )
-            return replica if fits else None
+            return self._admissible(head, replica_id, prefill_tokens, query, now)
 
         prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
         found = self._affinity.choose(by_load, prompt, admissible)
@@ -70,6 +67,29 @@ class Placement:
             return None
         prefill_class = self._prefill_class(head, found.prefill_tokens)
         return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens, query.quarantined)
+
+    def _at_home(
+        self, head: ScheduledRequest, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the replica of the request's context, or None if it may not accept the request."""
+        assert head.home is not None
+        prefill_tokens = head.prefill_tokens
+        replica = self._admissible(head, head.home, prefill_tokens, query, now)
+        if replica is None:
+            return None
+        prefill_class = self._prefill_class(head, prefill_tokens)
+        return replica, Hold(query.tokens, prefill_class, prefill_tokens, query.quarantined)
+
+    def _admissible(
+        self, head: ScheduledRequest, replica_id: str, prefill_tokens: int, query: CapacityQuery, now: float
+    ) -> ReplicaState | None:
+        """Return a replica if it may accept the request with so many tokens to compute, else None."""
+        limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now)
+        replica = self._ledger.get(replica_id)
+        fits = replica is not None and self._ledger.open.fits(
+            replica, replace(query, long_limits=limits), now
+        )
+        return replica if fits else None
 
     def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:
@@ -276,6 +296,8 @@ class Dispatcher:
 
     def wait_reasons(self, head: ScheduledRequest, now: float) -> str:
         """Return the reasons, by pool, why the head of a sub-queue is not dispatched now, for operators."""
+        if head.parked:
+            return "no replica has room for the context of its program, which would evict others in use"
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
@@ -451,5 +473,5 @@ class Dispatcher:
 
 def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
     """Return the query, restricted to the replicas that can serve this request."""
-    destination = scheduled.request.destination
+    destination = scheduled.destination
     return query if destination is ANYWHERE else replace(query, destination=destination)

@@ -156,7 +156,7 @@ class CapacityReservations:
         """
         reservation = self._by_pool.get(pool)
         if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
-            replica = self._ledger.most_free(pool, scheduled.request.destination)
+            replica = self._ledger.most_free(pool, scheduled.destination)
             if reservation is not None:
                 self._drop(pool, now)
             if replica is None:

@@ -197,7 +197,7 @@ class HeadGroup:
 
     def count(self, scheduled: ScheduledRequest, by: int) -> None:
         """Count a request that has joined (1) or left (-1) one of the sub-queues."""
-        if scheduled.put_backs or scheduled.request.destination is not ANYWHERE:
+        if scheduled.put_backs or scheduled.destination is not ANYWHERE:
             self.restricted += by
         if scheduled.cached_tokens:
             self.cached += by
@@ -368,6 +368,7 @@ class RequestQueue:
         waiting_by_key: queued requests by the id of their API key.
         work: queued work by pool preference.
         restricted: queued requests that only some replicas of their pools can serve.
+        parked: requests that wait for room for their context, by id. They are in no sub-queue.
     """
 
     def __init__(
@@ -393,6 +394,7 @@ class RequestQueue:
         self._insertions = 0
         self._now = 0.0
         self.backoff = BackoffRequests()
+        self.parked: dict[str, ScheduledRequest] = {}
         self.groups = HeadGroups()
         self.waits = WaitAccounts()
         self.is_fair = fairness.mode is not FairnessMode.OFF
@@ -413,7 +415,7 @@ class RequestQueue:
         self._now = now
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Queue a request: first in its sub-queue if it returned, in no sub-queue during a backoff."""
+        """Queue a request: first in its sub-queue if it returned, in none while in backoff or parked."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
         request = scheduled.request
         self._observe_weight(request)
@@ -424,10 +426,7 @@ class RequestQueue:
             self.shares[request.priority].on_backlog(request.tenant)
         self._delay_bound(scheduled).join(scheduled)
         scheduled.queued = True
-        if scheduled.backoff_until:
-            self.backoff.add(scheduled)
-        else:
-            self._insert(scheduled, tenant)
+        self._insert_or_hold(scheduled, tenant)
         self._count(scheduled, tenant, 1)
         self.waits.add(scheduled)
 
@@ -458,7 +457,8 @@ class RequestQueue:
         """Move the requests whose backoff has ended to their sub-queues."""
         for scheduled in self.backoff.pop_due(now):
             scheduled.backoff_until = 0.0
-            self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
+            tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
+            self._insert_or_hold(scheduled, tenant)
             self.waits.remove(scheduled, now)
             self.waits.add(scheduled)
 
@@ -556,10 +556,16 @@ class RequestQueue:
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_work(scheduled, 1)
-        if scheduled.backoff_until:
-            self.backoff.add(scheduled)
-        else:
-            self._insert(scheduled, tenant)
+        self._insert_or_hold(scheduled, tenant)
+
+    def bind(self, scheduled: ScheduledRequest, home: str | None) -> None:
+        """Bind a queued request to a replica, or to none; it is no longer parked."""
+        tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
+        self._detach(scheduled, tenant)
+        self.waits.remove(scheduled, self._now)
+        scheduled.home, scheduled.parked = home, False
+        self.waits.add(scheduled)
+        self._insert_or_hold(scheduled, tenant)
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge the tenant the expected service of a request at its dispatch."""
@@ -587,7 +593,7 @@ class RequestQueue:
         for scheduled in requests:
             name = scheduled.length_queue = self.policy.queue_of(scheduled)
             self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
-            if scheduled in self.backoff:
+            if scheduled in self.backoff or scheduled.parked:
                 continue
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
@@ -617,9 +623,17 @@ class RequestQueue:
     def _delay_bound(self, scheduled: ScheduledRequest) -> DelayBound:
         return self._delays[scheduled.request.priority, scheduled.pools[0]]
 
+    def _insert_or_hold(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
+        if scheduled.backoff_until:
+            self.backoff.add(scheduled)
+        elif scheduled.parked:
+            self.parked[scheduled.request.request_id] = scheduled
+        else:
+            self._insert(scheduled, tenant)
+
     def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
         request, pools, prefill_class = scheduled.request, scheduled.pools, scheduled.prefill_class
-        key = (scheduled.length_queue, pools, prefill_class, request.destination)
+        key = (scheduled.length_queue, pools, prefill_class, scheduled.destination)
         sub_queue = tenant.sub_queues.get(key)
         if sub_queue is None:
             group = self.groups.of(request.priority, pools, prefill_class)
@@ -633,7 +647,7 @@ class RequestQueue:
         self._sub_queue_of[request.request_id] = sub_queue
 
     def _detach(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        if self.backoff.remove(scheduled):
+        if self.backoff.remove(scheduled) or self.parked.pop(scheduled.request.request_id, None) is not None:
             return
         sub_queue = self._sub_queue_of.pop(scheduled.request.request_id)
         sub_queue.remove(scheduled)
@@ -736,6 +750,7 @@ class RequestQueue:
         for sub_queue in self.sub_queues():
             yield from sub_queue
         yield from self.backoff
+        yield from self.parked.values()
 
     def __len__(self) -> int:
         return self.waiting

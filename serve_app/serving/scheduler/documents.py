@@ -11,10 +11,14 @@ from itertools import islice
 from typing import Any
 
 from serve_app.core import Scheduler
+from serve_app.core.programs.snapshot import programs_document
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
+
+# Sized for a person on a page.
+_MAX_PROGRAMS = 50
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
@@ -26,6 +30,7 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "policy": settings.policy,
         "waiting": len(core.queue),
         "in_backoff": len(core.queue.backoff),
+        "programs": programs_document(core.programs, now, _MAX_PROGRAMS),
         "max_waiting": settings.max_waiting,
         "queue_timeout_s": {
             priority.value: settings.queue_timeout_s.of(priority) for priority in PriorityClass

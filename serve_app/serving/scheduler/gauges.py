@@ -117,8 +117,8 @@ def replica_figures(
 
 
 def core_figures(core: Scheduler) -> list[Figures]:
-    """Return the scheduler's own estimates."""
-    admission = core.admission
+    """Return the scheduler's own estimates, and figures of programs."""
+    admission, programs = core.admission, core.programs
     errors = admission.predictor.errors
     return [
         figure(
@@ -145,6 +145,26 @@ def core_figures(core: Scheduler) -> list[Figures]:
             "ewsjf_queue_wait_prediction_error_absolute_mean_seconds",
             "Absolute difference of predicted and actual queue time, mean of about the last fifty requests.",
             errors.mean_absolute_s,
+        ),
+        figure("ewsjf_program_known", "Known agent programs.", programs.table.program_count),
+        figure(
+            "ewsjf_program_turns_waiting",
+            "Turns of programs that wait for room in the KV caches.",
+            len(programs.parked),
+        ),
+        figure("ewsjf_program_turns", "Turns of programs that have ended.", programs.turns, SUM),
+        figure(
+            "ewsjf_program_saved_tokens",
+            "Prompt tokens of these turns that were cached, as estimated.",
+            programs.saved_tokens,
+            SUM,
+        ),
+        figure("ewsjf_program_moves", "Turns that left the replica of their context.", programs.moved, SUM),
+        figure(
+            "ewsjf_program_forced_turns",
+            "Turns that were admitted at their starvation bound, without room.",
+            programs.forced,
+            SUM,
         ),
     ]
 

@@ -21,7 +21,21 @@ export function render(model, page) {
       axis(model),
       legend([["queue", "length queue"], ["bubble", "bubble queue (for lengths in a gap)"],
         ["border", "B_short: token budget up to which the first pool is the home pool"]])),
-    h("div", { class: "card" }, subQueueTable(model, page)));
+    h("div", { class: "card" }, subQueueTable(model, page)),
+    model.programs.known ? h("div", { class: "card" }, programTable(model.programs)) : null);
+}
+
+function programTable(programs) {
+  const columns = [["Program"], ["Tenant"], ["State"], ["Resident on"], ["Conversations", "figure"], ["Turns", "figure"], ["Context", "figure"], ["Tokens saved", "figure"], ["Waited for KV cache", "figure"]];
+  const rows = programs.rows.map((each) => ({
+    key: `${each.tenant} ${each.program}`,
+    cells: [
+      each.program, each.tenant, each.state, each.replicas.join(", ") || NONE, whole(each.conversations), whole(each.turns), compact(each.context_tokens), compact(each.saved_tokens), seconds(each.waiting_s),
+    ],
+  }));
+  const states = Object.entries(programs.by_state).map(([state, count]) => `${whole(count)} ${state}`).join(", ");
+  const shown = programs.known > rows.length ? `; the last ${rows.length} are shown` : "";
+  return table(`Agent programs: ${states}${shown}`, columns, rows, "");
 }
 
 function introduction(model, learned) {

@@ -1,0 +1,130 @@
+"""A program and its conversations.
+
+A program is a tree of conversations: that of an agent and those of its sub-agents. A conversation is a
+sequence of turns, each of which is one request whose prompt usually extends the previous one.
+"""
+
+from dataclasses import dataclass, field
+
+from serve_app.request import TurnEnd
+
+ProgramKey = tuple[str, str]
+"""Tenant, and the id that the client stated or the id of the program's first request."""
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """One program.
+
+    Attributes:
+        started_at: arrival of its first request, in seconds on the scheduler's clock.
+        stated: whether its client stated an id; otherwise it was recognised by its prompts.
+        conversations: those not forgotten yet.
+        turns: number of its turns that have ended.
+        service: service attained by all of its turns, in the unit of `FairnessSettings`.
+        waiting_s, saved_tokens: sums over its turns: time without residency, and prompt tokens not computed
+            again.
+    """
+
+    key: ProgramKey
+    started_at: float
+    stated: bool
+    conversations: "set[Conversation]" = field(default_factory=set)
+    turns: int = 0
+    service: float = 0.0
+    waiting_s: float = 0.0
+    saved_tokens: int = 0
+
+    @property
+    def running(self) -> int:
+        """Number of its conversations with a turn on a replica."""
+        return sum(1 for one in self.conversations if one.running)
+
+    @property
+    def open_agents(self) -> int:
+        """Number of its sub-agents that have a turn queued or running."""
+        return sum(1 for one in self.conversations if one.parent is not None and one.turns_open)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Program {'/'.join(self.key)} of {len(self.conversations)} conversations, {self.turns} turns>"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One conversation of a program.
+
+    Attributes:
+        first_request, first_at: id and arrival of its first request.
+        parent: the conversation that launched it; None for the root, and while unknown.
+        program: None until its second turn, if the client stated no id.
+        session: the id that the client stated; empty if it stated none.
+        context_tokens: length of its last prompt and answer.
+        messages: number of messages of its last prompt.
+        tail: hash of the last block of its last prompt; None if the prompt had no hashes.
+        turns_open: number of its turns that are queued or running.
+        running: the same, running only.
+        replica_id: the replica that has its context cached, or computes it; None if none has.
+        ended_at: end of its last turn; None if none has been observed.
+        ending: how that turn ended.
+    """
+
+    tenant: str
+    first_request: str
+    first_at: float
+    parent: "Conversation | None" = None
+    program: Program | None = None
+    session: str = ""
+    context_tokens: int = 0
+    messages: int = 0
+    tail: int | None = None
+    turns_open: int = 0
+    running: int = 0
+    replica_id: str | None = None
+    ended_at: float | None = None
+    ending: TurnEnd | None = None
+
+    @property
+    def last_at(self) -> float:
+        """End of its last turn, or its start."""
+        return self.first_at if self.ended_at is None else self.ended_at
+
+    @property
+    def is_in_gap(self) -> bool:
+        """True if it has had a turn and has none now."""
+        return not self.turns_open and self.ended_at is not None
+
+    def __repr__(self) -> str:
+        where = f"on {self.replica_id}" if self.replica_id else "not resident"
+        return f"<Conversation {self.first_request} {self.context_tokens} tokens {where}>"
+
+
+@dataclass(slots=True, eq=False)
+class ProgramTurn:
+    """A request as a turn of its conversation.
+
+    Attributes:
+        extends: whether its prompt extends the previous prompt and answer.
+        gap_s: time since the end of the previous turn; None if none has been observed.
+        bound_until: time until which it waits for the replica of its context.
+        parked_since: start of its last wait for room; None if it never waited for that.
+        admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
+        admitted_tokens: the tokens that it takes there.
+        replica_id: the replica that has served it; None before.
+    """
+
+    conversation: Conversation
+    extends: bool
+    gap_s: float | None = None
+    bound_until: float = 0.0
+    parked_since: float | None = None
+    admitted_to: str | None = None
+    admitted_tokens: int = 0
+    replica_id: str | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program of its conversation, which has one by the time of a turn."""
+        assert self.conversation.program is not None
+        return self.conversation.program

@@ -1,0 +1,374 @@
+"""Scheduling of programs: keeps the contexts of programs in the KV caches, and lets others wait for room.
+
+Engines compute a prompt from its first block that they do not have cached. If the contexts of all programs
+do not fit into the caches, each turn of a round evicts the context of the next one, and nearly every token is
+computed again. So a program runs its turns while its context stays on one replica, and others wait between
+two turns, when they hold nothing.
+
+Rules, in order:
+
+1. A turn whose context is on a replica is bound to it: it waits there, as long as waiting costs less than
+   computing the context again. After that it may go anywhere. If it moves, its context does.
+2. Another turn is *parked* until a replica has room for its context (`residency`). Turns that need less than
+   1/64 of every cache are not parked: they do not matter.
+3. Whenever room may have become free, the parked turns are tried in their order (`order`).
+4. A replica that runs and retains nothing accepts any turn.
+5. A turn that has been parked for the starvation bound of its class is admitted without room, as long as the
+   prompts of such turns are at most `_FORCED_SHARE` of the service of all turns. So a turn is parked for at
+   most its bound, plus the time in which the replicas serve `1 / _FORCED_SHARE` times the prompts of those
+   that reached their bound before it.
+
+Requests without a program are neither parked nor bound. What they hold counts in `room`.
+"""
+
+import math
+from collections.abc import Iterator
+
+from serve_app.core.dispatch.starvation import PromotionSettings
+from serve_app.core.programs.gaps import Gaps
+from serve_app.core.programs.order import ParkedTurns
+from serve_app.core.programs.program import Conversation, ProgramTurn
+from serve_app.core.programs.recognition import ProgramTable
+from serve_app.core.programs.residency import Residency
+from serve_app.core.programs.settings import ProgramsSettings
+from serve_app.core.queueing.expiry import ExpiryHeap, earliest
+from serve_app.core.queueing.request_queue import RequestQueue
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.prefix import PrefixIndex
+from serve_app.core.routing.replica_state import ReplicaState
+
+# Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
+LIKELY_KV_TOKENS = 100_000
+# Contexts below this share of a cache are never parked: even dozens of them cost little.
+_SMALL_SHARE = 1 / 64
+# Prompt tokens of forced admissions over the service of all turns.
+_FORCED_SHARE = 0.1
+# Replicas with a part of the prompt that are compared by their room.
+_MOST_MATCHES = 8
+
+
+class ProgramScheduler:
+    """Applies the rules above to the events of a scheduler.
+
+    Attributes:
+        table: the known programs.
+        residency: the contexts on replicas.
+        parked: the turns that wait for room.
+        turns, saved_tokens: number of turns that have ended, and tokens of their prompts that were cached.
+        moved, forced: number of turns that left the replica of their context, and that were admitted at
+            their bound.
+    """
+
+    def __init__(
+        self,
+        settings: ProgramsSettings,
+        queue: RequestQueue,
+        ledger: ReplicaLedger,
+        index: PrefixIndex,
+        costs: PrefillCosts,
+        promotion: PromotionSettings,
+    ) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._ledger = ledger
+        self._index = index
+        self._costs = costs
+        self._promotion = promotion
+        self.table = ProgramTable()
+        self.residency = Residency(kv_capacity)
+        self.parked = ParkedTurns(settings.order, joins=settings.joins)
+        self.turns = self.saved_tokens = self.moved = self.forced = 0
+        self._gaps = Gaps()
+        self._bound = ExpiryHeap(_bound_until)
+        self._overdue = ExpiryHeap(self._overdue_at)
+        # Tokens that may be computed for forced admissions.
+        self._allowance = 0.0
+        self._may_have_room = False
+        self._room_at: float | None = None
+        self._now = 0.0
+
+    # Requests
+
+    def on_arrival(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Recognise the program of a new request, and bind or park it if it has one."""
+        if not self._settings.enabled:
+            return
+        turn = scheduled.turn = self.table.on_arrival(scheduled.request, now)
+        for forgotten in self.table.forget(now):
+            # Most first requests of others are never continued: they say nothing about turns.
+            if forgotten.ended_at is not None:
+                self._gaps.after(forgotten.ending).observe(math.inf)
+            self._leave(forgotten)
+        if turn is not None:
+            if turn.gap_s is not None:
+                self._gaps.after(turn.conversation.ending).observe(turn.gap_s)
+            self._place(scheduled, turn, now)
+
+    def on_enqueue(self, scheduled: ScheduledRequest) -> None:
+        """Watch the times of a turn that was queued."""
+        if scheduled.parked:
+            self._overdue.add(scheduled)
+        elif scheduled.home is not None:
+            self._bound.add(scheduled)
+
+    def on_dispatch(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
+        """Record that a replica holds a request."""
+        turn = scheduled.turn
+        if turn is None:
+            self.residency.evict(replica)
+            return
+        conversation, replica_id = turn.conversation, replica.spec.replica_id
+        self._withdraw(scheduled, turn)
+        if conversation.replica_id not in (None, replica_id):
+            self._leave(conversation)
+            self.moved += 1
+        conversation.running += 1
+        conversation.replica_id = turn.replica_id = replica_id
+        self.residency.of(replica_id).activate(conversation)
+        self.residency.evict(replica)
+
+    def on_release(self, scheduled: ScheduledRequest, replica_id: str) -> None:
+        """Record that a replica no longer holds a request."""
+        self._may_have_room = True
+        if scheduled.turn is not None:
+            scheduled.turn.conversation.running -= 1
+        elif (contexts := self.residency.known(replica_id)) is not None:
+            contexts.leave(scheduled.prefill_tokens + scheduled.estimate.expected_output_tokens)
+
+    def on_put_back(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Place a turn again that its replica has returned, before it is queued."""
+        if scheduled.turn is not None:
+            self._leave(scheduled.turn.conversation)
+            self._place(scheduled, scheduled.turn, now)
+
+    def on_end(self, scheduled: ScheduledRequest, now: float, *, dispatched: bool) -> None:
+        """Record the end of a request, after it has left its replica or the queue."""
+        turn = scheduled.turn
+        if turn is None:
+            return
+        self._withdraw(scheduled, turn)
+        conversation, program = turn.conversation, turn.program
+        conversation.turns_open -= 1
+        if turn.parked_since is not None:
+            program.waiting_s += (scheduled.dispatched_at if dispatched else now) - turn.parked_since
+        if dispatched:
+            program.turns += 1
+            program.service += scheduled.charged
+            program.saved_tokens += scheduled.cached_tokens
+            self.turns += 1
+            self.saved_tokens += scheduled.cached_tokens
+            self._allowance += _FORCED_SHARE * scheduled.charged
+            self._observe(scheduled, conversation)
+        elif turn.parked_since is not None and not scheduled.parked:
+            # It was admitted, but its context was never computed.
+            self._leave(conversation)
+        conversation.ended_at = now
+        self._retire(conversation, now)
+        self.table.on_end(conversation)
+        self.parked.refresh(program)
+        self._may_have_room = True
+
+    # Replicas
+
+    def on_replica_change(self) -> None:
+        """Try the parked turns again, because the replicas have changed."""
+        self._may_have_room = True
+
+    def on_replica_loss(self, replica_id: str) -> list[ScheduledRequest]:
+        """Forget the contexts of a lost replica. Return the queued turns that waited for it."""
+        self._may_have_room = True
+        for conversation in self.residency.lose(replica_id):
+            conversation.replica_id = None
+        admitted = [each for each in self._queue if each.turn and each.turn.admitted_to == replica_id]
+        for scheduled in admitted:
+            if scheduled.turn is not None:
+                # A replica that joins with the same id starts with nothing admitted.
+                scheduled.turn.admitted_to = None
+        return admitted
+
+    # Time
+
+    def release(self, now: float) -> Iterator[ScheduledRequest]:
+        """Yield the parked turns that may be queued now; they are bound to a replica."""
+        self._now = now
+        if not self.parked:
+            return
+        next_at = self._room_at
+        if self._may_have_room or (next_at is not None and next_at <= now):
+            self._may_have_room = False
+            for scheduled in self.parked.candidates(self._queue):
+                replica = self._with_room(scheduled, now)
+                if replica is not None:
+                    yield self._admitted(scheduled, replica, now)
+            self._room_at = self.residency.next_at(now)
+        yield from self._forced(now)
+
+    def pop_unbound(self, now: float) -> Iterator[ScheduledRequest]:
+        """Yield the queued turns that may leave the replica of their context from now on."""
+        for scheduled in self._bound.pop_expired(now):
+            assert scheduled.turn is not None
+            self._withdraw(scheduled, scheduled.turn)
+            yield scheduled
+        self._bound.prune(self._queue.waiting)
+
+    def next_at(self) -> float | None:
+        """Return when time alone changes something, or None."""
+        overdue_at = self._overdue.next_at() if self.parked else None
+        if overdue_at is not None and overdue_at <= self._now:
+            # It waits for the allowance or for a replica, which events change.
+            overdue_at = None
+        return earliest(self._bound.next_at(), overdue_at, self._room_at if self.parked else None)
+
+    def __repr__(self) -> str:
+        return f"<ProgramScheduler {self.table} {self.parked} moved={self.moved} forced={self.forced}>"
+
+    # Placement
+
+    def _place(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
+        """Bind a turn to the replica of its context, or park it."""
+        scheduled.home, scheduled.parked = None, False
+        if scheduled.request.bound_to is not None:
+            return
+        conversation = turn.conversation
+        replica = self._ledger.get(conversation.replica_id) if conversation.replica_id else None
+        if replica is not None and replica.is_usable and replica.spec.pool in scheduled.pools:
+            if turn.extends:
+                known = scheduled.estimate.expected_prompt_tokens - 1
+                scheduled.cached_tokens = max(0, min(known, conversation.context_tokens))
+            self._admit(scheduled, turn, replica, now)
+        elif self._settings.residency and not self._is_small(scheduled):
+            scheduled.parked, turn.parked_since = True, now
+            self.parked.add(scheduled)
+            self._may_have_room = True
+
+    def _is_small(self, scheduled: ScheduledRequest) -> bool:
+        """Return whether a turn needs little of every cache that may serve it."""
+        smallest = min(
+            (kv_capacity(each) for pool in scheduled.pools for each in self._ledger.of_pool(pool)), default=0
+        )
+        return scheduled.estimate.expected_tokens < _SMALL_SHARE * smallest
+
+    def _with_room(self, scheduled: ScheduledRequest, now: float) -> ReplicaState | None:
+        """Return the replica with room for a parked turn that has the most of its prompt, then of room."""
+        tokens, prefix = scheduled.estimate.expected_tokens, scheduled.request.submission.prefix
+        for pool in scheduled.pools:
+            rooms = {
+                each.spec.replica_id: room
+                for each in self._usable(scheduled, pool)
+                if (room := self.residency.room(each, now)) >= tokens or self.residency.is_unused(each, now)
+            }
+            if len(rooms) > 1 and prefix:
+                _, matches = self._index.better_than("", prefix, _MOST_MATCHES)
+                most = max((each.blocks for each in matches if each.replica_id in rooms), default=0)
+                longest = [each.replica_id for each in matches if each.blocks == most]
+                rooms = {name: rooms[name] for name in longest if name in rooms} or rooms
+            if rooms:
+                return self._ledger[max(rooms, key=rooms.__getitem__)]
+        return None
+
+    def _usable(self, scheduled: ScheduledRequest, pool: str) -> Iterator[ReplicaState]:
+        admits = scheduled.request.destination.admits
+        for each in self._ledger.of_pool(pool):
+            if each.is_usable and admits(each.spec.replica_id, each.spec.adapters):
+                yield each
+
+    def _forced(self, now: float) -> Iterator[ScheduledRequest]:
+        """Yield parked turns beyond their bound, as far as the allowance permits."""
+        while self._allowance >= 0 and (at := self._overdue.next_at()) is not None and at <= now:
+            scheduled = next(iter(self._overdue.pop_expired(now)))
+            usable = [each for pool in scheduled.pools for each in self._usable(scheduled, pool)]
+            if not usable:
+                self._overdue.add(scheduled)
+                return
+            replica = max(usable, key=lambda each: self.residency.room(each, now))
+            self._allowance -= scheduled.estimate.expected_prompt_tokens
+            self.forced += 1
+            yield self._admitted(scheduled, replica, now)
+
+    def _admitted(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> ScheduledRequest:
+        turn = scheduled.turn
+        assert turn is not None
+        self.parked.remove(scheduled)
+        self._admit(scheduled, turn, replica, now)
+        return scheduled
+
+    def _admit(
+        self, scheduled: ScheduledRequest, turn: ProgramTurn, replica: ReplicaState, now: float
+    ) -> None:
+        """Take room for a turn on a replica, and bind it."""
+        replica_id, tokens = replica.spec.replica_id, scheduled.estimate.expected_tokens
+        if turn.conversation.replica_id not in (None, replica_id):
+            # The replica of its context accepts nothing now.
+            self._leave(turn.conversation)
+            self.moved += 1
+        contexts = self.residency.of(replica_id)
+        contexts.activate(turn.conversation)
+        contexts.admitted += tokens
+        turn.conversation.replica_id = replica_id
+        turn.admitted_to, turn.admitted_tokens = replica_id, tokens
+        if self._settings.stay:
+            scheduled.home = replica_id
+            saved = scheduled.cached_tokens or scheduled.estimate.expected_prompt_tokens
+            turn.bound_until = now + self._costs.of(replica.spec.pool).seconds(saved)
+
+    def _withdraw(self, scheduled: ScheduledRequest, turn: ProgramTurn) -> None:
+        """Remove a turn from the parked ones, and return the room that it takes."""
+        self.parked.remove(scheduled)
+        if turn.admitted_to is not None:
+            if (contexts := self.residency.known(turn.admitted_to)) is not None:
+                contexts.admitted -= turn.admitted_tokens
+            turn.admitted_to = None
+
+    # Contexts
+
+    def _observe(self, scheduled: ScheduledRequest, conversation: Conversation) -> None:
+        """Learn the context of a conversation after a turn."""
+        before, usage = conversation.context_tokens, scheduled.usage
+        if usage is None:
+            conversation.context_tokens = scheduled.estimate.expected_tokens
+            conversation.ending = None
+            return
+        conversation.context_tokens = usage.prompt_tokens + usage.output_tokens
+        conversation.ending = usage.ending
+        if before:
+            self.residency.observe_growth(conversation.context_tokens - before)
+
+    def _retire(self, conversation: Conversation, now: float) -> None:
+        """Start a gap: retain the context for the time that pays."""
+        replica = None if conversation.replica_id is None else self._ledger.get(conversation.replica_id)
+        if replica is None or not replica.joined:
+            self._leave(conversation)
+            return
+        if conversation.turns_open:
+            return
+        tokens, capacity = conversation.context_tokens, max(1, kv_capacity(replica))
+        recompute_s = self._costs.of(replica.spec.pool).seconds(tokens)
+        kept_s = self._gaps.after(conversation.ending).retention_s(recompute_s, min(1.0, tokens / capacity))
+        until = now + self._settings.retention * kept_s
+        self.residency.of(replica.spec.replica_id).retire(conversation, tokens, until)
+
+    def _leave(self, conversation: Conversation) -> None:
+        """Forget where the context of a conversation is."""
+        if conversation.replica_id is not None:
+            if (contexts := self.residency.known(conversation.replica_id)) is not None:
+                contexts.remove(conversation)
+            conversation.replica_id = None
+
+    def _overdue_at(self, scheduled: ScheduledRequest) -> float:
+        turn = scheduled.turn
+        if turn is None or turn.parked_since is None or not scheduled.parked:
+            return math.inf
+        return turn.parked_since + self._promotion.max_wait_s(scheduled.request.priority)
+
+
+def kv_capacity(replica: ReplicaState) -> int:
+    """Return the KV cache of a replica in tokens, reported or assumed."""
+    known = replica.spec.kv_tokens
+    return LIKELY_KV_TOKENS if known is None else known
+
+
+def _bound_until(scheduled: ScheduledRequest) -> float:
+    turn = scheduled.turn
+    return math.inf if turn is None or scheduled.home is None else turn.bound_until
