@@ -77,7 +77,9 @@ def generated(name: str) -> tuple[TraceSource, ...]:
 
 def _source(name: str) -> TraceSource:
     path = trace_file(WorkloadSettings(trace=name))
-    if path is None:
-        return TraceSource(name=name)
-    # Only the file name: the local path is private.
-    return TraceSource(name=Path(name).name, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return TraceSource(name=name) if path is None else file_source(path, Path(name).name)
+
+
+def file_source(path: Path, name: str = "") -> TraceSource:
+    """Return the origin of requests in a file, by default under the file's name; its folder is private."""
+    return TraceSource(name=name or path.name, sha256=hashlib.sha256(path.read_bytes()).hexdigest())

@@ -1,0 +1,276 @@
+"""What does scheduling programs instead of requests gain for coding agents, and what does it cost others?
+
+Plays recorded coding sessions in a closed loop: a turn starts when those before it have ended and its tools
+have run, so a slow system sees fewer requests. Baselines get the same programs in the same order, on engines
+with the same prefix cache (blocks, least recently used first, answers included).
+
+The recorded file is not a part of the project. Without it, programs are generated from its percentiles, and
+the rows say so.
+
+Gaps longer than `max_gap_s` are cut, because most of a session's time is its user's: the time to completion
+would consist of it, and engines would idle. `long gaps` plays them as recorded.
+
+The cost of decisions is measured on a scheduler alone: the time of `handle` for the arrival, first token and
+end of a turn, with many programs in a gap, over the same without programs.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import TraceSource, file_source
+from serve_app.cli.command import progress_bar
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core import events as ev
+from serve_app.core.metrics.summary import percentile
+from serve_app.core.programs.settings import ProgramsSettings
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.settings_base import settings
+from serve_app.errors import Outcome
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.programs import (
+    CODING_AGENTS,
+    ProgramChoice,
+    ProgramSettings,
+    choose_programs,
+    play_programs,
+)
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, requests_of
+from serve_app.lab.workloads.programs import Programs
+from serve_app.request import (
+    ProgramHint,
+    PromptShape,
+    Request,
+    RequestSpec,
+    Submission,
+    TurnEnd,
+    Usage,
+)
+
+_CONTEXT_TOKENS = 204_800
+
+
+@settings
+class Case:
+    """Programs on a fleet.
+
+    Attributes:
+        count: number of programs in a run.
+        max_gap_s: longest gap; None as recorded.
+        policies: names in `AgentsSettings.policies`.
+        seeds: number of runs, with the seeds 0, 1, ...
+        beside_per_s: rate of interactive requests of the mix beside the programs; 0 for none.
+    """
+
+    profile: str
+    kv_tokens: int
+    policies: tuple[str, ...]
+    replicas: int = 1
+    concurrency: int = 16
+    count: int = 40
+    max_gap_s: float | None = 60.0
+    seeds: int = 3
+    tenants: int = 4
+    beside_per_s: float = 0.0
+
+
+@settings
+class Policy:
+    """A policy, with changes to the scheduler's settings."""
+
+    policy: str = "ewsjf"
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    states_ids: bool = True
+
+
+@settings
+class AgentsSettings:
+    """Settings of the experiment.
+
+    Attributes:
+        cases, policies: by their names in the tables.
+        only: names of the cases to play; empty for all.
+        count, concurrency: replace those of every case; None for their own.
+        beside_requests: number of interactive requests beside programs.
+        idle_programs: numbers of programs in a gap while the cost of decisions is measured.
+    """
+
+    cases: Mapping[str, Case]
+    policies: Mapping[str, Policy]
+    only: tuple[str, ...] = ()
+    count: int | None = None
+    concurrency: int | None = None
+    beside_requests: int = 2_000
+    idle_programs: tuple[int, ...] = (0, 10_000)
+    timed_turns: int = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    case: Case
+    policy: Policy
+    seed: int
+    beside_requests: int
+
+
+def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
+    """Measure every case with each of its policies, then the cost of decisions."""
+    changes = {name: getattr(given, name) for name in ("count", "concurrency") if getattr(given, name)}
+    cases = {
+        name: replace(case, **changes)
+        for name, case in given.cases.items()
+        if not given.only or name in given.only
+    }
+    cells = [(name, policy) for name, case in cases.items() for policy in case.policies]
+    with progress_bar("agents", len(cells)) as advance:
+        for name, policy in cells:
+            key = {"case": name, "policy": policy}
+            case = cases[name]
+            if not context.has(key):
+                seeds = range(case.seeds)
+                runs = [_Run(case, given.policies[policy], seed, given.beside_requests) for seed in seeds]
+                columns = list(parallel(_figures, runs, context.jobs))
+                figures = {column: [one[column] for one in columns] for column in columns[0]}
+                yield Measurement(key=key, figures=figures, seeds=seeds, traces=[_source()])
+            advance()
+    for programs in given.idle_programs:
+        yield Measurement(
+            key={"cost": "decisions", "programs": programs},
+            figures={"us_per_turn": decision_us(programs, given.timed_turns)},
+        )
+
+
+def _source() -> TraceSource:
+    file = ProgramChoice(name=CODING_AGENTS).file
+    return TraceSource(name=CODING_AGENTS) if file is None else file_source(file)
+
+
+def _programs(case: Case, seed: int) -> Programs:
+    # Chosen among those that fit, so that every run has as many.
+    choice = ProgramChoice(name=CODING_AGENTS, max_gap_s=case.max_gap_s)
+    if choice.file is None:
+        choice = replace(choice, count=4 * case.count)
+    whole = choose_programs(choice, seed)
+    return whole.within(min(_CONTEXT_TOKENS, case.kv_tokens)).shuffled(seed, case.count)
+
+
+def _figures(run: _Run) -> dict[str, float | None]:
+    case = run.case
+    fleet = FleetSettings(
+        profile=case.profile,
+        replicas={ONE_POOL: case.replicas},
+        engine=EngineChanges(kv_tokens=case.kv_tokens, max_model_len=_CONTEXT_TOKENS),
+    )
+    result = play_programs(
+        ProgramSettings(
+            policy=run.policy.policy,
+            fleet=fleet,
+            concurrency=case.concurrency,
+            tenants=case.tenants,
+            states_ids=run.policy.states_ids,
+            seed=run.seed,
+            scheduler=run.policy.scheduler,
+        ),
+        _programs(case, run.seed),
+        list(_interactive(run)),
+    )
+    programs = result.as_json()
+    jct: Any = programs["jct_s"]
+    ttft = result.summary.ttft_s.all
+    others = sorted(
+        record.ttft_s
+        for record in result.records
+        if "#" not in record.request_id and record.ttft_s is not None
+    )
+    return {
+        "jct_mean_s": jct["mean"],
+        "jct_p50_s": jct["p50"],
+        "jct_p99_s": jct["p99"],
+        "prefill_over_ideal": result.prefill_tokens / result.ideal_prefill_tokens,
+        "hit_ratio": 1 - result.prefill_tokens / result.prompt_tokens,
+        "ttft_p50_s": ttft.p50,
+        "ttft_p99_s": ttft.p99,
+        "max_wait_s": result.max_wait_s,
+        "jain_tenants": result.summary.jain_tenants,
+        "makespan_s": result.summary.makespan_s,
+        "others_ttft_p50_s": percentile(others, 50) if others else None,
+        "others_ttft_p99_s": percentile(others, 99) if others else None,
+    }
+
+
+def _interactive(run: _Run) -> Iterator[Any]:
+    if not run.case.beside_per_s:
+        return
+    trace = choose_trace(
+        TraceChoice(name="paper-mix", requests=run.beside_requests, priorities="interactive=1"), run.seed
+    )
+    trace = at_rate(trace, run.case.beside_per_s)
+    # They start once the programs are in progress.
+    later = tuple(replace(one, arrival_s=one.arrival_s + 300.0) for one in trace.requests)
+    yield from requests_of(replace(trace, requests=later), Disclosure(), 16)
+
+
+# The cost of decisions
+
+
+def decision_us(programs: int, turns: int) -> float:
+    """Return the microseconds of one turn in the scheduler, with so many programs in a gap.
+
+    With 0, the same requests are scheduled without their programs.
+    """
+    scheduler = _scheduler(enabled=programs > 0)
+    now = 0.0
+    for number in range(programs):
+        now += 0.01
+        _turn(scheduler, number, 0, now)
+    best = float("inf")
+    for attempt in range(3):
+        began = time.perf_counter()
+        for number in range(turns):
+            now += 0.01
+            _turn(scheduler, number, 1 + attempt, now)
+        best = min(best, time.perf_counter() - began)
+    return best / turns * 1e6
+
+
+def _scheduler(*, enabled: bool) -> Scheduler:
+    scheduler = Scheduler(SchedulerSettings(model="m", programs=ProgramsSettings(enabled=enabled)))
+    for number in range(16):
+        spec = ReplicaSpec(
+            replica_id=f"r{number}",
+            pool="short",
+            max_model_len=_CONTEXT_TOKENS,
+            kv_tokens=1_600_000,
+            max_num_seqs=256,
+        )
+        scheduler.handle(ev.ReplicaJoined(spec), 0.0)
+    return scheduler
+
+
+def _turn(scheduler: Scheduler, number: int, turn: int, now: float) -> None:
+    if number % 50 == 0:
+        for replica in range(16):
+            report = ReplicaReport(received=None, waiting=0, running=0, kv_usage_ratio=0.1)
+            scheduler.handle(ev.ReplicaReported(f"r{replica}", report), now)
+    request_id = f"p{number}/{turn}"
+    prompt = 2_000 + 500 * turn
+    # As many blocks of 128 tokens as the prompt has.
+    prefix = tuple(hash((number, place)) for place in range(prompt // 128))
+    submission = Submission(
+        request_id=request_id,
+        spec=RequestSpec(
+            model="m", shape=PromptShape(text_bytes=0, prompt_tokens=prompt, messages=2 + 2 * turn)
+        ),
+        prefix=prefix,
+        program=ProgramHint(session=f"p{number}"),
+    )
+    scheduler.handle(ev.Arrived(Request(submission=submission, gateway_id="g", arrived_at=now)), now)
+    scheduler.handle(ev.FirstToken(request_id), now)
+    usage = Usage(prompt_tokens=prompt, output_tokens=200, ending=TurnEnd.TOOLS)
+    scheduler.handle(ev.Finished(request_id, Outcome.COMPLETED, usage), now)
+
+
+EXPERIMENT = Experiment(settings=AgentsSettings, play=play)
