@@ -17,6 +17,7 @@ from serve_app.request import (
     KeyLimits,
     KeyTerms,
     PriorityClass,
+    ProgramHint,
     PromptShape,
     Request,
     RequestSpec,
@@ -45,9 +46,13 @@ def request(
     key: KeyTerms | None = None,
     bound_to: str | None = None,
     adapter: str | None = None,
+    messages: int = 0,
+    program: ProgramHint | None = None,
 ) -> Request:
     exact = PromptShape(
-        text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
+        text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes,
+        prompt_tokens=prompt_tokens,
+        messages=messages,
     )
     return Request(
         submission=Submission(
@@ -66,6 +71,7 @@ def request(
             prefix=prefix,
             key=key,
             bound_to=bound_to,
+            program=program,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,

@@ -50,7 +50,7 @@ from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 
-_EXAMPLE = """examples:
+_EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
       --requests 10000 --seeds 5 --report out/report.html
   ewsjf simulate --programs coding-agents --policy prefix-affinity,ewsjf --replicas 1 --kv-tokens 400000

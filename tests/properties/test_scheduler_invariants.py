@@ -266,6 +266,8 @@ class SchedulerMachine(RecordingMachine):
                 # In backoff, which ends on time.
                 assert scheduled.backoff_until > self.now
                 continue
+            if scheduled.parked:
+                continue
             whose = scheduled.request.priority, scheduled.request.tenant
             sub_queues.setdefault(
                 (
@@ -273,7 +275,7 @@ class SchedulerMachine(RecordingMachine):
                     scheduled.length_queue,
                     scheduled.pools,
                     scheduled.prefill_class,
-                    scheduled.request.destination,
+                    scheduled.destination,
                 ),
                 [],
             ).append(scheduled)
@@ -283,7 +285,7 @@ class SchedulerMachine(RecordingMachine):
                 requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
             for replica_id, known in self.replicas.items():
-                if not head.request.destination.admits(replica_id, known.spec.adapters):
+                if not head.destination.admits(replica_id, known.spec.adapters):
                     continue
                 assert known.spec.pool not in pools or not self.has_capacity(replica_id, head)
 

@@ -1,7 +1,8 @@
 """The order in which waiting programs become resident.
 
 Priority classes come first, then tenants by their shares (`queueing.fairness`), which charge each turn of a
-program and its sub-agents with the tokens that are not cached. Within a tenant:
+program and its sub-agents with the tokens that are not cached. Within a tenant, or among all if fairness is
+off:
 
 1. A sub-agent that is the last open one of its program, because the program waits for it alone.
 2. By the setting `order`: the program that started first (`fcfs`), or the one with the least attained service
@@ -70,8 +71,12 @@ class ParkedTurns:
             heaps = self._heaps.get(priority)
             if not heaps:
                 continue
-            for tenant in _in_order(list(heaps), priority, queue):
-                yield from self._first(priority, tenant)
+            if queue.is_fair:
+                for tenant in _in_order(list(heaps), priority, queue):
+                    yield from self._first(priority, tenant)
+            else:
+                found = [each for tenant in list(heaps) for each in self._first(priority, tenant)]
+                yield from sorted(found, key=self._entries.__getitem__)
 
     def of_program(self, program: Program) -> int:
         """Return the number of a program's turns."""
@@ -123,7 +128,7 @@ def _program(scheduled: ScheduledRequest) -> Program:
 
 
 def _in_order(tenants: list[str], priority: PriorityClass, queue: RequestQueue) -> Iterator[str]:
-    if len(tenants) == 1 or not queue.is_fair:
+    if len(tenants) == 1:
         yield from tenants
         return
     for equals in queue.shares[priority].order(tenants):

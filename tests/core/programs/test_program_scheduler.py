@@ -1,0 +1,552 @@
+"""The scheduling of programs: contexts stay on their replicas, and other turns wait for room."""
+
+import pytest
+
+from serve_app.core.accounting.waits import current_cause
+from serve_app.core.commands import Dispatch
+from serve_app.core.decision_log import (
+    Decision,
+    RunHeader,
+    encode_decision,
+    encode_header,
+    read_runs,
+    replay,
+)
+from serve_app.core.events import (
+    Arrived,
+    Cancelled,
+    DispatchFailed,
+    DispatchFailure,
+    Event,
+    Finished,
+    FirstToken,
+    GatewayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaReported,
+    Resumed,
+    Woke,
+)
+from serve_app.core.programs.settings import ProgramOrder, ProgramsSettings
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, ProgramHint, TurnEnd, Usage
+from tests.builders import concluded, dispatched, fill, only_conclusion, report, request, spec
+from tests.core.programs.builders import KV_TOKENS, ProgramDriver, causes, fleet
+
+# Of a context of 60,000 of 100,000 tokens, after calls of tools.
+RETENTION_S = 2**0.5
+# Contexts are retained for longer than the starvation bound.
+LONG = ProgramsSettings(retention=100.0)
+
+
+def full(**changes: object) -> ProgramDriver:
+    """Return one replica whose cache has room for the running turn of program `a` only."""
+    driver = fleet("s1", **changes)  # type: ignore[arg-type]
+    assert dispatched(driver.take_turn("a1", "a")) == [("a1", "s1")]
+    driver.feed(FirstToken("a1"))
+    return driver
+
+
+def parked(**changes: object) -> ProgramDriver:
+    """Return one replica whose cache has no room for the parked turn of program `b`."""
+    driver = full(**changes)
+    assert driver.take_turn("b1", "b") == []
+    assert driver.find("b1").parked
+    return driver
+
+
+def bound() -> ProgramDriver:
+    """Return a busy replica `s1` for which turn `a2` waits, and an idle replica `s2`."""
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a", prompt_tokens=40_000)
+    driver.end_turn("a1", context=40_000)
+    fill(driver, bound_to="s1")
+    assert driver.take_turn("a2", "a", prompt_tokens=45_000) == []
+    assert driver.find("a2").home == "s1"
+    return driver
+
+
+def assert_nothing_is_left(driver: ProgramDriver) -> None:
+    """Check that no turn is open, and that nothing counts as admitted or active."""
+    assert len(driver.programs.parked) == 0
+    assert driver.scheduler.queue.parked == {}
+    for state in driver.scheduler.ledger:
+        contexts = driver.contexts(state.spec.replica_id)
+        assert (contexts.admitted, contexts.active) == (0, set())
+    for program in driver.programs.table.programs():
+        assert [each for each in program.conversations if each.turns_open or each.running] == []
+
+
+# Turns with a context
+
+
+def test_a_turn_goes_to_the_replica_of_its_context_even_if_another_is_freer() -> None:
+    driver = fleet("s1", "s2")
+    ((_, home),) = dispatched(driver.take_turn("a1", "a", prompt_tokens=40_000))
+    driver.end_turn("a1", context=40_000)
+    driver.arrive("other", prompt_tokens=30_000, bound_to=home)
+    for number in range(2, 5):
+        assert dispatched(driver.take_turn(f"a{number}", "a", prompt_tokens=41_000)) == [(f"a{number}", home)]
+        driver.end_turn(f"a{number}", context=41_000)
+    assert driver.conversation("a").replica_id == home
+    assert driver.programs.moved == 0
+
+
+def test_the_context_counts_as_cached_if_the_prompt_extends_it() -> None:
+    driver = fleet("s1")
+    driver.take_turn("a1", "a", prompt_tokens=40_000, prefix=(1,), messages=2)
+    driver.end_turn("a1", context=40_000)
+    driver.take_turn("a2", "a", prompt_tokens=41_000, prefix=(1, 2), messages=4)
+    assert driver.find("a2").cached_tokens == 40_000
+    assert driver.find("a2").hold.prefill_tokens == 1_000
+
+
+def test_a_turn_waits_for_a_busy_replica_as_long_as_computing_its_context_takes() -> None:
+    driver = bound()
+    recompute_s = driver.scheduler.prefill_costs.of("only").seconds(45_000)
+    assert driver.programs.next_at() == pytest.approx(recompute_s)
+    assert "it is bound to replica s1" in driver.wait_reasons("a2")
+    assert current_cause(driver.find("a2")).value == "residency"
+    assert dispatched(driver.feed(Woke(), after_s=recompute_s - 0.1)) == []
+    commands = driver.feed(Woke(), after_s=0.1)
+    assert dispatched(commands) == [("a2", "s2")]
+    assert causes(commands) == {"residency": pytest.approx(recompute_s)}
+    assert driver.programs.moved == 1
+    conversation = driver.conversation("a")
+    assert conversation.replica_id == "s2"
+    assert not driver.contexts("s1").holds(conversation)
+    assert driver.contexts("s1").admitted == driver.contexts("s2").admitted == 0
+
+
+def test_a_turn_that_waits_for_its_replica_is_sent_there_when_it_has_capacity() -> None:
+    driver = bound()
+    assert driver.contexts("s1").admitted == driver.find("a2").estimate.expected_tokens
+    assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("a2", "s1")]
+    assert driver.contexts("s1").admitted == 0
+    assert driver.programs.moved == 0
+
+
+def test_the_context_of_a_lost_replica_is_forgotten_and_its_turns_go_elsewhere() -> None:
+    driver = bound()
+    assert dispatched(driver.feed(ReplicaLost("s1"))) == [("a2", "s2")]
+    assert driver.conversation("a").replica_id == "s2"
+
+
+def test_a_replica_that_joins_again_has_nothing_admitted() -> None:
+    driver = bound()
+    driver.arrive("fills s2", prompt_tokens=80_000, bound_to="s2")
+    assert dispatched(driver.feed(ReplicaLost("s1"))) == []
+    driver.join_fleet("s1")
+    driver.take_turn("b1", "b", prompt_tokens=90_000 - 100)
+    driver.feed(Cancelled("a2"))
+    assert driver.contexts("s1").admitted >= 0
+    for request_id in ("b1", "fills s2", "f0", "f1", "f2"):
+        driver.feed(Cancelled(request_id))
+    assert_nothing_is_left(driver)
+
+
+def test_a_context_moves_if_its_replica_accepts_nothing() -> None:
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a")
+    driver.end_turn("a1")
+    driver.report("s1", draining=True)
+    assert dispatched(driver.take_turn("a2", "a")) == [("a2", "s2")]
+    conversation = driver.conversation("a")
+    assert not driver.contexts("s1").holds(conversation)
+    driver.end_turn("a2")
+    assert conversation.replica_id == "s2"
+    assert_nothing_is_left(driver)
+
+
+def test_a_turn_that_ends_on_a_lost_replica_leaves_no_context() -> None:
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a")
+    driver.feed(ReplicaLost("s1"))
+    driver.feed(Resumed(driver.find("a1").request, "s2", started=False))
+    driver.feed(ReplicaLost("s2"))
+    driver.feed(Resumed(driver.find("a1").request, "s1", started=False))
+    driver.end_turn("a1")
+    assert driver.conversation("a").replica_id is None
+    driver.join_fleet("s1")
+    assert driver.contexts("s1").resident == 0
+
+
+# Turns without a context
+
+
+def test_a_first_turn_is_dispatched_at_once_if_there_is_room() -> None:
+    driver = fleet("s1", "s2")
+    assert dispatched(driver.take_turn("a1", "a")) == [("a1", "s1")]
+    # The other replica has more room.
+    assert dispatched(driver.take_turn("b1", "b", prompt_tokens=20_000)) == [("b1", "s2")]
+    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s2")]
+
+
+def test_it_goes_where_most_of_its_prompt_is_cached() -> None:
+    driver = fleet("s1", "s2")
+    driver.arrive("first", prompt_tokens=30_000, prefix=(1, 2, 3), messages=3, bound_to="s2")
+    driver.feed(Finished("first", Outcome.COMPLETED))
+    driver.arrive("busy", prompt_tokens=10_000, bound_to="s2")
+    turn = driver.take_turn("a1", "a", prompt_tokens=40_000, prefix=(1, 2, 3, 4), messages=5)
+    assert dispatched(turn) == [("a1", "s2")]
+
+
+def test_a_turn_without_room_is_parked_until_a_context_need_not_be_retained() -> None:
+    driver = parked()
+    assert current_cause(driver.find("b1")).value == "residency"
+    assert dispatched(driver.end_turn("a1", after_s=10.0)) == []
+    assert driver.programs.next_at() == pytest.approx(driver.now + RETENTION_S)
+    assert dispatched(driver.feed(Woke(), after_s=RETENTION_S - 0.01)) == []
+    commands = driver.wake()
+    assert dispatched(commands) == [("b1", "s1")]
+    assert causes(commands) == {"residency": pytest.approx(10.0 + RETENTION_S)}
+    # Its context has evicted the other one.
+    assert driver.conversation("a").replica_id is None
+
+
+def test_a_parked_turn_is_released_when_a_turn_ends_and_it_fits() -> None:
+    driver = full()
+    driver.take_turn("b1", "b", prompt_tokens=50_000)
+    assert driver.find("b1").parked
+    assert dispatched(driver.end_turn("a1", context=30_000)) == [("b1", "s1")]
+    assert driver.conversation("a").replica_id == "s1"
+
+
+def test_a_turn_that_does_not_fit_does_not_block_those_behind_it() -> None:
+    driver = parked()
+    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s1")]
+    assert driver.find("b1").parked
+
+
+def test_an_unused_replica_accepts_a_turn_of_any_size() -> None:
+    driver = fleet("s1", kv_tokens=20_000)
+    assert dispatched(driver.take_turn("a1", "a", prompt_tokens=60_000)) == [("a1", "s1")]
+
+
+def test_a_turn_that_was_parked_without_a_replica_is_dispatched_when_one_reports() -> None:
+    driver = fleet()
+    assert driver.take_turn("a1", "a") == []
+    driver.feed(ReplicaJoined(spec("s1", "only", max_model_len=90_000, kv_tokens=KV_TOKENS)))
+    assert dispatched(driver.report("s1")) == [("a1", "s1")]
+
+
+def test_a_turn_that_was_parked_beside_a_draining_replica_is_dispatched_when_it_recovers() -> None:
+    driver = fleet("s1")
+    driver.report("s1", draining=True)
+    assert driver.take_turn("a1", "a") == []
+    assert dispatched(driver.report("s1")) == [("a1", "s1")]
+
+
+def test_a_turn_that_may_not_wait_is_dispatched_if_there_is_room() -> None:
+    driver = fleet("s1")
+    assert dispatched(driver.take_turn("a1", "a", no_wait=True)) == [("a1", "s1")]
+    assert concluded(driver.take_turn("b1", "b", no_wait=True)) == [("b1", "rejected_queue_full")]
+    driver.feed(Cancelled("a1"))
+    assert_nothing_is_left(driver)
+
+
+def test_small_contexts_are_never_parked() -> None:
+    driver = parked()
+    small = KV_TOKENS // 64 - 20
+    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=small)) == [("c1", "s1")]
+    assert driver.find("c1").home is None
+    assert driver.take_turn("d1", "d", prompt_tokens=KV_TOKENS // 2) == []
+    assert driver.find("d1").parked
+
+
+def test_requests_without_a_program_pass_parked_turns() -> None:
+    driver = parked()
+    assert dispatched(driver.arrive("other", prompt_tokens=30_000)) == [("other", "s1")]
+    assert driver.find("other").turn is None
+    assert driver.find("b1").parked
+
+
+def test_what_requests_without_a_program_hold_takes_room() -> None:
+    driver = fleet("s1")
+    driver.arrive("other", prompt_tokens=60_000)
+    driver.feed(FirstToken("other"))
+    assert driver.take_turn("a1", "a") == []
+    assert dispatched(driver.feed(Finished("other", Outcome.COMPLETED))) == [("a1", "s1")]
+
+
+def test_without_residency_no_turn_is_parked() -> None:
+    driver = full(programs=ProgramsSettings(residency=False))
+    driver.take_turn("b1", "b", prompt_tokens=50_000)
+    assert not driver.find("b1").parked
+
+
+def test_without_staying_no_turn_is_bound() -> None:
+    driver = fleet("s1", "s2", programs=ProgramsSettings(stay=False))
+    driver.take_turn("a1", "a")
+    driver.end_turn("a1")
+    driver.take_turn("a2", "a")
+    assert driver.find("a2").home is None
+    driver.end_turn("a2")
+    assert_nothing_is_left(driver)
+
+
+def test_disabled_scheduling_of_programs_recognises_no_turn() -> None:
+    driver = full(programs=ProgramsSettings(enabled=False))
+    commands = driver.take_turn("b1", "b", prompt_tokens=30_000)
+    assert dispatched(commands) == [("b1", "s1")]
+    assert driver.find("b1").turn is None
+    assert driver.programs.table.programs() == []
+
+
+# The starvation bound
+
+
+def test_a_parked_turn_is_admitted_at_its_bound() -> None:
+    driver = parked(programs=LONG)
+    driver.end_turn("a1")
+    assert driver.programs.next_at() == 60.0
+    assert dispatched(driver.feed(Woke(), after_s=59.9)) == []
+    commands = driver.feed(Woke(), after_s=0.1)
+    assert dispatched(commands) == [("b1", "s1")]
+    assert causes(commands) == {"residency": 60.0}
+    assert driver.programs.forced == 1
+
+
+def test_few_turns_are_admitted_at_their_bound() -> None:
+    driver = parked(programs=LONG)
+    driver.take_turn("c1", "c")
+    driver.end_turn("a1")
+    assert dispatched(driver.feed(Woke(), after_s=60.0)) == [("b1", "s1")]
+    assert driver.programs.forced == 1
+    assert driver.find("c1").parked
+    # The next one waits for the allowance or for the end of the retention.
+    assert driver.programs.next_at() == pytest.approx(100 * RETENTION_S)
+    driver.end_turn("b1", after_s=1.0)
+    assert driver.find("c1").parked
+    # Nine turns of 60,000 tokens are not ten times the prompt of the first forced one.
+    served = 0
+    while driver.find("c1").parked:
+        driver.take_turn(f"b{served + 2}", "b")
+        driver.end_turn(f"b{served + 2}", after_s=1.0)
+        served += 1
+    assert 7 <= served <= 10
+    assert driver.programs.forced == 2
+
+
+def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
+    driver = full(programs=LONG)
+    driver.take_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
+    driver.end_turn("a1")
+    assert driver.programs.next_at() == 15.0
+
+
+# Order among the parked
+
+
+def two_parked(first: dict[str, object], second: dict[str, object]) -> list[tuple[str, str]]:
+    """Park two turns, of which the second arrives later. Return which is dispatched when one fits."""
+    driver = full()
+    driver.take_turn("first", "b", **first)  # type: ignore[arg-type]
+    driver.take_turn("second", "c", **second)  # type: ignore[arg-type]
+    assert len(driver.programs.parked) == 2
+    driver.end_turn("a1")
+    return dispatched(driver.wake())
+
+
+def test_equal_turns_are_admitted_in_the_order_of_arrival() -> None:
+    assert two_parked({}, {})[0] == ("first", "s1")
+
+
+def test_a_higher_class_is_admitted_first() -> None:
+    commands = two_parked({}, {"priority": PriorityClass.INTERACTIVE})
+    assert commands == [("second", "s1")]
+
+
+def test_a_tenant_that_was_served_less_is_admitted_first() -> None:
+    assert two_parked({}, {"tenant": "t2"}) == [("second", "s1")]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [(ProgramOrder.FCFS, "late"), (ProgramOrder.LEAST_SERVICE, "early")]
+)
+def test_programs_are_admitted_by_their_start_or_by_their_service(order: ProgramOrder, expected: str) -> None:
+    """The turn of the program that started first arrives late."""
+    driver = fleet("s1", programs=ProgramsSettings(order=order))
+    driver.take_turn("x1", "x", prompt_tokens=60_000)
+    driver.end_turn("x1")
+    driver.feed(ReplicaLost("s1"), after_s=1.0)
+    driver.join_fleet("s1")
+    driver.take_turn("a1", "a")
+    driver.take_turn("early", "y")
+    driver.take_turn("late", "x")
+    assert len(driver.programs.parked) == 2
+    driver.feed(Cancelled("a1"))
+    driver.wake()
+    running = [each for each in ("early", "late") if driver.find(each).replica_id]
+    assert running == [expected]
+
+
+def test_the_last_sub_agent_of_a_program_is_admitted_first() -> None:
+    driver = full()
+    driver.take_turn("b1", "b", tenant="t2")
+    driver.take_turn("agent", "agent", parent="c", tenant="t2")
+    driver.take_turn("root", "c", prompt_tokens=1_000, tenant="t2")
+    driver.end_turn("root", context=1_000)
+    driver.take_turn("last", "last", parent="c", tenant="t2")
+    driver.feed(Cancelled("agent"))
+    assert len(driver.programs.parked) == 2
+    driver.end_turn("a1")
+    assert dispatched(driver.wake()) == [("last", "s1")]
+
+
+# Ends
+
+
+@pytest.mark.parametrize("event", [Cancelled("b1"), GatewayLost("gone"), Woke()])
+def test_a_parked_turn_that_ends_leaves_nothing(event: Event) -> None:
+    driver = full()
+    assert driver.take_turn("b1", "b", gateway_id="gone", expires_at=30.0) == []
+    ended = driver.feed(event, after_s=30.0)
+    assert [request_id for request_id, _ in concluded(ended)] == ["b1"]
+    assert causes(ended) == {"residency": 30.0}
+    driver.feed(Cancelled("a1"))
+    assert_nothing_is_left(driver)
+
+
+def test_an_expired_turn_reports_that_the_caches_had_no_room() -> None:
+    driver = full()
+    driver.take_turn("b1", "b", expires_at=30.0)
+    message = only_conclusion(driver.feed(Woke(), after_s=30.0)).message
+    assert "main cause: the KV caches had no room for the context of its program" in message
+
+
+@pytest.mark.parametrize("event", [Cancelled("a2"), GatewayLost("g1"), Woke()])
+def test_a_bound_turn_that_ends_leaves_nothing(event: Event) -> None:
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a", prompt_tokens=40_000)
+    driver.end_turn("a1", context=40_000)
+    fill(driver, bound_to="s1", gateway_id="other")
+    assert driver.take_turn("a2", "a", prompt_tokens=45_000, expires_at=1.0) == []
+    assert [request_id for request_id, _ in concluded(driver.feed(event, after_s=1.0))] == ["a2"]
+    assert_nothing_is_left(driver)
+    # Its context is still cached.
+    assert driver.conversation("a").replica_id == "s1"
+
+
+def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> None:
+    driver = fleet("s1")
+    fill(driver, bound_to="s1")
+    assert driver.take_turn("a1", "a", prompt_tokens=40_000) == []
+    assert driver.find("a1").home == "s1"
+    driver.feed(Cancelled("a1"))
+    assert_nothing_is_left(driver)
+    assert driver.conversation("a").replica_id is None
+    assert driver.contexts("s1").resident == 0
+
+
+@pytest.mark.parametrize("failure", list(DispatchFailure))
+def test_a_turn_that_was_put_back_is_placed_again(failure: DispatchFailure) -> None:
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a")
+    commands = driver.feed(DispatchFailed("a1", "s1", failure))
+    commands += driver.report("s1", after_s=1.0)
+    if concluded(commands):
+        assert failure is DispatchFailure.TOO_LONG
+    else:
+        again = driver.find("a1")
+        assert again.replica_id is not None
+        assert driver.conversation("a").replica_id == again.replica_id
+        driver.end_turn("a1")
+    assert_nothing_is_left(driver)
+
+
+def test_a_parked_turn_that_was_put_back_is_admitted_once() -> None:
+    """Its first place among the parked turns must not count again."""
+    driver = fleet("s1")
+    for _ in range(3):
+        if driver.scheduler.find("a1") is None:
+            driver.take_turn("a1", "a", prompt_tokens=30_000)
+        driver.feed(DispatchFailed("a1", "s1", DispatchFailure.BUSY))
+        driver.report("s1", after_s=1.0)
+    assert driver.find("a1").replica_id == "s1"
+    assert driver.contexts("s1").admitted == 0
+    driver.end_turn("a1")
+    assert_nothing_is_left(driver)
+
+
+def test_a_turn_in_backoff_waits_for_its_end_and_for_room() -> None:
+    driver = full()
+    driver.take_turn("b1", "b", prompt_tokens=10_000)
+    for _ in range(2):
+        driver.feed(DispatchFailed("b1", "s1", DispatchFailure.BUSY))
+    again = driver.find("b1")
+    assert again.backoff_until > driver.now
+    commands = driver.feed(Woke(), after_s=again.backoff_until - driver.now)
+    assert dispatched(commands) == [("b1", "s1")]
+    assert set(causes(commands)) <= {"backoff", "earlier_attempt"}
+    driver.end_turn("b1")
+    driver.end_turn("a1")
+    assert_nothing_is_left(driver)
+
+
+def test_the_end_of_a_turn_adds_to_its_program() -> None:
+    driver = parked()
+    driver.end_turn("a1", after_s=5.0)
+    driver.wake()
+    driver.end_turn("b1", after_s=1.0)
+    program = driver.conversation("b").program
+    assert program is not None
+    assert program.turns == 1
+    assert program.service > 0
+    assert program.waiting_s == pytest.approx(5.0 + RETENTION_S)
+    assert program.running == program.open_agents == 0
+
+
+def test_requests_that_are_never_continued_do_not_shorten_retention() -> None:
+    """After their time, they are forgotten like programs, but say nothing about gaps between turns."""
+    driver = fleet("s1")
+    for number in range(500):
+        driver.arrive(f"chat{number}", prefix=(number,), messages=1)
+        driver.feed(Finished(f"chat{number}", Outcome.COMPLETED))
+    driver.now += 7 * 3_600.0
+    driver.report("s1")
+    driver.take_turn("a1", "a")
+    assert len(driver.programs.table) == 1
+    driver.take_turn("b1", "b")
+    driver.end_turn("a1")
+    assert driver.programs.next_at() == pytest.approx(driver.now + RETENTION_S)
+
+
+# Decision logs
+
+
+def logged(*events: Event) -> list[str]:
+    """Return the log of a scheduler with one replica that is fed these events, one per second."""
+    driver = fleet()
+    lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
+    replica = spec("s1", "only", max_model_len=90_000, kv_tokens=KV_TOKENS)
+    for event in (ReplicaJoined(replica), ReplicaReported("s1", report()), *events):
+        commands = driver.feed(event, after_s=1.0)
+        lines.append(encode_decision(Decision(driver.now, event, tuple(commands))))
+    return lines
+
+
+def usage(ending: TurnEnd | None) -> Usage:
+    return Usage(prompt_tokens=60_000, output_tokens=10, ending=ending)
+
+
+def test_the_log_of_requests_without_a_program_does_not_mention_programs() -> None:
+    lines = logged(Arrived(request("r1")), Finished("r1", Outcome.COMPLETED, usage(None)))
+    assert not [line for line in lines[1:] if '"program"' in line or '"ending"' in line]
+    (run,) = read_runs(lines)
+    assert replay(run) is None
+
+
+def test_the_log_of_programs_replays_equally() -> None:
+    turns = [
+        Arrived(request(name, prompt_tokens=60_000, program=ProgramHint(session=name, parent="root")))
+        for name in ("a", "b")
+    ]
+    lines = logged(
+        *turns, Finished("a", Outcome.COMPLETED, usage(TurnEnd.TOOLS)), Woke(), Woke(), Cancelled("b")
+    )
+    (run,) = read_runs(lines)
+    assert replay(run) is None
+    assert [event for _, decision in run.decisions if (event := decision.event) in turns] == turns
+    sent = [each for _, decision in run.decisions for each in decision.commands if isinstance(each, Dispatch)]
+    assert [each.request_id for each in sent] == ["a", "b"]
