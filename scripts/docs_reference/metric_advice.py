@@ -141,6 +141,14 @@ METRIC_ADVICE = {
     "ewsjf_requests_waiting": (
         "Growing in all classes: capacity is too small. Growing in one class: its share is too small."
     ),
+    "ewsjf_program_forced_turns_total": (
+        "Rising: programs wait longer than their starvation bound. Add KV cache or replicas."
+    ),
+    "ewsjf_program_known": "Programs of the last hours, most of them in a gap.",
+    "ewsjf_program_moves_total": "Rising: replicas with cached contexts are busy or were lost.",
+    "ewsjf_program_saved_tokens_total": "Its rate is the prefill that the engines did not compute again.",
+    "ewsjf_program_turns_total": "Turns of agents, out of all requests.",
+    "ewsjf_program_turns_waiting": "Always above zero: the contexts of all programs exceed the KV caches.",
     "ewsjf_retry_reservations": "Many: rejected clients honour `Retry-After`, and are served first.",
     "ewsjf_retunings_total": "Compare steps in latency with these times.",
     "ewsjf_scheduler_errors_total": "Any: see the alert `SchedulerFault`.",
