@@ -20,6 +20,7 @@ CONTENTS = {
         "clients",
         "configure",
         "routes",
+        "agents",
         "tuning",
         "planning",
     ),
