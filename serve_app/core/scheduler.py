@@ -132,7 +132,7 @@ class Scheduler:
             settings.programs,
             self.queue,
             self.ledger,
-            self.affinity.index,
+            self.affinity,
             self.prefill_costs,
             settings.promotion,
         )

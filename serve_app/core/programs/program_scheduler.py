@@ -14,8 +14,8 @@ Rules, in order:
 3. Whenever room may have become free, the parked turns are tried in their order (`order`).
 4. A replica that runs and retains nothing accepts any turn.
 5. A turn that has been parked for the starvation bound of its class is admitted without room, as long as the
-   prompts of such turns are at most `_FORCED_SHARE` of the service of all turns. So a turn is parked for at
-   most its bound, plus the time in which the replicas serve `1 / _FORCED_SHARE` times the prompts of those
+   prompts of such turns are at most `_FORCED_SHARE` of the service of all requests. So a turn is parked for
+   at most its bound, plus the time in which the replicas serve `1 / _FORCED_SHARE` times the prompts of those
    that reached their bound before it.
 
 Requests without a program are neither parked nor bound. What they hold counts in `room`.
@@ -32,19 +32,21 @@ from serve_app.core.programs.recognition import ProgramTable
 from serve_app.core.programs.residency import Residency
 from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.queueing.expiry import ExpiryHeap, earliest
+from serve_app.core.queueing.fairness import token_service
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.prefix import PrefixIndex
+from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState
 
 # Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
 LIKELY_KV_TOKENS = 100_000
 # Contexts below this share of a cache are never parked: even dozens of them cost little.
 _SMALL_SHARE = 1 / 64
-# Prompt tokens of forced admissions over the service of all turns.
+# Prompt tokens of forced admissions over the service of all requests, and how many may be saved up.
 _FORCED_SHARE = 0.1
+_MOST_SAVED = 200_000
 # Replicas with a part of the prompt that are compared by their room.
 _MOST_MATCHES = 8
 
@@ -66,14 +68,14 @@ class ProgramScheduler:
         settings: ProgramsSettings,
         queue: RequestQueue,
         ledger: ReplicaLedger,
-        index: PrefixIndex,
+        affinity: PrefixAffinity,
         costs: PrefillCosts,
         promotion: PromotionSettings,
     ) -> None:
         self._settings = settings
         self._queue = queue
         self._ledger = ledger
-        self._index = index
+        self._affinity = affinity
         self._costs = costs
         self._promotion = promotion
         self.table = ProgramTable()
@@ -145,6 +147,8 @@ class ProgramScheduler:
 
     def on_end(self, scheduled: ScheduledRequest, now: float, *, dispatched: bool) -> None:
         """Record the end of a request, after it has left its replica or the queue."""
+        if dispatched:
+            self._earn(scheduled)
         turn = scheduled.turn
         if turn is None:
             return
@@ -159,12 +163,12 @@ class ProgramScheduler:
             program.saved_tokens += scheduled.cached_tokens
             self.turns += 1
             self.saved_tokens += scheduled.cached_tokens
-            self._allowance += _FORCED_SHARE * scheduled.charged
             self._observe(scheduled, conversation)
         elif turn.parked_since is not None and not scheduled.parked:
             # It was admitted, but its context was never computed.
             self._leave(conversation)
-        conversation.ended_at = now
+        if dispatched:
+            conversation.ended_at = now
         self._retire(conversation, now)
         self.table.on_end(conversation)
         self.parked.refresh(program)
@@ -260,7 +264,7 @@ class ProgramScheduler:
                 if (room := self.residency.room(each, now)) >= tokens or self.residency.is_unused(each, now)
             }
             if len(rooms) > 1 and prefix:
-                _, matches = self._index.better_than("", prefix, _MOST_MATCHES)
+                _, matches = self._affinity.index.better_than("", prefix, _MOST_MATCHES)
                 most = max((each.blocks for each in matches if each.replica_id in rooms), default=0)
                 longest = [each.replica_id for each in matches if each.blocks == most]
                 rooms = {name: rooms[name] for name in longest if name in rooms} or rooms
@@ -276,21 +280,38 @@ class ProgramScheduler:
 
     def _forced(self, now: float) -> Iterator[ScheduledRequest]:
         """Yield parked turns beyond their bound, as far as the allowance permits."""
+        without_replica = []
         while self._allowance >= 0 and (at := self._overdue.next_at()) is not None and at <= now:
             scheduled = next(iter(self._overdue.pop_expired(now)))
             usable = [each for pool in scheduled.pools for each in self._usable(scheduled, pool)]
             if not usable:
-                self._overdue.add(scheduled)
-                return
+                without_replica.append(scheduled)
+                continue
             replica = max(usable, key=lambda each: self.residency.room(each, now))
             self._allowance -= scheduled.estimate.expected_prompt_tokens
             self.forced += 1
             yield self._admitted(scheduled, replica, now)
+        for scheduled in without_replica:
+            self._overdue.add(scheduled)
+
+    def _earn(self, scheduled: ScheduledRequest) -> None:
+        """Let a part of the service of an ended request be used for forced admissions."""
+        usage, estimate = scheduled.usage, scheduled.estimate
+        if usage is None:
+            served = token_service(scheduled.prefill_tokens, estimate.expected_output_tokens)
+        else:
+            cached = max(usage.cached_tokens, scheduled.cached_tokens)
+            served = token_service(usage.prompt_tokens - cached, usage.output_tokens)
+        self._allowance = min(_MOST_SAVED, self._allowance + _FORCED_SHARE * served)
 
     def _admitted(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> ScheduledRequest:
         turn = scheduled.turn
         assert turn is not None
         self.parked.remove(scheduled)
+        prompt_tokens = scheduled.estimate.expected_prompt_tokens
+        scheduled.cached_tokens = self._affinity.cached_on(
+            replica.spec.replica_id, scheduled.request, prompt_tokens
+        )
         self._admit(scheduled, turn, replica, now)
         return scheduled
 

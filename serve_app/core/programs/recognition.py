@@ -140,7 +140,8 @@ class ProgramTable:
         assert hint is not None
         known = self._by_session.get((request.tenant, hint.session))
         # Clients that use one id for an agent and its sub-agents show by the prompt which of them it is.
-        shares_id = hint.program is None and hint.parent is None and bool(request.submission.prefix)
+        is_chat = bool(request.submission.prefix and request.shape.messages)
+        shares_id = hint.program is None and hint.parent is None and is_chat
         if known is not None and not (shares_id or known.turns_open):
             return known
         parent = None if hint.parent is None else self._by_session.get((request.tenant, hint.parent))
@@ -162,7 +163,7 @@ class ProgramTable:
         """Give a conversation without a stated id a program, at its second turn."""
         parent = conversation.parent
         program = None if parent is None else parent.program
-        if program is None:
+        if program is None or self._programs.get(program.key) is not program:
             conversation.parent = None
             key = conversation.tenant, conversation.first_request
             program = self._program(key, conversation.first_at, stated=False)

@@ -85,15 +85,18 @@ class FairnessSettings:
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         output_tokens = estimate.expected_tokens - estimate.expected_prompt_tokens
-        prefilled = max(0, estimate.expected_prompt_tokens - cached_tokens)
-        return prefilled + _DECODE_WEIGHT * output_tokens
+        return token_service(estimate.expected_prompt_tokens - cached_tokens, output_tokens)
 
     def actual_service(self, usage: Usage) -> float:
         """Return the actual service of a request. Cached prompt tokens cost no prefill."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
-        prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
-        return prefilled + _DECODE_WEIGHT * usage.output_tokens
+        return token_service(usage.prompt_tokens - usage.cached_tokens, usage.output_tokens)
+
+
+def token_service(prefilled: int, generated: int) -> float:
+    """Return a service in tokens: those computed of a prompt, and weighted ones of an answer."""
+    return max(0, prefilled) + _DECODE_WEIGHT * generated
 
 
 class TenantWeights:

@@ -416,6 +416,11 @@ class PrefixAffinity:
             request, prompt_tokens, self.index.longest(request.submission.prefix)
         )
 
+    def cached_on(self, replica_id: str, request: Request, prompt_tokens: int) -> int:
+        """Return the prompt tokens cached by one replica; never all of them."""
+        held, _ = self.index.better_than(replica_id, request.submission.prefix, 0)
+        return prompt_tokens - self._left(request, prompt_tokens, held)
+
     def choose(
         self, by_load: ReplicaState | None, query: PrefixQuery, admissible: ReplicaFilter
     ) -> PrefixPlacement | None:

@@ -328,6 +328,21 @@ def test_few_turns_are_admitted_at_their_bound() -> None:
     assert driver.programs.forced == 2
 
 
+def test_service_of_other_requests_lets_parked_turns_be_admitted_at_their_bound() -> None:
+    driver = full()
+    driver.take_turn("b1", "b")
+    driver.take_turn("c1", "c")
+    driver.now += 61.0
+    driver.feed(Woke())
+    assert driver.programs.forced == 1
+    for number in range(60):
+        driver.arrive(f"other {number}", prompt_tokens=10_000)
+        driver.feed(
+            Finished(f"other {number}", Outcome.COMPLETED, Usage(prompt_tokens=10_000, output_tokens=10))
+        )
+    assert driver.programs.forced == 2
+
+
 def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
     driver = full(programs=LONG)
     driver.take_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
