@@ -126,7 +126,7 @@ class ProgramsMachine(SchedulerMachine):
             if contexts is None:
                 continue
             here = [*contexts.active, *(conversation for conversation, _ in contexts.idle())]
-            assert len(here) == contexts.resident
+            assert len(here) == len(contexts)
             for conversation in here:
                 assert conversation not in places
                 places[conversation] = state.spec.replica_id

@@ -10,7 +10,8 @@ Rules, in order:
 1. A turn whose context is on a replica is bound to it: it waits there, as long as waiting costs less than
    computing the context again. After that it may go anywhere. If it moves, its context does.
 2. Another turn is *parked* until a replica has room for its context (`residency`). Turns that need less than
-   1/64 of every cache are not parked: they do not matter.
+   1/64 of every cache are not parked, nor are those whose prompt is computed within a second: waiting would
+   cost more than it saves.
 3. Whenever room may have become free, the parked turns are tried in their order (`order`).
 4. A replica that runs and retains nothing accepts any turn.
 5. A turn that has been parked for the starvation bound of its class is admitted without room, as long as the
@@ -44,6 +45,8 @@ from serve_app.core.routing.replica_state import ReplicaState
 LIKELY_KV_TOKENS = 100_000
 # Contexts below this share of a cache are never parked: even dozens of them cost little.
 _SMALL_SHARE = 1 / 64
+# Nor are contexts that are computed in less time than half of the gaps after calls of tools take.
+_CHEAP_S = 1.0
 # Prompt tokens of forced admissions over the service of all requests, and how many may be saved up.
 _FORCED_SHARE = 0.1
 _MOST_SAVED = 200_000
@@ -248,7 +251,10 @@ class ProgramScheduler:
             self._may_have_room = True
 
     def _is_small(self, scheduled: ScheduledRequest) -> bool:
-        """Return whether a turn needs little of every cache that may serve it."""
+        """Return whether a turn needs little of every cache that may serve it, or little time."""
+        prompt_tokens = scheduled.estimate.expected_prompt_tokens
+        if all(self._costs.of(pool).seconds(prompt_tokens) < _CHEAP_S for pool in scheduled.pools):
+            return True
         smallest = min(
             (kv_capacity(each) for pool in scheduled.pools for each in self._ledger.of_pool(pool)), default=0
         )

@@ -12,8 +12,8 @@ fit into the cache. A context that no longer does is not resident, and loses not
 in a gap are retained for the time that `gaps` computes. Because the oldest are evicted first, a context that
 need not be retained still takes room while an older one is retained.
 
-Each turn adds to its context. `room` leaves the mean growth of a few turns free for every resident
-conversation; otherwise contexts would soon have to leave again.
+Each turn adds to its context. `room` leaves the mean growth of a few turns free for every context in use or
+to be retained; otherwise contexts would soon have to leave again.
 
 Invariants, named as in the tests:
 - `a_context_is_on_one_replica`: each conversation is in at most one of the sets.
@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from serve_app.core.programs.program import Conversation
 from serve_app.core.routing.replica_state import ReplicaState
 
-# Tokens of a turn's answer and of the next turn's new prompt, before any are observed.
-_USUAL_GROWTH_TOKENS = 2_000.0
 # Turns for whose growth there is room when a conversation is admitted. In simulated coding sessions, engines
 # compute half as many tokens again with 1 as with 5.
 _GROWTH_TURNS = 5
@@ -55,7 +53,7 @@ class ReplicaContexts:
         admitted: tokens of the turns that were admitted and not dispatched yet.
     """
 
-    __slots__ = ("_idle", "_left", "_retained", "_valid_until", "active", "admitted")
+    __slots__ = ("_idle", "_left", "_retained", "_retained_count", "_valid_until", "active", "admitted")
 
     def __init__(self) -> None:
         # Least recently used first.
@@ -64,12 +62,16 @@ class ReplicaContexts:
         self.admitted = 0
         # Tokens that other requests have left so far.
         self._left = 0
-        self._retained, self._valid_until = 0, math.inf
+        self._retained, self._retained_count, self._valid_until = 0, 0, math.inf
 
-    @property
-    def resident(self) -> int:
-        """Number of conversations with a context on it."""
+    def __len__(self) -> int:
+        """Return the number of conversations with a context on it."""
         return len(self._idle) + len(self.active)
+
+    def in_use(self, now: float) -> int:
+        """Return the number of contexts that are active or to be retained."""
+        self.retained(now)
+        return self._retained_count + len(self.active)
 
     def idle(self) -> Iterator[tuple[Conversation, int]]:
         """Yield the contexts in a gap and their tokens, the least recently used first."""
@@ -128,11 +130,12 @@ class ReplicaContexts:
         """Return the tokens that are not evicted as long as the contexts to retain are not."""
         if now < self._valid_until:
             return self._retained
-        tokens, self._retained, self._valid_until = 0, 0, math.inf
+        tokens, self._retained, self._retained_count, self._valid_until = 0, 0, 0, math.inf
         for entry in reversed(self._idle.values()):
             tokens += entry.tokens
             if entry.retained_until > now:
                 self._retained = tokens + self._left - entry.left_before
+                self._retained_count += 1
                 self._valid_until = min(self._valid_until, entry.retained_until)
         return self._retained
 
@@ -155,7 +158,8 @@ class Residency:
     def __init__(self, capacity: Callable[[ReplicaState], int]) -> None:
         self._capacity = capacity
         self._replicas: dict[str, ReplicaContexts] = {}
-        self.growth_tokens = _USUAL_GROWTH_TOKENS
+        self.growth_tokens = 0.0
+        self._turns = 0
 
     def of(self, replica_id: str) -> ReplicaContexts:
         """Return the contexts of a replica."""
@@ -171,7 +175,7 @@ class Residency:
     def room(self, replica: ReplicaState, now: float) -> int:
         """Return the tokens that another conversation may use."""
         contexts = self.of(replica.spec.replica_id)
-        growth = int(_GROWTH_TURNS * self.growth_tokens * contexts.resident)
+        growth = int(_GROWTH_TURNS * self.growth_tokens * contexts.in_use(now))
         free = self._capacity(replica) - replica.held_tokens - contexts.admitted
         return free - contexts.retained(now) - growth
 
@@ -199,7 +203,9 @@ class Residency:
 
     def observe_growth(self, tokens: int) -> None:
         """Learn how many tokens a turn adds to its context."""
-        self.growth_tokens += _GROWTH_WEIGHT * (max(0, tokens) - self.growth_tokens)
+        self._turns += 1
+        weight = max(_GROWTH_WEIGHT, 1 / self._turns)
+        self.growth_tokens += weight * (max(0, tokens) - self.growth_tokens)
 
     def next_at(self, now: float) -> float | None:
         """Return when time alone increases the room on any replica, or None."""

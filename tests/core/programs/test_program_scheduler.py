@@ -168,7 +168,7 @@ def test_a_turn_that_ends_on_a_lost_replica_leaves_no_context() -> None:
     driver.end_turn("a1")
     assert driver.conversation("a").replica_id is None
     driver.join_fleet("s1")
-    assert driver.contexts("s1").resident == 0
+    assert len(driver.contexts("s1")) == 0
 
 
 # Turns without a context
@@ -273,6 +273,15 @@ def test_without_residency_no_turn_is_parked() -> None:
     driver = full(programs=ProgramsSettings(residency=False))
     driver.take_turn("b1", "b", prompt_tokens=50_000)
     assert not driver.find("b1").parked
+
+
+def test_a_turn_whose_prompt_is_computed_at_once_is_never_parked() -> None:
+    driver = full()
+    driver.take_turn("fills the rest", "d", prompt_tokens=35_000)
+    driver.take_turn("cheap", "b", prompt_tokens=8_000)
+    assert not driver.find("cheap").parked
+    driver.take_turn("dear", "c", prompt_tokens=12_000)
+    assert driver.find("dear").parked
 
 
 def test_without_staying_no_turn_is_bound() -> None:
@@ -451,7 +460,7 @@ def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> Non
     driver.feed(Cancelled("a1"))
     assert_nothing_is_left(driver)
     assert driver.conversation("a").replica_id is None
-    assert driver.contexts("s1").resident == 0
+    assert len(driver.contexts("s1")) == 0
 
 
 @pytest.mark.parametrize("failure", list(DispatchFailure))

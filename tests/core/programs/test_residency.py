@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import ReplicaContexts, Residency
 from serve_app.core.routing.rate import DecayingRate
@@ -42,7 +44,7 @@ def test_the_least_recently_used_context_is_evicted_first() -> None:
     assert contexts.evict(8_999) == [second]
     assert [each for each, _ in contexts.idle()] == [third, first]
     assert contexts.evict(2_999) == [third, first]
-    assert contexts.resident == 0
+    assert len(contexts) == 0
 
 
 def test_an_active_context_is_not_evicted() -> None:
@@ -122,16 +124,20 @@ def test_room_is_what_is_neither_held_nor_admitted_nor_retained() -> None:
     assert found.next_at(5.0) is None
 
 
-def test_room_is_left_for_the_growth_of_each_resident_context() -> None:
+def test_room_is_left_for_the_growth_of_each_context_in_use() -> None:
     contexts = (found := residency()).of("s1")
-    found.growth_tokens = 100.0
     contexts.activate(conversation("a"))
-    in_gap(contexts, "b", 3_000)
-    # Of five turns each.
+    in_gap(contexts, "not retained", 3_000)
+    assert found.room(replica(), 1.0) == CAPACITY
+    for _ in range(3):
+        found.observe_growth(100)
+    # Of five turns.
+    assert found.room(replica(), 1.0) == CAPACITY - 500
+    contexts.activate(conversation("b"))
     assert found.room(replica(), 1.0) == CAPACITY - 1_000
     for _ in range(1_000):
         found.observe_growth(300)
-    assert found.room(replica(), 1.0) == CAPACITY - 2_999
+    assert found.growth_tokens == pytest.approx(300, abs=1)
 
 
 def test_a_context_that_became_shorter_counts_as_no_growth() -> None:
