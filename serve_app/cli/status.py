@@ -263,13 +263,13 @@ def _programs(programs: Document) -> str:
             str(row["turns"]),
             f"{row['context_tokens']:,}",
             f"{row['saved_tokens']:,}",
-            f"{row['waiting_s']:.0f} s",
+            *(f"{row[name]:.0f} s" for name in ("queued_s", "waiting_s", "engine_s", "gap_s")),
         )
         for row in programs["rows"][:_MAX_PROGRAMS]
     ]
     states = ", ".join(f"{count} {state}" for state, count in sorted(programs["by_state"].items()))
     head = ("tenant", "program", "state", "resident on", "conversations", "turns")
-    figures = ("context tokens", "tokens saved", "waited for KV cache")
+    figures = ("context tokens", "tokens saved", "queue", "thereof for KV cache", "engine", "gaps")
     return _titled(f"programs: {states}", (*head, *figures), rows, text_columns=4)
 
 

@@ -22,8 +22,9 @@ class Program:
         conversations: those not forgotten yet.
         turns: number of its turns that have ended.
         service: service attained by all of its turns, in the unit of `FairnessSettings`.
-        waiting_s, saved_tokens: sums over its turns: time without residency, and prompt tokens not computed
-            again.
+        queued_s, waiting_s, engine_s, gap_s: seconds of all its turns: in the queue, thereof without room for
+            the context, on replicas, and between turns.
+        saved_tokens: prompt tokens of its turns that were not computed again, as estimated.
     """
 
     key: ProgramKey
@@ -32,7 +33,10 @@ class Program:
     conversations: "set[Conversation]" = field(default_factory=set)
     turns: int = 0
     service: float = 0.0
+    queued_s: float = 0.0
     waiting_s: float = 0.0
+    engine_s: float = 0.0
+    gap_s: float = 0.0
     saved_tokens: int = 0
 
     @property

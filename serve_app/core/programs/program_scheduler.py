@@ -109,6 +109,7 @@ class ProgramScheduler:
         if turn is not None:
             if turn.gap_s is not None:
                 self._gaps.after(turn.conversation.ending).observe(turn.gap_s)
+                turn.program.gap_s += turn.gap_s
             self._place(scheduled, turn, now)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
@@ -158,10 +159,13 @@ class ProgramScheduler:
         self._withdraw(scheduled, turn)
         conversation, program = turn.conversation, turn.program
         conversation.turns_open -= 1
+        left_queue_at = scheduled.dispatched_at if dispatched else now
+        program.queued_s += left_queue_at - scheduled.request.arrived_at
         if turn.parked_since is not None:
-            program.waiting_s += (scheduled.dispatched_at if dispatched else now) - turn.parked_since
+            program.waiting_s += left_queue_at - turn.parked_since
         if dispatched:
             program.turns += 1
+            program.engine_s += now - left_queue_at
             program.service += scheduled.charged
             program.saved_tokens += scheduled.cached_tokens
             self.turns += 1

@@ -18,8 +18,8 @@ class ProgramRow:
         state: `running`, `waiting` (for room), `queued` (for a replica) or `in a gap`.
         replicas: the replicas with its contexts.
         context_tokens: tokens of the last contexts of all its conversations.
-        turns, saved_tokens, waiting_s: sums over its turns so far: their number, prompt tokens that were
-            cached, and time without room for the context.
+        turns, saved_tokens: number of its turns so far, and the tokens of their prompts that were cached.
+        queued_s, waiting_s, engine_s, gap_s: as in `Program`.
     """
 
     program: str
@@ -30,7 +30,10 @@ class ProgramRow:
     context_tokens: int
     turns: int
     saved_tokens: int
+    queued_s: float
     waiting_s: float
+    engine_s: float
+    gap_s: float
     age_s: float
 
 
@@ -67,7 +70,10 @@ def _row(programs: ProgramScheduler, program: Program, now: float) -> ProgramRow
         context_tokens=sum(each.context_tokens for each in conversations),
         turns=program.turns,
         saved_tokens=program.saved_tokens,
+        queued_s=program.queued_s,
         waiting_s=program.waiting_s,
+        engine_s=program.engine_s,
+        gap_s=program.gap_s,
         age_s=now - program.started_at,
     )
 

@@ -26,11 +26,11 @@ export function render(model, page) {
 }
 
 function programTable(programs) {
-  const columns = [["Program"], ["Tenant"], ["State"], ["Resident on"], ["Conversations", "figure"], ["Turns", "figure"], ["Context", "figure"], ["Tokens saved", "figure"], ["Waited for KV cache", "figure"]];
+  const columns = [["Program"], ["Tenant"], ["State"], ["Resident on"], ["Conversations", "figure"], ["Turns", "figure"], ["Context", "figure"], ["Tokens saved", "figure"], ["Queue", "figure"], ["thereof for KV cache", "figure"], ["Engine", "figure"], ["Gaps", "figure"]];
   const rows = programs.rows.map((each) => ({
     key: `${each.tenant} ${each.program}`,
     cells: [
-      each.program, each.tenant, each.state, each.replicas.join(", ") || NONE, whole(each.conversations), whole(each.turns), compact(each.context_tokens), compact(each.saved_tokens), seconds(each.waiting_s),
+      each.program, each.tenant, each.state, each.replicas.join(", ") || NONE, whole(each.conversations), whole(each.turns), compact(each.context_tokens), compact(each.saved_tokens), seconds(each.queued_s), seconds(each.waiting_s), seconds(each.engine_s), seconds(each.gap_s),
     ],
   }));
   const states = Object.entries(programs.by_state).map(([state, count]) => `${whole(count)} ${state}`).join(", ");
@@ -43,7 +43,8 @@ function introduction(model, learned) {
     ? `${learned.learned} queues, learned ${seconds(learned.age_s)} ago from ${counted(learned.lengths, "prompt")}: ${REASONS[learned.reason] ?? learned.reason}.`
     : "No queues have been learned yet; the policy uses its initial ones.";
   const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request is", "more requests are")} in backoff after a failure.` : "";
-  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show queued requests; the limit is ${whole(model.max_waiting)} in total.${backoff}`;
+  const parked = model.programs.parked ? ` ${counted(model.programs.parked, "more request waits", "more requests wait")} for KV cache, see agent programs below.` : "";
+  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show queued requests; the limit is ${whole(model.max_waiting)} in total.${backoff}${parked}`;
 }
 
 function axis(model) {
