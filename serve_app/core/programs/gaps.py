@@ -33,8 +33,9 @@ _PRIORS: dict[TurnEnd, tuple[tuple[float, float], ...]] = {
     TurnEnd.DONE: ((0.1, 0.5), (0.5, 174.0), (0.9, 2_603.0), (0.99, 38_077.0)),
 }
 _PRIOR_WEIGHT = 20.0
-# Factor on the weight of earlier observations at each new one: about the last five hundred count.
-_DECAY = 0.998
+# Weight of an observation over that of the one before: about the last five hundred count.
+_GROWTH = 1.002
+_MOST_WEIGHT = 1e12
 # Observations after which the retention is computed again.
 _STALE_AFTER = 20
 # Ratios of the two costs are rounded to a third of an octave, so that few retentions are computed.
@@ -47,6 +48,8 @@ class GapTimes:
     def __init__(self, prior: tuple[tuple[float, float], ...]) -> None:
         self._counts = [0.0] * (len(_EDGES) + 1)
         self._observed = 0
+        # Later observations weigh more, instead of decaying all earlier ones each time.
+        self._weight = 1.0
         self._retentions: dict[int, float] = {}
         below = 0.0
         for share, seconds in (*prior, (1.0, math.inf)):
@@ -55,8 +58,11 @@ class GapTimes:
 
     def observe(self, gap_s: float) -> None:
         """Learn from one gap; infinite if the conversation did not return."""
-        self._counts = [_DECAY * count for count in self._counts]
-        self._counts[bisect_right(_EDGES, gap_s)] += 1.0
+        self._weight *= _GROWTH
+        self._counts[bisect_right(_EDGES, gap_s)] += self._weight
+        if self._weight > _MOST_WEIGHT:
+            self._counts = [count / self._weight for count in self._counts]
+            self._weight = 1.0
         self._observed += 1
         if self._observed % _STALE_AFTER == 0:
             self._retentions.clear()

@@ -53,11 +53,21 @@ class ReplicaContexts:
         admitted: tokens of the turns that were admitted and not dispatched yet.
     """
 
-    __slots__ = ("_idle", "_left", "_retained", "_retained_count", "_valid_until", "active", "admitted")
+    __slots__ = (
+        "_idle",
+        "_idle_tokens",
+        "_left",
+        "_retained",
+        "_retained_count",
+        "_valid_until",
+        "active",
+        "admitted",
+    )
 
     def __init__(self) -> None:
         # Least recently used first.
         self._idle: OrderedDict[Conversation, _Idle] = OrderedDict()
+        self._idle_tokens = 0
         self.active: set[Conversation] = set()
         self.admitted = 0
         # Tokens that other requests have left so far.
@@ -84,22 +94,20 @@ class ReplicaContexts:
 
     def activate(self, conversation: Conversation) -> None:
         """Count a conversation as active."""
-        if self._idle.pop(conversation, None) is not None:
-            self._valid_until = -math.inf
+        self._drop(conversation)
         self.active.add(conversation)
 
     def retire(self, conversation: Conversation, tokens: int, retained_until: float) -> None:
         """Count an active conversation as in a gap."""
-        self.active.discard(conversation)
+        self.remove(conversation)
         self._idle[conversation] = _Idle(tokens, retained_until, self._left)
-        self._idle.move_to_end(conversation)
+        self._idle_tokens += tokens
         self._valid_until = -math.inf
 
     def remove(self, conversation: Conversation) -> None:
         """Remove a conversation."""
         self.active.discard(conversation)
-        if self._idle.pop(conversation, None) is not None:
-            self._valid_until = -math.inf
+        self._drop(conversation)
 
     def leave(self, tokens: int) -> None:
         """Count the tokens that a request without a program leaves in the cache."""
@@ -114,16 +122,12 @@ class ReplicaContexts:
             free_tokens: tokens of the cache that no request holds and that are not admitted.
         """
         evicted = []
-        idle = self._idle
-        tokens = sum(entry.tokens for entry in idle.values()) if idle else 0
-        while idle:
-            conversation, oldest = next(iter(idle.items()))
-            if tokens + self._left - oldest.left_before <= free_tokens:
+        while self._idle:
+            conversation, oldest = next(iter(self._idle.items()))
+            if self._idle_tokens + self._left - oldest.left_before <= free_tokens:
                 break
-            tokens -= oldest.tokens
-            del idle[conversation]
+            self._drop(conversation)
             evicted.append(conversation)
-            self._valid_until = -math.inf
         return evicted
 
     def retained(self, now: float) -> int:
@@ -143,6 +147,12 @@ class ReplicaContexts:
         """Return when time alone increases the room; infinity if it does not."""
         self.retained(now)
         return self._valid_until
+
+    def _drop(self, conversation: Conversation) -> None:
+        entry = self._idle.pop(conversation, None)
+        if entry is not None:
+            self._idle_tokens -= entry.tokens
+            self._valid_until = -math.inf
 
     def __repr__(self) -> str:
         return f"<ReplicaContexts active={len(self.active)} idle={len(self._idle)} admitted={self.admitted}>"
