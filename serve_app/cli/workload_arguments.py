@@ -388,6 +388,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
 
 # A context that holds the longest prompts of recorded programs; the cache of an engine may be smaller.
 _PROGRAM_CONTEXT = 204_800
+_BLOCK_TOKENS = 64
 
 
 def program_runs(args: argparse.Namespace) -> list[tuple[ProgramSettings, ProgramChoice]]:
@@ -402,7 +403,8 @@ def program_runs(args: argparse.Namespace) -> list[tuple[ProgramSettings, Progra
     engines = fleet(args)
     if engines.engine.max_model_len is None:
         kv_tokens = engines.engine.kv_tokens or load_profile(engines.profile).kv_tokens
-        context = min(_PROGRAM_CONTEXT, kv_tokens)
+        # Whole blocks of the KV cache, so that a request of full length fits.
+        context = min(_PROGRAM_CONTEXT, max(1, kv_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS)
         engines = replace(engines, engine=replace(engines.engine, max_model_len=context))
     try:
         tenants = int(args.tenants or 1)

@@ -260,3 +260,67 @@ def test_arguments_that_contradict_one_another_are_rejected(
     with pytest.raises(SystemExit):
         parsed(*words.split())
     assert message in capsys.readouterr().err
+
+
+def programs_file(folder: Path) -> Path:
+    """Write two programs of three turns."""
+    path = folder / "programs.jsonl"
+    lines = []
+    for name in ("a", "b"):
+        for row in range(3):
+            tokens = 640 * (row + 1)
+            lines.append(
+                {
+                    "program": name,
+                    "row": row,
+                    "after": [row - 1] if row else [],
+                    "gap_net_s": 1.0 if row else None,
+                    "prompt_tokens": tokens,
+                    "output_tokens": 20,
+                    "blocks": [row - 1 if row else 0, 10 * row, 10],
+                    "stop": "tool_use",
+                }
+            )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_programs_are_played_as_the_contract_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["simulate", "--programs", str(programs_file(tmp_path)), "--concurrency", "2"]
+    arguments += ["--policy", "kv-overlap,ewsjf", "--profile", "laptop", "--replicas", "1", "--seeds", "2"]
+    assert main([*arguments, "--kv-tokens", "8192", "--jobs", "1", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    assert [(run["policy"], run["seed"]) for run in document["runs"]] == [
+        ("kv-overlap", 0),
+        ("kv-overlap", 1),
+        ("ewsjf", 0),
+        ("ewsjf", 1),
+    ]
+    for run in document["runs"]:
+        found = run["metrics"]["programs"]
+        assert found["completed"] == 2
+        assert run["metrics"]["completed"] == 6
+        assert {"mean", "p50", "p99", "max"} <= set(found["jct_s"]) & set(found["slowdown"])
+        assert found["ideal_prefill_tokens"] <= found["prefill_tokens"] <= found["prompt_tokens"]
+        assert 0 < found["hit_ratio"] < 1
+        assert found["max_wait_s"] >= 0
+    assert "2 programs with 6 turns, 2 at a time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--load", "0.9"], "--load does not apply to --programs"),
+        (["--policy", "nope"], "no policy 'nope' for programs"),
+        (["--tenants", "a=1"], "with --programs, --tenants is a number, got 'a=1'"),
+        (["--programs", "missing.jsonl"], "cannot read programs from missing.jsonl"),
+        (["--kv-tokens", "600"], "2 exceed the limit on tokens"),
+    ],
+)
+def test_wrong_arguments_of_programs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    file = [] if "--programs" in extra else ["--programs", str(programs_file(tmp_path))]
+    assert main(["simulate", *file, "--profile", "laptop", "--replicas", "1", *extra]) != 0
+    assert message in capsys.readouterr().err
