@@ -267,7 +267,7 @@ def _programs(programs: Document) -> str:
         )
         for row in programs["rows"][:_MAX_PROGRAMS]
     ]
-    states = ", ".join(f"{count} {state}" for state, count in sorted(programs["by_state"].items()))
+    states = ", ".join(f"{count} {state}" for state, count in sorted(programs["recent_by_state"].items()))
     head = ("tenant", "program", "state", "resident on", "conversations", "turns")
     figures = ("context tokens", "tokens saved", "queue", "thereof for KV cache", "engine", "gaps")
     return _titled(f"programs: {states}", (*head, *figures), rows, text_columns=4)

@@ -115,7 +115,6 @@ class ProgramTurn:
         parked_since: start of its last wait for room; None if it never waited for that.
         admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
         admitted_tokens: the tokens that it takes there.
-        replica_id: the replica that has served it; None before.
     """
 
     conversation: Conversation
@@ -125,7 +124,6 @@ class ProgramTurn:
     parked_since: float | None = None
     admitted_to: str | None = None
     admitted_tokens: int = 0
-    replica_id: str | None = None
 
     @property
     def program(self) -> Program:

@@ -1,7 +1,7 @@
-"""Scheduling of programs: keeps the contexts of programs in the KV caches, and lets others wait for room.
+"""Scheduling of programs: retains contexts in the KV caches, and delays turns that would evict them.
 
 Engines compute a prompt from its first block that they do not have cached. If the contexts of all programs
-do not fit into the caches, each turn of a round evicts the context of the next one, and nearly every token is
+do not fit into the caches, each turn evicts the context that the next one needs, and nearly every token is
 computed again. So a program runs its turns while its context stays on one replica, and others wait between
 two turns, when they hold nothing.
 
@@ -38,11 +38,9 @@ from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.prefix import PrefixAffinity
+from serve_app.core.routing.prefix import LIKELY_KV_TOKENS, PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState
 
-# Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
-LIKELY_KV_TOKENS = 100_000
 # Contexts below this share of a cache are never parked: even dozens of them cost little.
 _SMALL_SHARE = 1 / 64
 # Nor are contexts that are computed in less time than half of the gaps after calls of tools take.
@@ -102,7 +100,7 @@ class ProgramScheduler:
             return
         turn = scheduled.turn = self.table.on_arrival(scheduled.request, now)
         for forgotten in self.table.forget(now):
-            # Most first requests of others are never continued: they say nothing about turns.
+            # Most first requests of others are never continued, so they are no evidence about turns.
             if forgotten.ended_at is not None:
                 self._gaps.after(forgotten.ending).observe(math.inf)
             self._leave(forgotten)
@@ -131,7 +129,7 @@ class ProgramScheduler:
             self._leave(conversation)
             self.moved += 1
         conversation.running += 1
-        conversation.replica_id = turn.replica_id = replica_id
+        conversation.replica_id = replica_id
         self.residency.of(replica_id).activate(conversation)
         self.residency.evict(replica)
 
@@ -170,12 +168,11 @@ class ProgramScheduler:
             program.saved_tokens += scheduled.cached_tokens
             self.turns += 1
             self.saved_tokens += scheduled.cached_tokens
+            conversation.ended_at = now
             self._observe(scheduled, conversation)
         elif turn.parked_since is not None and not scheduled.parked:
             # It was admitted, but its context was never computed.
             self._leave(conversation)
-        if dispatched:
-            conversation.ended_at = now
         self._retire(conversation, now)
         self.table.on_end(conversation)
         self.parked.refresh(program)
@@ -212,7 +209,7 @@ class ProgramScheduler:
             for scheduled in self.parked.candidates(self._queue):
                 replica = self._with_room(scheduled, now)
                 if replica is not None:
-                    yield self._admitted(scheduled, replica, now)
+                    yield self._admit_parked(scheduled, replica, now)
             self._room_at = self.residency.next_at(now)
         yield from self._forced(now)
 
@@ -300,7 +297,7 @@ class ProgramScheduler:
             replica = max(usable, key=lambda each: self.residency.room(each, now))
             self._allowance -= scheduled.estimate.expected_prompt_tokens
             self.forced += 1
-            yield self._admitted(scheduled, replica, now)
+            yield self._admit_parked(scheduled, replica, now)
         for scheduled in without_replica:
             self._overdue.add(scheduled)
 
@@ -314,7 +311,9 @@ class ProgramScheduler:
             served = token_service(usage.prompt_tokens - cached, usage.output_tokens)
         self._allowance = min(_MOST_SAVED, self._allowance + _FORCED_SHARE * served)
 
-    def _admitted(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> ScheduledRequest:
+    def _admit_parked(
+        self, scheduled: ScheduledRequest, replica: ReplicaState, now: float
+    ) -> ScheduledRequest:
         turn = scheduled.turn
         assert turn is not None
         self.parked.remove(scheduled)

@@ -22,12 +22,14 @@ Invariants, named as in the tests:
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 
 from serve_app.core.programs.program import Conversation, Program, ProgramKey, ProgramTurn
-from serve_app.request import Request, TurnEnd
+from serve_app.request import ProgramHint, Request, TurnEnd
 
 # Bounds memory at about 40 MB.
 _MOST_CONVERSATIONS = 50_000
+# A session id with more conversations is not that of a program.
 _MOST_OF_A_PROGRAM = 64
 # Conversations that have not returned for longer are forgotten, however few there are.
 _FORGET_AFTER_S = 6 * 3_600.0
@@ -53,11 +55,8 @@ class ProgramTable:
         found = self._continued(request)
         extends = found is not None
         if hint is not None:
-            program = self._stated(request, now)
-            if found is not None and found.program is not program:
-                found, extends = None, False
-            if found is None:
-                found = self._of_session(request, program)
+            if found is None or not _is_stated(found, hint):
+                found, extends = self._of_session(request, now), False
         elif found is None:
             if request.shape.messages:
                 self._remember(self._new(request, self._launcher(request)), request)
@@ -99,6 +98,11 @@ class ProgramTable:
         """Return all programs."""
         return list(self._programs.values())
 
+    def recent(self, most: int) -> list[Program]:
+        """Return the programs among the `most` conversations that had a turn last, the latest first."""
+        latest = islice(reversed(self._conversations), most)
+        return list(dict.fromkeys(each.program for each in latest if each.program is not None))
+
     def __len__(self) -> int:
         return len(self._conversations)
 
@@ -116,36 +120,39 @@ class ProgramTable:
         return None
 
     def _stated(self, request: Request, now: float) -> Program:
-        """Return the program of a request whose client states an id.
+        """Return the program of a new conversation whose client states an id.
 
-        An id with very many conversations is not that of a program, such as one `prompt_cache_key` for all
-        users of an application. Further conversations become programs of their own.
+        A session id with very many conversations is not that of a program, such as one `prompt_cache_key` for
+        all users of an application. Its further conversations become programs of their own.
         """
-        hint = request.submission.program
-        assert hint is not None
-        if hint.program is None:
-            for session in (hint.parent, hint.session):
-                known = None if session is None else self._by_session.get((request.tenant, session))
-                if known is not None and known.program is not None:
-                    return known.program
-        key = request.tenant, hint.program or hint.parent or hint.session
+        hint, tenant = _hint(request), request.tenant
+        if hint.program is not None:
+            return self._program((tenant, hint.program), now, stated=True)
+        key = tenant, hint.parent or hint.session
+        for session in (hint.parent, hint.session):
+            known = None if session is None else self._by_session.get((tenant, session))
+            if known is not None and known.program is not None:
+                key = known.program.key
+                break
         program = self._programs.get(key)
         if program is not None and len(program.conversations) >= _MOST_OF_A_PROGRAM:
-            key = request.tenant, request.request_id
+            key = tenant, request.request_id
         return self._program(key, now, stated=True)
 
-    def _of_session(self, request: Request, program: Program) -> Conversation:
+    def _of_session(self, request: Request, now: float) -> Conversation:
         """Return the conversation of a stated session, for a prompt that extends no earlier one."""
-        hint = request.submission.program
-        assert hint is not None
+        hint = _hint(request)
         known = self._by_session.get((request.tenant, hint.session))
         # Clients that use one id for an agent and its sub-agents show by the prompt which of them it is.
         is_chat = bool(request.submission.prefix and request.shape.messages)
         shares_id = hint.program is None and hint.parent is None and is_chat
-        if known is not None and not (shares_id or known.turns_open):
+        if known is not None and _is_stated(known, hint) and not (shares_id or known.turns_open):
             return known
-        parent = None if hint.parent is None else self._by_session.get((request.tenant, hint.parent))
-        found = self._new(request, parent or (known if shares_id else None))
+        program = self._stated(request, now)
+        launcher = known if shares_id else self._by_session.get((request.tenant, hint.parent or ""))
+        if launcher is not None and launcher.program is not program:
+            launcher = None
+        found = self._new(request, launcher)
         found.program, found.session = program, hint.session
         program.conversations.add(found)
         if known is None:
@@ -211,3 +218,16 @@ class ProgramTable:
             program.conversations.discard(conversation)
             if not program.conversations:
                 self._programs.pop(program.key, None)
+
+
+def _hint(request: Request) -> ProgramHint:
+    hint = request.submission.program
+    assert hint is not None
+    return hint
+
+
+def _is_stated(conversation: Conversation, hint: ProgramHint) -> bool:
+    """Return whether a conversation is of the stated session and program."""
+    program = conversation.program
+    of_program = program is not None and hint.program in (None, program.key[1])
+    return of_program and conversation.session == hint.session

@@ -28,7 +28,7 @@ class ProgramsSettings:
     residency: Annotated[bool, INTERNAL] = True
     # Whether a turn waits for the replica of its context.
     stay: Annotated[bool, INTERNAL] = True
-    # Whether the last open sub-agent of a program goes first.
+    # Whether the last open sub-agent of a program is served first.
     joins: Annotated[bool, INTERNAL] = True
     # Factor on the learned time for which contexts are retained; 0 retains none.
     retention: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from heapq import nlargest
 from typing import Any
 
-from serve_app.core.programs.program import Conversation, Program
+from serve_app.core.programs.program import Program
 from serve_app.core.programs.program_scheduler import ProgramScheduler
 
 
@@ -37,24 +36,22 @@ class ProgramRow:
     age_s: float
 
 
-def program_rows(programs: ProgramScheduler, now: float, most: int) -> list[ProgramRow]:
-    """Return the programs that were active last, at most `most`."""
-    latest = nlargest(most, programs.table.programs(), key=_last_at)
-    return [_row(programs, program, now) for program in latest]
+# Examining all of them would delay grants.
+_EXAMINED = 1_000
 
 
 def programs_document(programs: ProgramScheduler, now: float, most: int) -> dict[str, Any]:
-    """Return the number of programs by state, sums, and the rows of those that were active last."""
-    known = programs.table.programs()
+    """Return sums, the recent programs by state, and the rows of the last `most` of them."""
+    recent = programs.table.recent(_EXAMINED)
     return {
-        "known": len(known),
-        "by_state": dict(Counter(_state(programs, program) for program in known)),
+        "known": programs.table.program_count,
+        "recent_by_state": dict(Counter(_state(programs, program) for program in recent)),
         "parked": len(programs.parked),
         "turns": programs.turns,
         "saved_tokens": programs.saved_tokens,
         "moved": programs.moved,
         "forced": programs.forced,
-        "rows": [asdict(row) for row in program_rows(programs, now, most)],
+        "rows": [asdict(_row(programs, program, now)) for program in recent[:most]],
     }
 
 
@@ -84,11 +81,3 @@ def _state(programs: ProgramScheduler, program: Program) -> str:
     if programs.parked.of_program(program):
         return "waiting"
     return "queued" if any(each.turns_open for each in program.conversations) else "in a gap"
-
-
-def _last_at(program: Program) -> float:
-    return max((_active_at(each) for each in program.conversations), default=program.started_at)
-
-
-def _active_at(conversation: Conversation) -> float:
-    return float("inf") if conversation.turns_open else conversation.last_at

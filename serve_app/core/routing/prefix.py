@@ -359,7 +359,7 @@ ReplicaFilter = Callable[[str, int], ReplicaState | None]
 
 
 # Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
-_LIKELY_KV_TOKENS = 100_000
+LIKELY_KV_TOKENS = 100_000
 # Share of a KV cache assumed to hold past prompts; answers and running requests use the rest. Too high
 # expects hits on evicted prefixes; too low misses prefixes that are still cached.
 _CAPACITY_RATIO = 0.7
@@ -393,7 +393,7 @@ class PrefixAffinity:
     def join(self, spec: ReplicaSpec) -> None:
         """Add a replica that has joined, with an empty cache."""
         if self._settings.enabled:
-            kv_tokens = _LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
+            kv_tokens = LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
             self.index.join(spec.replica_id, int(kv_tokens * _CAPACITY_RATIO))
 
     def lose(self, replica_id: str) -> None:

@@ -118,6 +118,16 @@ def test_a_turn_waits_for_a_busy_replica_as_long_as_computing_its_context_takes(
     assert driver.contexts("s1").admitted == driver.contexts("s2").admitted == 0
 
 
+def test_it_waits_no_longer_than_computing_what_is_cached_takes() -> None:
+    driver = fleet("s1", "s2")
+    driver.take_turn("a1", "a", prompt_tokens=20_000, prefix=(1,), messages=2)
+    driver.end_turn("a1", context=20_000)
+    fill(driver, bound_to="s1")
+    driver.take_turn("a2", "a", prompt_tokens=45_000, prefix=(1, 2), messages=4)
+    recompute_s = driver.scheduler.prefill_costs.of("only").seconds(20_000)
+    assert driver.programs.next_at() == pytest.approx(recompute_s)
+
+
 def test_a_turn_that_waits_for_its_replica_is_sent_there_when_it_has_capacity() -> None:
     driver = bound()
     assert driver.contexts("s1").admitted == driver.find("a2").estimate.expected_tokens
@@ -329,7 +339,7 @@ def test_few_turns_are_admitted_at_their_bound() -> None:
     assert driver.find("c1").parked
     # Nine turns of 60,000 tokens are not ten times the prompt of the first forced one.
     served = 0
-    while driver.find("c1").parked:
+    while driver.find("c1").parked and served < 20:
         driver.take_turn(f"b{served + 2}", "b")
         driver.end_turn(f"b{served + 2}", after_s=1.0)
         served += 1
@@ -350,6 +360,31 @@ def test_service_of_other_requests_lets_parked_turns_be_admitted_at_their_bound(
             Finished(f"other {number}", Outcome.COMPLETED, Usage(prompt_tokens=10_000, output_tokens=10))
         )
     assert driver.programs.forced == 2
+
+
+def test_service_is_saved_up_for_few_turns() -> None:
+    """After much service without parked turns, four prompts of 60,000 tokens exceed what was saved."""
+    driver = fleet("s1", programs=LONG)
+    for number in range(300):
+        driver.arrive(f"other {number}", prompt_tokens=20_000)
+        driver.feed(Finished(f"other {number}", Outcome.COMPLETED))
+    driver.take_turn("a1", "a")
+    for number in range(8):
+        driver.take_turn(f"p{number}", f"p{number}")
+    driver.feed(Woke(), after_s=61.0)
+    assert driver.programs.forced == 4
+
+
+def test_a_turn_without_a_usable_replica_does_not_stop_those_behind_it() -> None:
+    driver = full(programs=LONG)
+    driver.join("lora", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",))
+    driver.report("lora", draining=True)
+    driver.take_turn("first", "b", adapter="x")
+    driver.take_turn("second", "c")
+    assert driver.find("first").parked
+    driver.feed(Woke(), after_s=61.0)
+    assert driver.find("first").parked
+    assert not driver.find("second").parked
 
 
 def test_the_bound_of_an_interactive_turn_is_shorter() -> None:

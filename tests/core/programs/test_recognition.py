@@ -127,6 +127,19 @@ def test_a_prompt_of_another_stated_program_is_not_continued() -> None:
     assert not turn.extends
 
 
+def test_an_id_of_very_many_conversations_is_not_that_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one `prompt_cache_key` for all users of an application."""
+    monkeypatch.setattr(recognition, "_MOST_OF_A_PROGRAM", 3)
+    table = Table()
+    found = [table.complete((number,), ROOT) for number in range(5)]
+    assert len({id(each.program) for each in found[:3]}) == 1
+    assert len({id(each.program) for each in found[2:]}) == 3
+    assert found[4].parent is None
+    # They are continued all the same.
+    assert table.complete((4, 40), ROOT) is found[4]
+    assert len(table.programs()) == 3
+
+
 # Prompts without ids
 
 

@@ -1,7 +1,17 @@
 """The snapshot of programs for operators."""
 
-from serve_app.core.programs.snapshot import program_rows, programs_document
-from tests.core.programs.builders import fleet
+from typing import Any
+
+import pytest
+
+from serve_app.core.programs import snapshot
+from serve_app.core.programs.snapshot import programs_document
+from tests.core.programs.builders import ProgramDriver, fleet
+
+
+def rows_of(driver: ProgramDriver) -> dict[str, dict[str, Any]]:
+    document = programs_document(driver.programs, driver.now, 10)
+    return {row["program"]: row for row in document["rows"]}
 
 
 def test_a_program_is_running_waiting_or_in_a_gap() -> None:
@@ -9,16 +19,18 @@ def test_a_program_is_running_waiting_or_in_a_gap() -> None:
     driver.take_turn("a1", "a")
     driver.take_turn("b1", "b", tenant="t2")
     driver.now = 5.0
-    rows = {row.program: row for row in program_rows(driver.programs, driver.now, 10)}
-    assert (rows["a"].state, rows["a"].replicas, rows["a"].turns) == ("running", ("s1",), 0)
-    assert (rows["b"].state, rows["b"].replicas, rows["b"].tenant) == ("waiting", (), "t2")
+    rows = rows_of(driver)
+    assert (rows["a"]["state"], rows["a"]["replicas"], rows["a"]["turns"]) == ("running", ("s1",), 0)
+    assert (rows["b"]["state"], rows["b"]["replicas"], rows["b"]["tenant"]) == ("waiting", (), "t2")
     driver.end_turn("a1", after_s=5.0)
-    (ended,) = (row for row in program_rows(driver.programs, driver.now, 10) if row.program == "a")
-    assert (ended.state, ended.turns, ended.context_tokens) == ("in a gap", 1, 60_000)
-    assert (ended.queued_s, ended.engine_s, ended.age_s) == (0.0, 10.0, 10.0)
+    ended = rows_of(driver)["a"]
+    assert (ended["state"], ended["turns"], ended["context_tokens"]) == ("in a gap", 1, 60_000)
+    assert (ended["queued_s"], ended["engine_s"], ended["age_s"]) == (0.0, 10.0, 10.0)
 
 
-def test_the_document_counts_all_programs_and_shows_the_last_ones() -> None:
+def test_the_document_counts_recent_programs_and_shows_the_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = fleet("s1")
     for number in range(4):
         driver.take_turn(f"r{number}", f"p{number}", prompt_tokens=1_000)
@@ -26,6 +38,9 @@ def test_the_document_counts_all_programs_and_shows_the_last_ones() -> None:
     driver.take_turn("again", "p2", prompt_tokens=1_500)
     driver.end_turn("again", context=1_500, after_s=3.0)
     document = programs_document(driver.programs, driver.now, 2)
-    assert (document["known"], document["by_state"], document["turns"]) == (4, {"in a gap": 4}, 5)
+    assert (document["known"], document["recent_by_state"], document["turns"]) == (4, {"in a gap": 4}, 5)
     assert [row["program"] for row in document["rows"]] == ["p2", "p3"]
     assert document["rows"][0]["gap_s"] == 1.0
+    monkeypatch.setattr(snapshot, "_EXAMINED", 3)
+    document = programs_document(driver.programs, driver.now, 2)
+    assert (document["known"], document["recent_by_state"]) == (4, {"in a gap": 3})

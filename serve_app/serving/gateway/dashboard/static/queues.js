@@ -33,7 +33,7 @@ function programTable(programs) {
       each.program, each.tenant, each.state, each.replicas.join(", ") || NONE, whole(each.conversations), whole(each.turns), compact(each.context_tokens), compact(each.saved_tokens), seconds(each.queued_s), seconds(each.waiting_s), seconds(each.engine_s), seconds(each.gap_s),
     ],
   }));
-  const states = Object.entries(programs.by_state).map(([state, count]) => `${whole(count)} ${state}`).join(", ");
+  const states = Object.entries(programs.recent_by_state).map(([state, count]) => `${whole(count)} ${state}`).join(", ");
   const shown = programs.known > rows.length ? `; the last ${rows.length} are shown` : "";
   return table(`Agent programs: ${states}${shown}`, columns, rows, "");
 }
