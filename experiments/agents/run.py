@@ -84,6 +84,7 @@ class Policy:
     policy: str = "ewsjf"
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     states_ids: bool = True
+    exact_caches: bool = False
 
 
 @settings
@@ -171,6 +172,7 @@ def _figures(run: _Run) -> dict[str, float | None]:
             concurrency=case.concurrency,
             tenants=case.tenants,
             states_ids=run.policy.states_ids,
+            exact_caches=run.policy.exact_caches,
             seed=run.seed,
             scheduler=run.policy.scheduler,
         ),

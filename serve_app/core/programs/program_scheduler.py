@@ -240,7 +240,8 @@ class ProgramScheduler:
         if scheduled.request.bound_to is not None:
             return
         conversation = turn.conversation
-        replica = self._ledger.get(conversation.replica_id) if conversation.replica_id else None
+        replica_id = self.residency.locate(conversation)
+        replica = None if replica_id is None else self._ledger.get(replica_id)
         if replica is not None and replica.is_usable and replica.spec.pool in scheduled.pools:
             if turn.extends:
                 known = scheduled.estimate.expected_prompt_tokens - 1

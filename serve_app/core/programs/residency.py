@@ -182,6 +182,10 @@ class Residency:
         """Return the contexts of a replica, or None if it never had any."""
         return self._replicas.get(replica_id)
 
+    def locate(self, conversation: Conversation) -> str | None:
+        """Return the replica with the context of a conversation. Simulations may know it exactly."""
+        return conversation.replica_id
+
     def room(self, replica: ReplicaState, now: float) -> int:
         """Return the tokens that another conversation may use."""
         contexts = self.of(replica.spec.replica_id)

@@ -20,11 +20,13 @@ from typing import Annotated, Protocol
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution, Summary, SummaryRules, percentile, summarise
+from serve_app.core.programs.program_scheduler import kv_capacity
 from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.direct import Balance, DirectSimulation
+from serve_app.lab.simulation.exact_residency import ExactResidency
 from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.run import SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
@@ -235,6 +237,7 @@ class ProgramSettings:
         concurrency: number of programs in progress.
         tenants: number of tenants, to which the programs are assigned in turn.
         states_ids: whether requests state their program and session; otherwise it must be recognised.
+        exact_caches: whether the scheduler knows the true contents of the caches, see `ExactResidency`.
         scheduler: settings that differ from the defaults, by dotted path.
     """
 
@@ -243,6 +246,7 @@ class ProgramSettings:
     concurrency: Annotated[int, at_least(1)] = 16
     tenants: Annotated[int, at_least(1)] = 1
     states_ids: bool = True
+    exact_caches: bool = False
     seed: int = 0
     scheduler: Mapping[str, object] = field(default_factory=dict)
     report_interval_s: Annotated[float, POSITIVE] = 0.2
@@ -376,6 +380,8 @@ class _Play:
         self._turns: dict[str, tuple[ProgramRun, int, float]] = {}
         self._waiting: list[tuple[float, ProgramRun, int]] = []
         self._gate: Gate | None = None
+        # Block hashes of the latest turn of each session.
+        self._submitted: dict[str, Sequence[int]] = {}
         self.jct_s: dict[int, float] = {}
         self.max_wait_s = 0.0
         self.simulation: Simulation | DirectSimulation
@@ -395,7 +401,11 @@ class _Play:
         environment = SimulationSettings(
             report_interval_s=settings.report_interval_s, reports_when_idle=False
         )
-        return Simulation(scheduler, plans, environment, on_end=self._on_end)
+        simulation = Simulation(scheduler, plans, environment, on_end=self._on_end)
+        if settings.exact_caches:
+            exact = ExactResidency(kv_capacity, simulation.replicas, self._submitted)
+            simulation.scheduler.programs.residency = exact
+        return simulation
 
     @property
     def timeline(self) -> Timeline:
@@ -459,12 +469,14 @@ class _Play:
             program=run.hint(index) if self._settings.states_ids else None,
         )
         tokens = turn.prompt_tokens + turn.output_tokens
+        hashes = tuple(engine_blocks(ids, BLOCK_TOKENS, tokens, self._block_size))
         self._turns[request_id] = run, index, due_at
+        self._submitted[run.hint(index).session] = hashes
         self.simulation.submit(
             SimulatedRequest(
                 Request(submission=submission, gateway_id="g1", arrived_at=due_at),
                 output_tokens=turn.output_tokens,
-                block_hashes=tuple(engine_blocks(ids, BLOCK_TOKENS, tokens, self._block_size)),
+                block_hashes=hashes,
                 ending=turn.ending,
             )
         )
