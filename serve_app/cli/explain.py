@@ -1,4 +1,4 @@
-"""Command `explain`: prints where the time of a request went, and what would have shortened its wait."""
+"""Command `explain`: prints where the time of a request or program went, and what would have shortened it."""
 
 import argparse
 import json
@@ -76,14 +76,77 @@ def _best(result: Mapping[str, Any]) -> str:
     )
 
 
+# -- programs ----------------------------------------------------------------------------------------------
+
+
+def format_program(program: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the receipt of a program as lines for a terminal."""
+    yield (
+        f"{program['program']}: {program['state']}, {program['turns']:,} turns of "
+        f"{program['conversations']:,} conversations, tenant {program['tenant']}, model {program['model']}, "
+        f"started {program['age_s']:,.0f} s ago"
+    )
+    times = list(_times_of(program))
+    total_s = sum(seconds for name, seconds in times if not name.startswith(" "))
+    rows = [(name, f"{seconds:,.1f}", _bar(seconds, total_s)) for name, seconds in times]
+    yield "\n" + table_text(("time of all turns", "s", "share"), rows)
+    yield "sums over all conversations, which overlap; gaps include the time of sub-agents"
+    tokens = program["tokens"]
+    new = tokens["prompt"] - tokens["cached"] - tokens["again"]
+    known = f"{tokens['cached']:,} cached, {tokens['again']:,} computed again, {new:,} new"
+    if not tokens["cached"]:
+        known = "not known how many were cached: the engines report none"
+    yield f"\ntokens: prompt {tokens['prompt']:,} ({known}), output {tokens['output']:,}"
+    if program["last_turns"]:
+        yield f"\nlast {len(program['last_turns'])} turns, in s; earlier ones have no receipt any more"
+        turns = [_turn_row(turn) for turn in program["last_turns"]]
+        yield table_text(_TURN_HEADS, turns, text_columns=3)
+
+
+def _times_of(program: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    yield "queue", program["queued_s"]
+    yield "  of this: for KV cache", program["waiting_s"]
+    yield "engine until the first token", program["first_token_s"]
+    tokens = program["tokens"]
+    computed = tokens["prompt"] - tokens["cached"]
+    if tokens["cached"] and computed:
+        share = tokens["again"] / computed
+        yield "  of this: context computed again (by tokens)", share * program["first_token_s"]
+        yield "  of this: new tokens (by tokens)", (1 - share) * program["first_token_s"]
+    yield "generation", program["generation_s"]
+    yield (
+        "engine, answers not streamed",
+        max(0.0, program["engine_s"] - program["first_token_s"] - program["generation_s"]),
+    )
+    yield "gaps after calls of tools", program["tool_gap_s"]
+    yield "other gaps", program["gap_s"] - program["tool_gap_s"]
+
+
+_TURN_TIMES = ("gap_s", "queued_s", "waiting_s", "first_token_s", "generation_s", "engine_s")
+_TURN_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
+_HEADS = (
+    "request,conversation,state,gap,queue,for KV cache,first token,generation,engine,prompt,cached,output"
+)
+_TURN_HEADS = tuple(_HEADS.split(","))
+
+
+def _turn_row(turn: Mapping[str, Any]) -> tuple[str, ...]:
+    conversation = ("sub-agent " if turn["is_sub_agent"] else "") + turn["session"]
+    times = ("-" if turn[name] is None else f"{turn[name]:,.1f}" for name in _TURN_TIMES)
+    tokens = ("-" if turn[name] is None else f"{turn[name]:,}" for name in _TURN_TOKENS)
+    return turn["request_id"], conversation[:_MAX_NAME] or "-", turn["state"], *times, *tokens
+
+
 # -- command -----------------------------------------------------------------------------------------------
 
 
 _EXAMPLE = """example:
   ewsjf explain hdt8aikd-195
   ewsjf explain hdt8aikd-195 --what-if
+  ewsjf explain --program my-agent
 """
 _BAR = 40
+_MAX_NAME = 30
 
 
 class ExplainError(ServeAppError):
@@ -91,12 +154,19 @@ class ExplainError(ServeAppError):
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("request_id", help="`x-request-id` or `id` of the response, or the client's own id")
+    parser.add_argument(
+        "request_id", nargs="?", help="`x-request-id` or `id` of the response, or the client's own id"
+    )
     parser.add_argument(
         "--what-if",
         action="store_true",
         help="replay the minutes around the request with one change at a time (its class, one more replica, "
         "other policies, fewer long prefills or other requests) and show its wait with an interval",
+    )
+    parser.add_argument(
+        "--program",
+        metavar="ID",
+        help="show where the time of an agent program went; `status` lists their ids",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the receipt, or the result of --what-if, as JSON"
@@ -105,6 +175,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if (args.request_id is None) == (args.program is None) or (args.program is not None and args.what_if):
+        raise ExplainError("give a request, with or without --what-if, or --program ID")
+    if args.program is not None:
+        document = json.loads(_fetch(args))
+        texts = ("\n".join(format_program(each)) for each in document["programs"])
+        print_result(json.dumps(document, indent=1) if args.json else "\n\n".join(texts))
+        return 0
     if args.what_if:
         result = _with_name(_what_if(decode_recording(_fetch(args, "/recording"))), args)
         print_result(json.dumps(result, indent=1) if args.json else "\n".join(format_what_if(result)))
@@ -137,23 +214,24 @@ def _with_name(result: Mapping[str, Any], args: argparse.Namespace) -> Mapping[s
 def _fetch(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
     """Return the application's answer for the request, or for the request `of`."""
     url = args.url or default_url()
-    name = urllib.parse.quote(of or args.request_id, safe="")
-    answer = get_response(url, f"/debug/requests/{name}{part}", api_key_for(url, args.api_key))
+    name = urllib.parse.quote(of or args.request_id or args.program, safe="")
+    kind = "requests" if args.program is None else "programs"
+    answer = get_response(url, f"/debug/{kind}/{name}{part}", api_key_for(url, args.api_key))
     if not answer.is_success:
         raise ExplainError(_why(answer, args.request_id))
     return answer.body
 
 
-def _why(answer: HttpResponse, request_id: str) -> str:
+def _why(answer: HttpResponse, request_id: str | None) -> str:
     if answer.is_denied:
         return "receipts need an admin key: pass --api-key"
-    if answer.status == 404:
+    if answer.status == 404 and request_id is not None:
         return (
             f"no receipt of {request_id!r}: receipts of the last 20,000 requests are available for ten "
             "minutes after a request's end, until the scheduler restarts. Requests that a gateway itself "
             "rejects (invalid body, key or model) have none: see the response and the gateway's log line"
         )
-    if answer.status == 409:
+    if answer.status in (404, 409):
         message: str = json.loads(answer.body)["error"]["message"]
         return message
     return f"the application returned {answer}"

@@ -289,6 +289,7 @@ class Scheduler:
         scheduled = self._requests.get(event.request_id)
         if scheduled is not None:
             self.in_flight.start(scheduled, now)
+            self.programs.on_first_token(scheduled, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self._requests.get(event.request_id)

@@ -6,10 +6,32 @@ sequence of turns, each of which is one request whose prompt usually extends the
 
 from dataclasses import dataclass, field
 
-from serve_app.request import TurnEnd
+from serve_app.request import TurnEnd, Usage
 
 ProgramKey = tuple[str, str]
 """Tenant, and the id that the client stated or the id of the program's first request."""
+
+
+@dataclass(slots=True)
+class ProgramTokens:
+    """Tokens of the turns of a program, as engines reported them.
+
+    Attributes:
+        cached: prompt tokens found in the KV cache; 0 as well if the engine does not report them.
+        again: prompt tokens that an earlier turn of the conversation had, and that were not cached.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    again: int = 0
+    output: int = 0
+
+    def add(self, usage: Usage, known: int) -> None:
+        """Add a turn whose first `known` tokens were in the previous one."""
+        self.prompt += usage.prompt_tokens
+        self.cached += usage.cached_tokens
+        self.again += max(0, min(known, usage.prompt_tokens) - usage.cached_tokens)
+        self.output += usage.output_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +46,10 @@ class Program:
         service: service attained by all of its turns, in the unit of `FairnessSettings`.
         queued_s, waiting_s, engine_s, gap_s: seconds of all its turns: in the queue, thereof without room for
             the context, on replicas, and between turns.
+        first_token_s, generation_s: parts of `engine_s`, of streamed turns only.
+        tool_gap_s: part of `gap_s` that followed calls of tools.
         saved_tokens: prompt tokens of its turns that were not computed again, as estimated.
+        tokens: counts that the engines reported.
     """
 
     key: ProgramKey
@@ -37,7 +62,11 @@ class Program:
     waiting_s: float = 0.0
     engine_s: float = 0.0
     gap_s: float = 0.0
+    first_token_s: float = 0.0
+    generation_s: float = 0.0
+    tool_gap_s: float = 0.0
     saved_tokens: int = 0
+    tokens: ProgramTokens = field(default_factory=ProgramTokens)
 
     @property
     def running(self) -> int:
@@ -115,6 +144,7 @@ class ProgramTurn:
         parked_since: start of its last wait for room; None if it never waited for that.
         admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
         admitted_tokens: the tokens that it takes there.
+        first_token_at: time of its first token; None before that, and if it is not streamed.
     """
 
     conversation: Conversation
@@ -124,6 +154,7 @@ class ProgramTurn:
     parked_since: float | None = None
     admitted_to: str | None = None
     admitted_tokens: int = 0
+    first_token_at: float | None = None
 
     @property
     def program(self) -> Program:

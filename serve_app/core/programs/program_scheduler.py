@@ -40,6 +40,7 @@ from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import LIKELY_KV_TOKENS, PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.request import TurnEnd
 
 # Contexts below this share of a cache are never parked: even dozens of them cost little.
 _SMALL_SHARE = 1 / 64
@@ -108,6 +109,8 @@ class ProgramScheduler:
             if turn.gap_s is not None:
                 self._gaps.after(turn.conversation.ending).observe(turn.gap_s)
                 turn.program.gap_s += turn.gap_s
+                if turn.conversation.ending is TurnEnd.TOOLS:
+                    turn.program.tool_gap_s += turn.gap_s
             self._place(scheduled, turn, now)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
@@ -133,6 +136,12 @@ class ProgramScheduler:
         self.residency.of(replica_id).activate(conversation)
         self.residency.evict(replica)
 
+    def on_first_token(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Record the first token of a request."""
+        turn = scheduled.turn
+        if turn is not None and turn.first_token_at is None and scheduled.request.spec.streamed:
+            turn.first_token_at = now
+
     def on_release(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         """Record that a replica no longer holds a request."""
         self._may_have_room = True
@@ -144,6 +153,7 @@ class ProgramScheduler:
     def on_put_back(self, scheduled: ScheduledRequest, now: float) -> None:
         """Place a turn again that its replica has returned, before it is queued."""
         if scheduled.turn is not None:
+            scheduled.turn.first_token_at = None
             self._leave(scheduled.turn.conversation)
             self._place(scheduled, scheduled.turn, now)
 
@@ -164,6 +174,11 @@ class ProgramScheduler:
         if dispatched:
             program.turns += 1
             program.engine_s += now - left_queue_at
+            if turn.first_token_at is not None:
+                program.first_token_s += turn.first_token_at - left_queue_at
+                program.generation_s += now - turn.first_token_at
+            if scheduled.usage is not None:
+                program.tokens.add(scheduled.usage, conversation.context_tokens if turn.extends else 0)
             program.service += scheduled.charged
             program.saved_tokens += scheduled.cached_tokens
             self.turns += 1

@@ -98,6 +98,10 @@ class ProgramTable:
         """Return all programs."""
         return list(self._programs.values())
 
+    def named(self, name: str) -> list[Program]:
+        """Return the programs of all tenants with an id."""
+        return [program for (_, each), program in self._programs.items() if each == name]
+
     def recent(self, most: int) -> list[Program]:
         """Return the programs among the `most` conversations that had a turn last, the latest first."""
         latest = islice(reversed(self._conversations), most)

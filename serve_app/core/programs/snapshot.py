@@ -55,6 +55,17 @@ def programs_document(programs: ProgramScheduler, now: float, most: int) -> dict
     }
 
 
+def program_document(programs: ProgramScheduler, program: Program, now: float) -> dict[str, Any]:
+    """Return the row of one program, and where its time went."""
+    return {
+        **asdict(_row(programs, program, now)),
+        "first_token_s": program.first_token_s,
+        "generation_s": program.generation_s,
+        "tool_gap_s": program.tool_gap_s,
+        "tokens": asdict(program.tokens),
+    }
+
+
 def _row(programs: ProgramScheduler, program: Program, now: float) -> ProgramRow:
     tenant, name = program.key
     conversations = program.conversations

@@ -374,12 +374,17 @@ _FROZEN = (
     "until POST /debug/tuner/thaw"
 )
 RECEIPTS_PATH = "/debug/requests/"
+PROGRAMS_PATH = "/debug/programs/"
 RECORDING, WHAT_IF = "/recording", "/what-if"
 _RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
     "no receipt for {request_id!r}: use the x-request-id of the response. Receipts expire ten minutes after "
     "the end of a request, after 20,000 newer ones, or at a restart of the scheduler. Requests that the "
     "gateway rejected (invalid body, key or model, or no connected scheduler) have none: see the log line"
+)
+_NO_PROGRAM = (
+    "no program {name!r}: `ewsjf status` lists the recent ones. A program is forgotten six hours after its "
+    "last turn, earlier if there are very many, and at a restart of the scheduler"
 )
 _NOT_ENDED = (
     "this request has not ended, or was admitted by an earlier scheduler: its recording is available after "
@@ -446,6 +451,21 @@ class DebugPages:
         # A request to a route may have been rejected by one model before another one served it.
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
         await send_json(incoming.send, 200, encode(found), [])
+
+    async def program(self, incoming: IncomingRequest) -> None:
+        """Return where the time of a program went, for each tenant and model that has one with this id.
+
+        Raises:
+            RequestRejected: the caller is not an admin, or no scheduler has the program.
+        """
+        self._reader.authenticate(incoming).check_admin()
+        name = unquote(incoming.path.removeprefix(PROGRAMS_PATH))
+        models = await self._complete(lambda _model, scheduler: scheduler.query("program", program=name))
+        found = [each for model in models for each in model.get("programs", ())]
+        if not found:
+            message = _NO_PROGRAM.format(name=name)
+            raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
+        await send_json(incoming.send, 200, encode({"programs": found}), [])
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the recording around a request, or its what-if analysis."""

@@ -22,6 +22,7 @@ from serve_app.serving.gateway.admin import (
     ENDPOINTS_PATH,
     MODE_METHODS,
     MODE_PATH,
+    PROGRAMS_PATH,
     RECEIPTS_PATH,
     DebugPages,
     EndpointAdmin,
@@ -298,6 +299,8 @@ class Gateway:
             route = ("GET", self._show_model)
         elif route is None and path.startswith(RECEIPTS_PATH):
             route = ("GET", self._debug.receipt)
+        elif route is None and path.startswith(PROGRAMS_PATH):
+            route = ("GET", self._debug.program)
         elif route is None and path.startswith(KEYS_PATH + "/"):
             route = (KEY_METHODS, self._key_admin.serve)
         elif route is None and (stored_method := method_of(path)) is not None:

@@ -13,6 +13,7 @@ from serve_app import __version__
 from serve_app.serving.gateway.admin import (
     ENDPOINTS_PATH,
     MODE_PATH,
+    PROGRAMS_PATH,
     RECEIPTS_PATH,
     RECORDING,
     WHAT_IF,
@@ -155,6 +156,9 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
     summary = "receipt of a request (times and wait causes), until ten minutes after its end; for admins"
     yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[request_id])}
+    program = {"name": "program", "in": "path", "required": True, "schema": {"type": "string"}}
+    summary = "where the time of an agent program went, with its last turns; for admins"
+    yield f"{PROGRAMS_PATH}{{program}}", {"get": _operation(summary, parameters=[program])}
     for part, summary in _PARTS.items():
         path = f"{RECEIPTS_PATH}{{request_id}}{part}"
         yield path, {"get": _operation(summary, parameters=[request_id])}

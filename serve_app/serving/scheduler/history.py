@@ -13,6 +13,7 @@ from time import time
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.events import Arrived
+from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
@@ -59,6 +60,7 @@ class HistoryRecord:
         expires_at: end of its queue timeout.
         resumed: it was admitted by an earlier scheduler.
         home: pool for which it has waited; empty if it did not wait.
+        turn: its turn in a program; None if it belongs to none.
         conclude: None while it is open.
     """
 
@@ -67,6 +69,7 @@ class HistoryRecord:
     expires_at: float
     resumed: bool
     home: str
+    turn: ProgramTurn | None = None
     attempts: list[Attempt] = field(default_factory=list)
     conclude: Conclude | None = None
     ended_at: float = math.inf
@@ -217,6 +220,7 @@ class RequestHistory:
             )
         else:
             known = HistoryRecord(gateway_request, arrived, math.inf, resumed=True, home=home)
+        known.turn = None if scheduled is None else scheduled.turn
         self._open[gateway_request.submission.request_id] = known
         if gateway_request.client_request_id:
             self._by_client[gateway_request.client_request_id] = known

@@ -48,6 +48,7 @@ from serve_app.serving.scheduler.gauges import (
 from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.program_receipts import programs_named
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
@@ -249,6 +250,10 @@ class LiveScheduler:
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Return the receipt of a request by its id or its client's; empty if it is unknown."""
         return await self._receipts.document(request_id, self.now())
+
+    async def program(self, name: str) -> dict[str, Any]:
+        """Return where the time of the programs with an id went."""
+        return await programs_named(name, self.core, self.history, self.now())
 
     # Called by the sessions and the registry.
 

@@ -35,6 +35,7 @@ QUERIES = frozenset(
         "usage",
         "spent",
         "receipt",
+        "program",
         "recording",
         "capture",
         "mode",
@@ -122,6 +123,10 @@ class AdminQueries:
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Return the receipt of a request; empty if it is unknown."""
         return await self.live.receipt(request_id)
+
+    async def program(self, program: str) -> dict[str, Any]:
+        """Return where the time of the programs with an id went."""
+        return await self.live.program(program)
 
     async def recording(self, request_id: str) -> str:
         """Return the recording around a recently ended request; empty if it is unknown."""

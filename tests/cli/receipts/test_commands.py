@@ -81,6 +81,41 @@ WAITING: dict[str, Any] = {
     "attempts": [],
     "tokens": {**RECEIPT["tokens"], "prompt": None, "cached": None, "output": None},
 }
+PROGRAM: dict[str, Any] = {
+    "model": MODEL,
+    "program": "job",
+    "tenant": "acme",
+    "state": "in a gap",
+    "conversations": 2,
+    "turns": 2,
+    "queued_s": 4.0,
+    "waiting_s": 3.0,
+    "engine_s": 11.0,
+    "gap_s": 25.0,
+    "age_s": 60.0,
+    "first_token_s": 8.0,
+    "generation_s": 2.0,
+    "tool_gap_s": 20.0,
+    "tokens": {"prompt": 122_000, "cached": 40_000, "again": 20_500, "output": 200},
+    "last_turns": [
+        {
+            "request_id": "gw-7",
+            "session": "helper",
+            "is_sub_agent": True,
+            "state": "completed",
+            "arrived_s_ago": 20.0,
+            "gap_s": None,
+            "queued_s": 4.0,
+            "waiting_s": 3.0,
+            "first_token_s": 2.0,
+            "generation_s": 1.5,
+            "engine_s": 3.5,
+            "prompt_tokens": 62_000,
+            "cached_tokens": 40_000,
+            "output_tokens": 100,
+        }
+    ],
+}
 RECORDING = produce(burst(40, 0)).recording("r35")
 WHAT_IF = what_if(RECORDING)
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
@@ -100,6 +135,9 @@ async def run_command(*args: str, lines: int = 1) -> int:
             return WAITING
         return RECEIPT if request_id in ("gw-1", "a/b c", example_of_tenant(WHAT_IF)) else {}
 
+    async def program(name: str) -> dict[str, Any]:
+        return {"model": MODEL, "programs": [PROGRAM] if name == "job/1" else []}
+
     async def recording(request_id: str) -> str:
         return encode_recording(RECORDING) if request_id == "client-r35" else ""
 
@@ -107,7 +145,13 @@ async def run_command(*args: str, lines: int = 1) -> int:
         return [LINE] * lines
 
     views = Answers(
-        queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recording, capture=capture
+        queue=nothing,
+        status=nothing,
+        freeze=freeze,
+        receipt=receipt,
+        program=program,
+        recording=recording,
+        capture=capture,
     )
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
@@ -175,6 +219,59 @@ async def test_explain_gives_the_reason_for_a_missing_receipt(capsys: pytest.Cap
 
     assert await run_command("explain", "gw-1", "--api-key", "wrong") != 0
     assert "--api-key" in capsys.readouterr().err
+
+
+async def test_explain_shows_where_the_time_of_a_program_went(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run_command("explain", "--program", "job/1", "--api-key", "k1") == 0
+
+    output = capsys.readouterr().out
+    assert "job: in a gap, 2 turns of 2 conversations, tenant acme" in output
+    lines = {line.split("|")[1].strip(): line.split("|")[2:] for line in output.splitlines() if "|" in line}
+    expected = {
+        "queue": "4.0",
+        "of this: for KV cache": "3.0",
+        "engine until the first token": "8.0",
+        # A quarter of the computed tokens.
+        "of this: context computed again (by tokens)": "2.0",
+        "of this: new tokens (by tokens)": "6.0",
+        "generation": "2.0",
+        "engine, answers not streamed": "1.0",
+        "gaps after calls of tools": "20.0",
+        "other gaps": "5.0",
+    }
+    assert {name: lines[name][0].strip() for name in expected} == expected
+    assert "50%" in lines["gaps after calls of tools"][1]
+    assert "prompt 122,000 (40,000 cached, 20,500 computed again, 61,500 new), output 200" in output
+    assert lines["gw-7"][0].strip() == "sub-agent helper"
+    assert [cell.strip() for cell in lines["gw-7"][2:5]] == ["-", "4.0", "3.0"]
+
+
+async def test_explain_states_what_is_not_known_of_a_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = {**PROGRAM["tokens"], "cached": 0}
+    monkeypatch.setitem(PROGRAM, "tokens", tokens)
+    monkeypatch.setitem(PROGRAM, "last_turns", [])
+    assert await run_command("explain", "--program", "job/1", "--api-key", "k1") == 0
+    output = capsys.readouterr().out
+    assert "not known how many were cached: the engines report none" in output
+    assert "computed again" not in output
+
+    assert await run_command("explain", "--program", "job/1", "--json", "--api-key", "k1") == 0
+    assert json.loads(capsys.readouterr().out) == {"programs": [PROGRAM]}
+
+
+@pytest.mark.parametrize("args", [[], ["gw-1", "--program", "job/1"], ["--program", "job/1", "--what-if"]])
+async def test_explain_takes_a_request_or_a_program(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run_command("explain", *args, "--api-key", "k1") != 0
+    assert "or --program ID" in capsys.readouterr().err
+
+
+async def test_explain_names_an_unknown_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run_command("explain", "--program", "unknown", "--api-key", "k1") != 0
+    assert "no program 'unknown'" in capsys.readouterr().err
 
 
 async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

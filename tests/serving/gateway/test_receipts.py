@@ -120,6 +120,31 @@ async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http:
     assert "Requests that the gateway rejected" in summary["error"]["message"]
 
 
+async def test_a_program_shows_the_turns_of_its_conversations(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    messages = [{"role": "user", "content": "a long task. " * 200}]
+    for turn, session in enumerate(("root", "root", "helper")):
+        parent = {"x-parent-session-id": "root"} if session == "helper" else {}
+        headers = {"x-session-id": session, "x-program-id": "job", **parent}
+        whole = [*messages, {"role": "assistant", "content": "w0"}, {"role": "user", "content": f"{turn}"}]
+        await send_request(http, headers=headers, stream=True, messages=messages if turn == 0 else whole)
+
+    answer = await http.get("/debug/programs/job", headers={"authorization": f"Bearer {KEY}"})
+
+    (found,) = answer.json()["programs"]
+    assert (found["program"], found["model"], found["turns"], found["conversations"]) == ("job", MODEL, 3, 2)
+    assert found["engine_s"] == pytest.approx(found["first_token_s"] + found["generation_s"])
+    assert [(each["session"], each["is_sub_agent"]) for each in found["last_turns"]] == [
+        ("root", False),
+        ("root", False),
+        ("helper", True),
+    ]
+    assert all(each["state"] == "completed" and each["engine_s"] > 0 for each in found["last_turns"])
+    missing = await http.get("/debug/programs/other", headers={"authorization": f"Bearer {KEY}"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
 TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_ms": 4.0}
 
 

@@ -1,0 +1,132 @@
+"""Receipts of programs from a real scheduler on a manual clock."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from serve_app.core import events as ev
+from serve_app.core.commands import Command, Conclude, Dispatch
+from serve_app.errors import Outcome
+from serve_app.request import ProgramHint, TurnEnd, Usage
+from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
+from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler import program_receipts
+from serve_app.serving.scheduler.history import RequestHistory
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.program_receipts import programs_named
+from tests.builders import request
+from tests.core.programs.builders import fleet
+
+
+class ProgramStage:
+    """A scheduler with one replica that has room for one context of 60,000 tokens."""
+
+    def __init__(self) -> None:
+        self.driver = fleet("s1")
+        self.history = RequestHistory(lambda _pool, _tokens: 0.0, unix_clock=lambda: self.driver.now)
+        self._described: dict[str, GatewayRequest] = {}
+
+    def arrive(self, request_id: str, session: str, *, blocks: int = 400, **fields: Any) -> None:
+        asked = request(
+            request_id,
+            prompt_tokens=60_000,
+            arrived_at=self.driver.now,
+            program=ProgramHint(session=session, program="job", **fields),
+            prefix=tuple(hash((session, number)) for number in range(blocks)),
+            messages=blocks,
+            streamed=True,
+        )
+        described = GatewayRequest(GatewaySession("g1"), asked.submission, 0, "")
+        described.arrived_at = self.driver.now
+        self._described[request_id] = described
+        event = ev.Arrived(asked)
+        self._note(event, self.driver.feed(event), described)
+
+    def end(self, request_id: str, usage: Usage, *, first_token_s: float, after_s: float) -> None:
+        first = ev.FirstToken(request_id)
+        self._note(first, self.driver.feed(first, after_s=first_token_s))
+        described = self._described[request_id]
+        described.usage = usage
+        described.times = RequestTimes(
+            "/v1/chat/completions", 0.0, 0.0, first_token_s, first_token_s + after_s
+        )
+        event = ev.Finished(request_id, Outcome.COMPLETED, usage)
+        self._note(event, self.driver.feed(event, after_s=after_s))
+
+    def document(self, name: str = "job") -> list[dict[str, Any]]:
+        found = asyncio.run(programs_named(name, self.driver.scheduler, self.history, self.driver.now))
+        programs: list[dict[str, Any]] = found["programs"]
+        return programs
+
+    def _note(
+        self, event: ev.Event, commands: list[Command], described: GatewayRequest | None = None
+    ) -> None:
+        core = self.driver.scheduler
+        entry = Entry(core, self.driver.now, event, commands, gateway_request=described)
+        if described is not None:
+            entry.scheduled = core.find(described.submission.request_id)
+        for command in commands:
+            if isinstance(command, Dispatch):
+                entry.dispatched.append((command, self.driver.find(command.request_id)))
+            elif isinstance(command, Conclude):
+                entry.concluded.append((command, self._described[command.request_id]))
+        self.history.on_entry(entry)
+
+
+def usage(prompt: int, cached: int = 0, ending: TurnEnd = TurnEnd.TOOLS) -> Usage:
+    return Usage(prompt_tokens=prompt, output_tokens=100, cached_tokens=cached, ending=ending)
+
+
+def test_the_time_of_a_program_is_divided_by_what_it_was_spent_on() -> None:
+    stage = ProgramStage()
+    stage.arrive("a1", "root")
+    stage.end("a1", usage(60_000), first_token_s=6.0, after_s=2.0)
+    stage.driver.now += 10.0
+    stage.arrive("a2", "root", blocks=410)
+    # 60,100 tokens were in the context, and 40,000 of them were still cached.
+    stage.end("a2", usage(62_000, 40_000, TurnEnd.DONE), first_token_s=2.0, after_s=1.0)
+    stage.driver.now += 100.0
+    stage.arrive("a3", "root", blocks=420)
+    (found,) = stage.document()
+    assert (found["program"], found["state"], found["turns"]) == ("job", "running", 2)
+    assert (found["first_token_s"], found["generation_s"], found["engine_s"]) == (8.0, 3.0, 11.0)
+    assert (found["tool_gap_s"], found["gap_s"]) == (10.0, 110.0)
+    assert found["tokens"] == {"prompt": 122_000, "cached": 40_000, "again": 20_100, "output": 200}
+    first, second, third = found["last_turns"]
+    assert [each["request_id"] for each in (first, second, third)] == ["a1", "a2", "a3"]
+    assert (first["gap_s"], second["gap_s"], third["gap_s"]) == (None, 10.0, 100.0)
+    assert (second["first_token_s"], second["generation_s"], second["cached_tokens"]) == (2.0, 1.0, 40_000)
+    # The gateway reports the times of a turn at its end.
+    assert (third["state"], third["engine_s"], third["prompt_tokens"]) == ("open", None, None)
+
+
+def test_sub_agents_and_their_waits_for_room_belong_to_the_program() -> None:
+    stage = ProgramStage()
+    stage.arrive("a1", "root")
+    stage.arrive("b1", "helper", parent="root")
+    stage.driver.now += 5.0
+    assert [(each["session"], each["is_sub_agent"]) for each in stage.document()[0]["last_turns"]] == [
+        ("root", False),
+        ("helper", True),
+    ]
+    waiting = stage.document()[0]["last_turns"][1]
+    assert (waiting["queued_s"], waiting["waiting_s"]) == (5.0, None)
+    stage.end("a1", usage(60_000, ending=TurnEnd.DONE), first_token_s=1.0, after_s=1.0)
+    stage.driver.wake()
+    found = stage.document()[0]
+    assert found["conversations"] == 2
+
+
+def test_only_the_last_turns_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_receipts, "_MOST_TURNS", 2)
+    monkeypatch.setattr(program_receipts, "_LOOKED_AT", 1)
+    stage = ProgramStage()
+    for number in range(3):
+        stage.arrive(f"a{number}", "root", blocks=400 + number)
+        stage.end(f"a{number}", usage(60_000), first_token_s=1.0, after_s=1.0)
+    assert [each["request_id"] for each in stage.document()[0]["last_turns"]] == ["a1", "a2"]
+
+
+def test_an_unknown_program_has_no_receipt() -> None:
+    assert ProgramStage().document("unknown") == []
