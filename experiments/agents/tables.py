@@ -98,6 +98,7 @@ TABLES = {
     ),
     "cases": Table(text=_cases, where={"case": _CASES}, note=_NOTE),
     "parts": Table(text=_parts, where={"case": "parts"}, note=_NOTE),
+    "exact": Table(text=_cases, where={"case": ("exact, 400k", "exact, 800k")}, note=_NOTE),
     "beside": Table(text=_beside, where={"case": "beside"}, note=_NOTE),
     "decisions": Table(text=_decisions, where={"cost": "decisions"}, note="The best of three rounds"),
 }
