@@ -99,6 +99,8 @@ class Conversation:
         turns_open: number of its turns that are queued or running.
         running: the same, running only.
         replica_id: the replica that has its context cached, or computes it; None if none has.
+        evicted: the replica that no longer has its context, as modelled, and the tokens used since its last
+            turn at that time, its own included; None after its next turn.
         ended_at: end of its last turn; None if none has been observed.
         ending: how that turn ended.
     """
@@ -115,6 +117,7 @@ class Conversation:
     turns_open: int = 0
     running: int = 0
     replica_id: str | None = None
+    evicted: tuple[str, int] | None = None
     ended_at: float | None = None
     ending: TurnEnd | None = None
 
@@ -144,6 +147,9 @@ class ProgramTurn:
         parked_since: start of its last wait for room; None if it never waited for that.
         admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
         admitted_tokens: the tokens that it takes there.
+        depth_tokens: tokens of its context and of what its replica has used since, if that can show the
+            replica's unknown capacity; otherwise None.
+        content_tokens: tokens that should be cached on its replica; 0 if its own should not.
         first_token_at: time of its first token; None before that, and if it is not streamed.
     """
 
@@ -154,6 +160,8 @@ class ProgramTurn:
     parked_since: float | None = None
     admitted_to: str | None = None
     admitted_tokens: int = 0
+    depth_tokens: int | None = None
+    content_tokens: int = 0
     first_token_at: float | None = None
 
     @property

@@ -30,7 +30,7 @@ from serve_app.core.programs.gaps import Gaps
 from serve_app.core.programs.order import ParkedTurns
 from serve_app.core.programs.program import Conversation, ProgramTurn
 from serve_app.core.programs.recognition import ProgramTable
-from serve_app.core.programs.residency import Residency
+from serve_app.core.programs.residency import ReplicaContexts, Residency
 from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.queueing.expiry import ExpiryHeap, earliest
 from serve_app.core.queueing.fairness import token_service
@@ -38,7 +38,7 @@ from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.prefix import LIKELY_KV_TOKENS, PrefixAffinity
+from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import TurnEnd
 
@@ -49,6 +49,8 @@ _CHEAP_S = 1.0
 # Prompt tokens of forced admissions over the service of all requests, and how many may be saved up.
 _FORCED_SHARE = 0.1
 _MOST_SAVED = 200_000
+# Shorter contexts show little about the capacity: most of them may be a common system prompt.
+_CLEAR_TOKENS = 1_000
 # Replicas with a part of the prompt that are compared by their room.
 _MOST_MATCHES = 8
 
@@ -81,7 +83,7 @@ class ProgramScheduler:
         self._costs = costs
         self._promotion = promotion
         self.table = ProgramTable()
-        self.residency = Residency(kv_capacity)
+        self.residency = Residency(self.capacity)
         self.parked = ParkedTurns(settings.order, joins=settings.joins)
         self.turns = self.saved_tokens = self.moved = self.forced = 0
         self._gaps = Gaps()
@@ -127,12 +129,15 @@ class ProgramScheduler:
             self.residency.evict(replica)
             return
         conversation, replica_id = turn.conversation, replica.spec.replica_id
+        if turn.admitted_to != replica_id:
+            turn.depth_tokens = None
         self._withdraw(scheduled, turn)
         if conversation.replica_id not in (None, replica_id):
             self._leave(conversation)
             self.moved += 1
         conversation.running += 1
         conversation.replica_id = replica_id
+        conversation.evicted = None
         self.residency.of(replica_id).activate(conversation)
         self.residency.evict(replica)
 
@@ -184,6 +189,7 @@ class ProgramScheduler:
             self.turns += 1
             self.saved_tokens += scheduled.cached_tokens
             conversation.ended_at = now
+            self._learn_capacity(scheduled, turn)
             self._observe(scheduled, conversation)
         elif turn.parked_since is not None and not scheduled.parked:
             # It was admitted, but its context was never computed.
@@ -247,6 +253,11 @@ class ProgramScheduler:
     def __repr__(self) -> str:
         return f"<ProgramScheduler {self.table} {self.parked} moved={self.moved} forced={self.forced}>"
 
+    def capacity(self, replica: ReplicaState) -> int:
+        """Return the KV cache of a replica in tokens, reported or learned."""
+        known = replica.spec.kv_tokens
+        return self.residency.of(replica.spec.replica_id).capacity.tokens if known is None else known
+
     # Placement
 
     def _place(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
@@ -273,7 +284,8 @@ class ProgramScheduler:
         if all(self._costs.of(pool).seconds(prompt_tokens) < _CHEAP_S for pool in scheduled.pools):
             return True
         smallest = min(
-            (kv_capacity(each) for pool in scheduled.pools for each in self._ledger.of_pool(pool)), default=0
+            (self.capacity(each) for pool in scheduled.pools for each in self._ledger.of_pool(pool)),
+            default=0,
         )
         return scheduled.estimate.expected_tokens < _SMALL_SHARE * smallest
 
@@ -350,6 +362,8 @@ class ProgramScheduler:
             self._leave(turn.conversation)
             self.moved += 1
         contexts = self.residency.of(replica_id)
+        if replica.spec.kv_tokens is None:
+            turn.depth_tokens, turn.content_tokens = _evidence(turn.conversation, contexts, replica)
         contexts.activate(turn.conversation)
         contexts.admitted += tokens
         turn.conversation.replica_id = replica_id
@@ -368,6 +382,19 @@ class ProgramScheduler:
             turn.admitted_to = None
 
     # Contexts
+
+    def _learn_capacity(self, scheduled: ScheduledRequest, turn: ProgramTurn) -> None:
+        """Learn the capacity of a replica that does not report it, from what was cached of a context."""
+        conversation, usage, depth_tokens = turn.conversation, scheduled.usage, turn.depth_tokens
+        if depth_tokens is None or usage is None or not turn.extends or conversation.replica_id is None:
+            return
+        capacity = self.residency.of(conversation.replica_id).capacity
+        known = min(usage.prompt_tokens, conversation.context_tokens)
+        if 2 * usage.cached_tokens >= known >= _CLEAR_TOKENS:
+            # The end of a context is evicted first.
+            capacity.on_hit(depth_tokens - (known - usage.cached_tokens))
+        elif known >= _CLEAR_TOKENS and turn.content_tokens:
+            capacity.on_miss(turn.content_tokens)
 
     def _observe(self, scheduled: ScheduledRequest, conversation: Conversation) -> None:
         """Learn the context of a conversation after a turn."""
@@ -389,7 +416,7 @@ class ProgramScheduler:
             return
         if conversation.turns_open:
             return
-        tokens, capacity = conversation.context_tokens, max(1, kv_capacity(replica))
+        tokens, capacity = conversation.context_tokens, max(1, self.capacity(replica))
         recompute_s = self._costs.of(replica.spec.pool).seconds(tokens)
         kept_s = self._gaps.after(conversation.ending).retention_s(recompute_s, min(1.0, tokens / capacity))
         until = now + self._settings.retention * kept_s
@@ -409,10 +436,14 @@ class ProgramScheduler:
         return turn.parked_since + self._promotion.max_wait_s(scheduled.request.priority)
 
 
-def kv_capacity(replica: ReplicaState) -> int:
-    """Return the KV cache of a replica in tokens, reported or assumed."""
-    known = replica.spec.kv_tokens
-    return LIKELY_KV_TOKENS if known is None else known
+def _evidence(
+    conversation: Conversation, contexts: ReplicaContexts, replica: ReplicaState
+) -> tuple[int | None, int]:
+    """Return the depth and the content tokens of a turn that is placed; see `ProgramTurn`."""
+    if contexts.is_idle(conversation):
+        return replica.kv.used() + contexts.depth(conversation), replica.held_tokens + contexts.depth()
+    replica_id, depth_tokens = conversation.evicted or ("", 0)
+    return (depth_tokens, 0) if replica_id == replica.spec.replica_id else (None, 0)
 
 
 def _bound_until(scheduled: ScheduledRequest) -> float:

@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from serve_app.core.programs.capacity import LearnedCapacity
 from serve_app.core.programs.program import Conversation
 from serve_app.core.routing.replica_state import ReplicaState
 
@@ -50,6 +51,7 @@ class ReplicaContexts:
 
     Attributes:
         active: conversations with an admitted or running turn on it.
+        capacity: learns its capacity; only used if the replica does not report it.
         admitted: tokens of the turns that were admitted and not dispatched yet.
     """
 
@@ -62,6 +64,7 @@ class ReplicaContexts:
         "_valid_until",
         "active",
         "admitted",
+        "capacity",
     )
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class ReplicaContexts:
         self._idle: OrderedDict[Conversation, _Idle] = OrderedDict()
         self._idle_tokens = 0
         self.active: set[Conversation] = set()
+        self.capacity = LearnedCapacity()
         self.admitted = 0
         # Tokens that other requests have left so far.
         self._left = 0
@@ -88,9 +92,22 @@ class ReplicaContexts:
         for conversation, entry in self._idle.items():
             yield conversation, entry.tokens
 
+    def depth(self, conversation: Conversation | None = None) -> int:
+        """Return the tokens of a context in a gap and of what was used after it; None for the oldest one."""
+        tokens = left = 0
+        for each, entry in reversed(self._idle.items()):
+            tokens, left = tokens + entry.tokens, self._left - entry.left_before
+            if each is conversation:
+                break
+        return tokens + left
+
     def holds(self, conversation: Conversation) -> bool:
         """Return whether a conversation's context is here."""
         return conversation in self._idle or conversation in self.active
+
+    def is_idle(self, conversation: Conversation) -> bool:
+        """Return whether a conversation is in a gap with its context here."""
+        return conversation in self._idle
 
     def activate(self, conversation: Conversation) -> None:
         """Count a conversation as active."""
@@ -205,6 +222,9 @@ class Residency:
             free = self._capacity(replica) - replica.held_tokens - contexts.admitted
             for conversation in contexts.evict(free):
                 conversation.replica_id = None
+                if replica.spec.kv_tokens is None:
+                    used_since = contexts.depth() + replica.kv.used()
+                    conversation.evicted = replica.spec.replica_id, conversation.context_tokens + used_since
 
     def lose(self, replica_id: str) -> list[Conversation]:
         """Forget all contexts of a lost replica. Return those of its active conversations."""

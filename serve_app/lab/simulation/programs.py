@@ -20,7 +20,6 @@ from typing import Annotated, Protocol
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution, Summary, SummaryRules, percentile, summarise
-from serve_app.core.programs.program_scheduler import kv_capacity
 from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
@@ -403,8 +402,8 @@ class _Play:
         )
         simulation = Simulation(scheduler, plans, environment, on_end=self._on_end)
         if settings.exact_caches:
-            exact = ExactResidency(kv_capacity, simulation.replicas, self._submitted)
-            simulation.scheduler.programs.residency = exact
+            programs = simulation.scheduler.programs
+            programs.residency = ExactResidency(programs.capacity, simulation.replicas, self._submitted)
         return simulation
 
     @property

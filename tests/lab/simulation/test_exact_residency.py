@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from serve_app.core.programs.program import Conversation
-from serve_app.core.programs.program_scheduler import kv_capacity
 from serve_app.core.programs.residency import Residency
 from serve_app.engines.model.sequences import EngineSequence
 from serve_app.lab.simulation import programs as played
@@ -41,7 +40,9 @@ class Stage:
         self.driver: ManualDriver = scheduler_fleet("s1", kv_tokens=KV_TOKENS)
         self.state = self.driver.scheduler.ledger["s1"]
         self.submitted: dict[str, tuple[int, ...]] = {}
-        self.residency = ExactResidency(kv_capacity, {"s1": self.engine}, self.submitted)
+        self.residency = ExactResidency(
+            self.driver.scheduler.programs.capacity, {"s1": self.engine}, self.submitted
+        )
 
     def compute(self, hashes: tuple[int, ...]) -> None:
         sequence = EngineSequence(

@@ -1,0 +1,36 @@
+"""Programs on a replica that reports neither its load nor the size of its KV cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from serve_app.core.programs import capacity
+from serve_app.core.programs.capacity import LearnedCapacity
+from serve_app.lab.simulation.programs import ProgramSettings, play_programs
+from serve_app.lab.workloads.programs import Program, generate_programs
+from tests.lab.simulation.test_programs import fleet
+from tests.lab.workloads.builders import programs
+
+KV_TOKENS = 400_000
+PROGRAMS = programs(
+    *(Program(one.name, one.turns[:40]) for one in generate_programs(20, 2).with_gaps_up_to(20.0).programs)
+)
+
+
+def prefill_tokens(*, reports_load: bool) -> int:
+    one = fleet(KV_TOKENS, replicas=1, profile="llama3-70b-h100-tp4")
+    settings = ProgramSettings(policy="ewsjf", fleet=replace(one, reports_load=reports_load), concurrency=12)
+    return play_programs(settings, PROGRAMS).prefill_tokens
+
+
+@pytest.mark.parametrize("assumed", [100_000, 2_000_000])
+def test_a_capacity_that_is_learned_is_nearly_as_good_as_a_reported_one(
+    assumed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "LIKELY_KV_TOKENS", assumed)
+    reported, learned = (prefill_tokens(reports_load=reports) for reports in (True, False))
+    monkeypatch.setattr(LearnedCapacity, "on_hit", lambda *_: None)
+    monkeypatch.setattr(LearnedCapacity, "on_miss", lambda *_: None)
+    wrong = prefill_tokens(reports_load=False)
+    assert learned < 1.3 * reported
+    assert learned < 0.7 * wrong
