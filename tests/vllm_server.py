@@ -90,11 +90,13 @@ _NAMES = (
 def read_counters(metrics: str) -> EngineCounters:
     """Return the counters of a `/metrics` text, summed over engine cores."""
 
-    def total(name: str) -> float:
-        samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})?\s+(\S+)", metrics, re.MULTILINE)
-        return sum(map(float, samples))
+    return EngineCounters(*(counter_total(metrics, name) for name in _NAMES))
 
-    return EngineCounters(*map(total, _NAMES))
+
+def counter_total(metrics: str, name: str) -> float:
+    """Return one counter of a `/metrics` text, summed over engine cores."""
+    samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})?\s+(\S+)", metrics, re.MULTILINE)
+    return sum(map(float, samples))
 
 
 @dataclass(frozen=True, slots=True)

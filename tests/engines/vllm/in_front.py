@@ -74,21 +74,33 @@ class Front:
 
 @contextlib.asynccontextmanager
 async def in_front_of(
-    engine: Engine, limits: EngineLimits, no_replica_grace_s: float = 1.0, *, tracing: bool = False
+    engine: Engine,
+    limits: EngineLimits,
+    no_replica_grace_s: float = 1.0,
+    *,
+    tracing: bool = False,
+    **scheduler: Any,
 ) -> AsyncIterator[Front]:
-    """Start gateway, scheduler and replica in front of a running engine, which outlives them."""
-    world = Simulation(scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s), FAST)
+    """Start gateway, scheduler and replica in front of a running engine, which outlives them.
+
+    Args:
+        scheduler: further settings of the scheduler.
+    """
+    settings = scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s, **scheduler)
+    world = Simulation(settings, FAST)
     async with contextlib.AsyncExitStack() as stack:
         await world.begin()
         stack.push_async_callback(world.close)
-        settings = PoolReplicaSettings(
+        of_replica = PoolReplicaSettings(
             pool="short",
             drain_timeout_s=1.0,
             health_timeout_s=10.0,
             server=ReplicaServerSettings(),
             channel=FAST,
         )
-        replica = PoolReplica("r", "127.0.0.1", settings, _Running(engine, limits), world.locate_for_replica)
+        replica = PoolReplica(
+            "r", "127.0.0.1", of_replica, _Running(engine, limits), world.locate_for_replica
+        )
         await replica.start()
         stack.push_async_callback(replica.stop)
         served = GatewaySettings(
