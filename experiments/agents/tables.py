@@ -88,6 +88,7 @@ _CASES = (
     "8B, 1.6M",
     "8B, 400k, long gaps",
     "70B, 400k, 4 replicas",
+    "70B, 400k, 16 replicas",
 )
 
 TABLES = {
