@@ -21,6 +21,7 @@ CONTENTS = {
         "configure",
         "routes",
         "agents",
+        "batches",
         "tuning",
         "planning",
     ),

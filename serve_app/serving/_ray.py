@@ -59,6 +59,11 @@ def served_address() -> ServedAddress:
     return ServedAddress(options, application, route, has_proxy)
 
 
+def alive_nodes() -> int:
+    """Return the number of nodes of the cluster; blocks. `ray.nodes` is public, but has no types."""
+    return sum(bool(node["Alive"]) for node in ray.nodes())  # type: ignore[no-untyped-call]
+
+
 def deploy_file(schema: ServeDeploySchema) -> None:
     """Deploy a whole configuration, as `serve deploy` does.
 

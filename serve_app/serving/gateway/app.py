@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
@@ -39,6 +40,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     stopping,
 )
+from serve_app.serving.gateway.batches.api import BatchApi, methods_of
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
@@ -107,6 +109,7 @@ class Gateway:
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._settings = settings
+        self._gateway_id = gateway_id
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._queries = queries or {}
@@ -144,6 +147,7 @@ class Gateway:
         self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
         self._stopping_retry_after_s: float | None = None
+        self._batches: BatchApi | None = None
         self._debug = DebugPages(self._queries, self._reader, prices)
         self._key_admin = KeyAdmin(self._reader, self._budgets, settings.keys_path)
         self._routes = self._routing_table(watchers or {})
@@ -207,6 +211,14 @@ class Gateway:
             **self._dashboard.routes,
         }
 
+    def start_batches(self, folder: Path) -> None:
+        """Offer the Batch API, and run its batches. Without this, its endpoints answer 501.
+
+        Args:
+            folder: the same for all gateways of the application.
+        """
+        self._batches = BatchApi(self._settings, folder, self._reader, self._gateway_id, self._serve)
+
     @property
     def in_flight(self) -> int:
         """Requests that are being received, queued or running."""
@@ -229,6 +241,9 @@ class Gateway:
         """
         self._stopping_retry_after_s = retry_after_s
         self._dashboard.close()
+        if self._batches is not None:
+            # The next gateway serves their requests again.
+            await self._batches.stop()
         await self._until_idle(drain_s)
         aborted = tuple(self._calls)
         for call in aborted:
@@ -258,6 +273,8 @@ class Gateway:
         self._halts.close()
         self._budgets.close()
         self._upstream.close()
+        if self._batches is not None:
+            self._batches.close()
         self._reader.close()
         if self._tracer is not None:
             self._tracer.close(_FINAL_MESSAGES_S)
@@ -305,6 +322,8 @@ class Gateway:
             route = (KEY_METHODS, self._key_admin.serve)
         elif route is None and (stored_method := method_of(path)) is not None:
             route = (stored_method, self._stored.serve)
+        elif route is None and (batch_methods := methods_of(path)) is not None:
+            route = (batch_methods, self._serve_batches)
         if route is None:
             raise RequestRejected(
                 Outcome.REJECTED_INVALID, f"unknown path {path[:200]}", code="not_found", status=404
@@ -335,6 +354,15 @@ class Gateway:
         finally:
             self._calls.discard(call)
             self._call_ended.set()
+
+    async def _serve_batches(self, incoming: IncomingRequest) -> None:
+        if self._batches is None:
+            message = (
+                "the Batch API has no folder here: this cluster has several nodes, so set "
+                "gateway.batches.folder to a folder that all of them share"
+            )
+            raise RequestRejected(Outcome.FAILED, message, code="not_supported", status=501)
+        await self._batches.serve(incoming)
 
     async def _forward_query(self, incoming: IncomingRequest) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""

@@ -9,6 +9,7 @@ import contextvars
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -16,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import SettingsError
-from serve_app.serving._ray import served_address
+from serve_app.serving._ray import ServedAddress, alive_nodes, served_address
 from serve_app.serving.autoscaling import CPU_CORES
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
@@ -24,6 +25,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.gateway.app import Gateway
+from serve_app.serving.gateway.batches.settings import default_folder
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.process import tune_memory
@@ -89,6 +91,9 @@ class GatewayDeployment:
                 self._gateway, address.options, address.route, address.application
             )
             await self._listener.start()
+        folder = await asyncio.to_thread(_batches_folder, settings, address)
+        if folder is not None:
+            self._gateway.start_batches(folder)
         tune_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -171,6 +176,15 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_once)
 
     return serve_request
+
+
+def _batches_folder(settings: GatewaySettings, address: ServedAddress) -> Path | None:
+    """Return the folder of the Batch API; None if the nodes share none."""
+    if settings.batches.folder is not None:
+        return Path(settings.batches.folder)
+    if alive_nodes() > 1:
+        return None
+    return default_folder(address.application, address.options.port)
 
 
 def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:

@@ -292,6 +292,18 @@ class FileKeys:
             entry.check_validity(time.time())
         return entry.caller
 
+    def caller_with(self, key_id: str) -> Caller | None:
+        """Return the caller with a key id; None if the file has no such key.
+
+        Raises:
+            RequestRejected: the key has expired or was revoked.
+        """
+        entry = self._entries.get(key_id)
+        if entry is None:
+            return None
+        entry.check_validity(time.time())
+        return entry.caller
+
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_s):
             self._check()
@@ -388,12 +400,31 @@ class Keyring:
             message = "an API key is required: send it as Authorization: Bearer KEY, or as x-api-key"
         raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
 
+    def caller_with(self, key_id: str) -> Caller:
+        """Return the caller with a key id; the empty id is of callers without a key.
+
+        Raises:
+            RequestRejected: there is no such key, or it is no longer valid.
+        """
+        if not key_id:
+            return _ANYONE
+        found = self._file_keys.caller_with(key_id) if self._file_keys is not None else None
+        found = found or next((each for each in self._callers.values() if _id_of(each) == key_id), None)
+        if found is None:
+            message = f"the API key {key_id} of this request no longer exists"
+            raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
+        return found
+
     def _caller_with(self, secret: bytes) -> Caller | None:
         found = self._file_keys.caller(secret) if self._file_keys is not None else None
         if found is not None:
             return found
         digest = _digest(secret)
         return self._callers.get(digest) or self._admins.get(digest)
+
+
+def _id_of(caller: Caller) -> str:
+    return "" if caller.key is None else caller.key.id
 
 
 _ANYONE = Caller()

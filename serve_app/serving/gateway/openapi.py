@@ -4,6 +4,7 @@ It covers what the gateway itself reads. Objects allow further fields, because e
 answers of engines are not described.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from serve_app.serving.gateway.admin import (
     ModeChange,
 )
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
+from serve_app.serving.gateway.batches.api import BATCH_PATHS, FILES_PATH, BatchBody
 from serve_app.serving.gateway.key_admin import KEYS_PATH
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
@@ -69,13 +71,15 @@ _REJECTIONS: Mapping[str, str] = {
     "401": "the API key is missing, unknown, expired or revoked",
     "403": "the API key does not permit this",
     "404": "unknown model or response",
-    "409": "there is no file of keys, or it cannot be written; or a request cannot be replayed",
+    "409": "there is no file of keys, or it cannot be written; a request cannot be replayed; a file is used",
     "413": "the body is too large",
     "415": "the body is compressed or not JSON",
     "429": "the queue is full or a limit is exceeded; retry after `Retry-After`",
     "502": "the engine failed",
     "503": "no replica is available, or the server is stopping; retry after `Retry-After`",
+    "501": "the engine or this gateway does not support this",
     "504": "the request timed out in the queue or in the engine",
+    "507": "the storage of the Batch API is full",
     "529": "the queue is full (Anthropic's status)",
 }
 _ERROR: Schema = {
@@ -114,7 +118,8 @@ _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.
 
 def openapi_document() -> Schema:
     """Return the OpenAPI document."""
-    types: list[type] = [*(endpoint.fields for endpoint in _BODIES.values()), EndpointChange, ModeChange]
+    bodies = (endpoint.fields for endpoint in _BODIES.values())
+    types: list[type] = [*bodies, EndpointChange, ModeChange, BatchBody]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -165,6 +170,8 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}
+    for path, methods in BATCH_PATHS.items():
+        yield path, {method.lower(): _batch_operation(path, method, text) for method, text in methods.items()}
     for path, summary in _ACTIONS.items():
         yield path, {"post": _operation(summary)}
     change = {"required": True, "content": {_JSON: {"schema": _reference(EndpointChange)}}}
@@ -202,6 +209,23 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             ),
         },
     )
+
+
+def _batch_operation(path: str, method: str, summary: str) -> Schema:
+    """Return an operation of the Batch API: its path names a file or batch, and two have a body."""
+    more: Schema = {}
+    if (found := re.search(r"\{(\w+)\}", path)) is not None:
+        more["parameters"] = [
+            {"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    elif method == "POST" and path == FILES_PATH:
+        fields = {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}}
+        form = {"type": "object", "required": ["purpose", "file"], "properties": fields}
+        more["requestBody"] = {"required": True, "content": {_FORM: {"schema": form}}}
+    elif method == "POST":
+        content = {_JSON: {"schema": _reference(BatchBody)}}
+        more["requestBody"] = {"required": True, "content": content}
+    return _operation(summary, **more)
 
 
 def _model_in(place: str, *, required: bool) -> Schema:

@@ -19,6 +19,7 @@ from serve_app.core.settings_base import (
 )
 from serve_app.errors import SettingsError
 from serve_app.serving.access import is_loopback
+from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
@@ -66,6 +67,7 @@ class GatewayConfig:
         insecure: without keys, accept requests on non-loopback addresses too.
         cors: web origins whose pages may call from a browser; none by default.
         routes: names in front of models: canaries, A/B tests and fallbacks.
+        batches: files and batches of requests.
     """
 
     keys: tuple[ApiKey, ...] = ()
@@ -73,6 +75,7 @@ class GatewayConfig:
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
     routes: tuple[RouteSettings, ...] = ()
+    batches: BatchSettings = field(default_factory=BatchSettings)
     # Key of a scraper for `/metrics`. Without one, an admin key is required if keys are configured.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
     # Largest request body. OpenAI accepts about 50 MB of images per request; a million tokens are a tenth.
@@ -159,8 +162,8 @@ class GatewaySettings(GatewayConfig):
             route.check(names)
 
 
-# Settings that need a new process, because they define connections and the tracer.
-_COLD = ("models", "upstream", "tracing")
+# Settings that need a new process, because they define connections, the tracer and the storage of batches.
+_COLD = ("models", "upstream", "tracing", "batches")
 
 
 def gateway_hot(settings: GatewaySettings) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.body import HeldBody
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
 
+CALLER = "ewsjf.caller"
+"""Extension of an ASGI scope with the caller of a request from within, which no client can set."""
+
 
 class IncomingRequest(msgspec.Struct, frozen=True):
     """A request of which only the head has been parsed.

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import monotonic
@@ -22,6 +22,7 @@ from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_s
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody, api_of
 from serve_app.serving.gateway.request.incoming import (
     AS_STREAM,
+    CALLER,
     NO_PRIORITY,
     ForwardJob,
     IncomingRequest,
@@ -42,6 +43,9 @@ from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTra
 _LARGE_BODY_BYTES = 256 * 1024
 # The limit for bodies that mostly consist of long texts; these also cost more memory on a thread.
 _LARGE_TEXT_BYTES = 512 * 1024
+# The parts of a form around its file.
+_FORM_BYTES = 64 * 1024
+_NONE: Mapping[str, Caller] = {}
 # Pieces of this length are stored as they arrive; shorter ones are joined.
 _OWN_PIECE_BYTES = 4 * 1024
 
@@ -104,7 +108,8 @@ class RequestReader:
         Raises:
             RequestRejected: the key is missing or not valid.
         """
-        return self.caller(incoming.headers)
+        within: Caller | None = incoming.scope.get("extensions", _NONE).get(CALLER)
+        return within or self.caller(incoming.headers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller that the headers of a request identify.
@@ -113,6 +118,50 @@ class RequestReader:
             RequestRejected: the key is missing or not valid.
         """
         return self._keyring.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
+
+    def caller_with(self, key_id: str) -> Caller:
+        """Return the caller with a key, for a request from within; an empty id is of a caller without key.
+
+        Raises:
+            RequestRejected: there is no such key, or it is no longer valid.
+        """
+        return self._keyring.caller_with(key_id)
+
+    async def pieces(
+        self, incoming: IncomingRequest, max_bytes: int, piece_bytes: int
+    ) -> AsyncIterator[bytes]:
+        """Yield a body that is too long for the memory, in pieces of about `piece_bytes`.
+
+        Raises:
+            RequestRejected: it is too long, too slow or compressed.
+            ClientGone: the client disconnected before it was complete.
+        """
+        settings, loop = self._settings, asyncio.get_running_loop()
+        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
+        stated = incoming.headers.get(b"content-length", b"0")
+        if stated.isdigit() and int(stated) > max_bytes + _FORM_BYTES:
+            raise _file_too_large(max_bytes)
+        pending, size, received_s, is_last = bytearray(), 0, 0.0, False
+        while not is_last:
+            began = loop.time()
+            try:
+                message = await asyncio.wait_for(incoming.receive(), settings.body_grace_s)
+            except TimeoutError as exc:
+                raise _too_slow(settings) from exc
+            received_s += loop.time() - began
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client disconnected before its request was complete")
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > max_bytes + _FORM_BYTES:
+                raise _file_too_large(max_bytes)
+            if received_s - settings.body_grace_s > size / settings.min_body_bytes_per_s:
+                raise _too_slow(settings)
+            is_last = not message.get("more_body", False)
+            pending += piece
+            if len(pending) >= piece_bytes or is_last:
+                yield bytes(pending)
+                pending.clear()
 
     async def body(self, incoming: IncomingRequest) -> HeldBody:
         """Receive the whole body; the caller must release it.
@@ -365,6 +414,14 @@ def _too_large(limit: int) -> RequestRejected:
     return RequestRejected(
         Outcome.REJECTED_BODY_TOO_LARGE,
         f"the body is longer than {limit} bytes: send less, or raise gateway.advanced.max_body_bytes",
+    )
+
+
+def _file_too_large(limit: int) -> RequestRejected:
+    return RequestRejected(
+        Outcome.REJECTED_BODY_TOO_LARGE,
+        f"the file is longer than {limit:,} bytes: split it",
+        param="file",
     )
 
 

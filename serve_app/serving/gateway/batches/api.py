@@ -1,0 +1,424 @@
+"""Endpoints of the Batch API, as OpenAI specifies them.
+
+POST    /v1/files                  upload, as a form with `purpose` and `file`
+GET     /v1/files                  list
+GET     /v1/files/ID               one file
+GET     /v1/files/ID/content       its contents
+DELETE  /v1/files/ID               deletion
+POST    /v1/batches                creation
+GET     /v1/batches                list
+GET     /v1/batches/ID             one batch
+POST    /v1/batches/ID/cancel      cancellation
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from time import time
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from serve_app.engines.engine import ASGIApp
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.client import ClientGone
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
+from serve_app.serving.gateway.batches.calls import call
+from serve_app.serving.gateway.batches.lines import InputChecker
+from serve_app.serving.gateway.batches.records import (
+    BatchError,
+    BatchRecord,
+    FileRecord,
+    new_id,
+    window_s,
+)
+from serve_app.serving.gateway.batches.runner import BatchRunner
+from serve_app.serving.gateway.batches.storage import Storage
+from serve_app.serving.gateway.batches.store import BatchStore, Page, QuotaExceeded, StoreError
+from serve_app.serving.gateway.batches.upload import UploadForm
+from serve_app.serving.gateway.request.endpoints import SCHEDULED
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.settings import GatewaySettings
+
+FILES_PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
+# Methods by path, and summaries by method, for the router and the API description.
+BATCH_PATHS: Mapping[str, Mapping[str, str]] = {
+    FILES_PATH: {"POST": "upload a file of batch requests", "GET": "list of files"},
+    FILES_PATH + "/{file_id}": {"GET": "one file", "DELETE": "delete a file"},
+    FILES_PATH + "/{file_id}/content": {"GET": "contents of a file"},
+    BATCHES_PATH: {"POST": "create a batch", "GET": "list of batches"},
+    BATCHES_PATH + "/{batch_id}": {"GET": "one batch"},
+    BATCHES_PATH + "/{batch_id}/cancel": {"POST": "cancel a batch"},
+}
+_PATH = re.compile(r"(/v1/files|/v1/batches)(?:/([A-Za-z0-9_-]{1,100})(?:/(content|cancel))?)?")
+_FILES_PAGE, _BATCHES_PAGE = 10_000, 100
+_DEFAULT_BATCHES_PAGE = 20
+_PIECE_BYTES = 1024 * 1024
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_SHORTEST_EXPIRY_S, _LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
+_FULL_STATUS = 507
+_RETRY_AFTER_S = 5.0
+
+
+class OutputExpiry(msgspec.Struct):
+    """When the output of a batch is deleted, in seconds after its creation."""
+
+    seconds: int
+    anchor: str = "created_at"
+
+
+class BatchBody(msgspec.Struct):
+    """Body of a request that creates a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: dict[str, str] | None = None
+    output_expires_after: OutputExpiry | None = None
+
+
+_body_decoder = msgspec.json.Decoder(BatchBody)
+
+
+def methods_of(path: str) -> str | None:
+    """Return the methods of a path of this API, separated by commas; None for any other path."""
+    found = _PATH.fullmatch(path)
+    if found is None:
+        return None
+    collection, entry, part = found.groups()
+    name = "file_id" if collection == FILES_PATH else "batch_id"
+    written = collection + (f"/{{{name}}}" if entry else "") + (f"/{part}" if part else "")
+    methods = BATCH_PATHS.get(written)
+    return None if methods is None else ", ".join(methods)
+
+
+class BatchApi:
+    """Handlers of the endpoints.
+
+    Args:
+        folder: folder of the database and, unless the settings name another, of the files.
+        gateway_id: unique among all gateways.
+        serve: serves the requests of batches.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, folder: Path, reader: RequestReader, gateway_id: str, serve: ASGIApp
+    ) -> None:
+        self._settings = settings.batches
+        self._max_line_bytes = settings.max_body_bytes
+        self._reader = reader
+        self._storage = Storage(folder, settings.batches.files_uri)
+        self._runner = BatchRunner(self._storage, partial(call, serve), reader.caller_with, gateway_id)
+        self._runner.start()
+
+    def __repr__(self) -> str:
+        return f"<BatchApi {self._storage!r} {self._runner!r}>"
+
+    async def stop(self) -> None:
+        """Leave the batches to another gateway; the endpoints remain. Idempotent."""
+        await self._runner.stop()
+
+    def close(self) -> None:
+        """Close the storage."""
+        self._storage.close()
+
+    async def serve(self, incoming: IncomingRequest) -> None:
+        """Serve a request of this API.
+
+        Raises:
+            RequestRejected: it is invalid or not allowed, or the storage is not available.
+        """
+        caller = self._reader.authenticate(incoming)
+        owner = self._reader.owner(incoming, caller)
+        found = _PATH.fullmatch(incoming.path)
+        assert found is not None, "checked by the router"
+        collection, entry, part = found.groups()
+        method = incoming.scope["method"]
+        try:
+            if collection == FILES_PATH:
+                await self._serve_files(incoming, owner, method, entry, part)
+            else:
+                key_id = "" if caller.key is None else caller.key.id
+                await self._serve_batches(incoming, owner, key_id, method, entry)
+        except StoreError as error:
+            raise storage_rejection(error) from error
+
+    async def _serve_files(
+        self, incoming: IncomingRequest, owner: str, method: str, file_id: str | None, part: str | None
+    ) -> None:
+        if file_id is None and method == "POST":
+            await _send(incoming, (await self._upload(incoming, owner)).shown())
+        elif file_id is None:
+            await self._list_files(incoming, owner)
+        elif part is not None:
+            await self._send_contents(incoming, await self._file(file_id, owner))
+        elif method == "DELETE":
+            await self._delete(await self._file(file_id, owner))
+            await _send(incoming, {"id": file_id, "object": "file", "deleted": True})
+        else:
+            await _send(incoming, (await self._file(file_id, owner)).shown())
+
+    async def _serve_batches(
+        self, incoming: IncomingRequest, owner: str, key_id: str, method: str, batch_id: str | None
+    ) -> None:
+        if batch_id is None and method == "POST":
+            record: BatchRecord | None = await self._create(incoming, owner, key_id)
+        elif batch_id is None:
+            await self._list_batches(incoming, owner)
+            return
+        elif method == "POST":
+            record = await self._storage(BatchStore.cancel, batch_id, owner, time())
+        else:
+            record = await self._storage(BatchStore.batch, batch_id, owner)
+        if record is None:
+            raise _not_found("batch", str(batch_id))
+        if method == "POST":
+            self._runner.wake()
+        await _send(incoming, record.shown(time()))
+
+    # -- files
+
+    async def _upload(self, incoming: IncomingRequest, owner: str) -> FileRecord:
+        form = UploadForm(incoming.headers.get(b"content-type", b""))
+        checker = InputChecker(self._settings.max_requests, self._max_line_bytes)
+        record = FileRecord(
+            id=new_id("file-"), owner=owner, filename="", purpose="batch", created_at=int(time())
+        )
+        # Incomplete files are deleted after a day if this process ends now.
+        await self._storage(BatchStore.put_file, record)
+        writer = await asyncio.to_thread(self._storage.contents.create, record.id)
+
+        def write(data: bytes) -> None:
+            checker.feed(data)
+            writer.write(data)
+
+        try:
+            async for data in self._reader.pieces(incoming, self._settings.max_file_bytes, _PIECE_BYTES):
+                if contents := form.feed(data):
+                    await asyncio.to_thread(write, contents)
+            form.finish()
+            checker.finish()
+            record.expires_at = _expiry_of_form(form.fields, record.created_at)
+            await asyncio.to_thread(writer.close)
+            record.bytes, record.filename, record.is_complete = writer.bytes, form.filename or "", True
+            record.requests, record.first_lines = checker.requests, checker.first_lines
+            await self._storage(BatchStore.put_file, record, self._settings.max_stored_bytes)
+        except BaseException:
+            await asyncio.shield(self._abandon(record.id, writer.abandon))
+            raise
+        return record
+
+    async def _abandon(self, file_id: str, abandon: Any) -> None:
+        await asyncio.to_thread(abandon)
+        await self._storage(BatchStore.delete_file, file_id)
+
+    async def _list_files(self, incoming: IncomingRequest, owner: str) -> None:
+        query = _query(incoming)
+        page = _page(query, _FILES_PAGE, _FILES_PAGE)
+        found = await self._storage(BatchStore.files, owner, query.get("purpose"), page)
+        await _send_list(incoming, [record.shown() for record in found], page)
+
+    async def _file(self, file_id: str, owner: str) -> FileRecord:
+        found = await self._storage(BatchStore.file, file_id, owner)
+        if found is None or (found.expires_at is not None and found.expires_at <= time()):
+            raise _not_found("file", file_id)
+        return found
+
+    async def _delete(self, record: FileRecord) -> None:
+        batch_id = await self._storage(BatchStore.uses, record.id)
+        if batch_id is not None:
+            raise RequestRejected(
+                Outcome.REJECTED_INVALID,
+                f"file {record.id} is read by {batch_id}: wait for its end, or cancel it",
+                code="file_in_use",
+                status=409,
+            )
+        await asyncio.to_thread(self._storage.contents.delete, record.id)
+        await self._storage(BatchStore.delete_file, record.id)
+
+    async def _send_contents(self, incoming: IncomingRequest, record: FileRecord) -> None:
+        try:
+            file = await asyncio.to_thread(self._storage.contents.open, record.id)
+        except FileNotFoundError:
+            raise _not_found("file", record.id) from None
+        headers = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", b"%d" % record.bytes),
+            *incoming.id_headers,
+        ]
+        try:
+            await incoming.send({"type": "http.response.start", "status": 200, "headers": headers})
+            remaining = 0 if incoming.scope["method"] == "HEAD" else record.bytes
+            while remaining:
+                piece = await asyncio.to_thread(file.read, min(_PIECE_BYTES, remaining))
+                if not piece:
+                    # Too few bytes for the stated length, so the client notices.
+                    raise ClientGone(f"the contents of {record.id} are truncated")
+                remaining -= len(piece)
+                await incoming.send({"type": "http.response.body", "body": piece, "more_body": True})
+            await incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await asyncio.to_thread(file.close)
+
+    # -- batches
+
+    async def _create(self, incoming: IncomingRequest, owner: str, key_id: str) -> BatchRecord:
+        body = await self._body(incoming)
+        record = BatchRecord(
+            id=new_id("batch_"),
+            owner=owner,
+            key_id=key_id,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=int(time()),
+            expires_at=int(time()) + _window_of(body.completion_window),
+            keep_output_s=_kept_s(body.output_expires_after, self._settings.keep_output_s),
+            metadata=_checked_metadata(body.metadata),
+        )
+        if body.endpoint not in SCHEDULED:
+            known = ", ".join(SCHEDULED)
+            raise _invalid("endpoint", f"endpoint must be one of {known}; got {body.endpoint[:100]!r}")
+        file = await self._storage(BatchStore.file, body.input_file_id, owner)
+        if file is None:
+            raise _not_found("file", body.input_file_id, param="input_file_id")
+        if file.purpose != "batch":
+            raise _invalid("input_file_id", f"{file.id} has the purpose {file.purpose}: upload it as `batch`")
+        record.total = file.requests
+        record.errors = [
+            BatchError("mismatched_url", f"url is {url}, but the endpoint is {body.endpoint}", "url", line)
+            for url, line in file.first_lines.items()
+            if url != body.endpoint
+        ]
+        if record.errors:
+            record.enter("failed", time())
+        await self._storage(BatchStore.add_batch, record)
+        return record
+
+    async def _body(self, incoming: IncomingRequest) -> BatchBody:
+        held = await self._reader.body(incoming)
+        try:
+            return _body_decoder.decode(held.data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            example = '{"input_file_id": "file-…", "endpoint": "/v1/chat/completions"}'
+            raise RequestRejected(
+                Outcome.REJECTED_INVALID, f"the body must be like {example}: {error}"
+            ) from error
+        finally:
+            held.release()
+
+    async def _list_batches(self, incoming: IncomingRequest, owner: str) -> None:
+        page = _page(_query(incoming), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
+        now = time()
+        found = await self._storage(BatchStore.batches, owner, page)
+        await _send_list(incoming, [record.shown(now) for record in found], page)
+
+
+def storage_rejection(error: StoreError) -> RequestRejected:
+    """Return the rejection of a request that the storage could not serve."""
+    if isinstance(error, QuotaExceeded):
+        return RequestRejected(Outcome.REJECTED_BODY_TOO_LARGE, str(error), code="storage_limit_exceeded")
+    return RequestRejected(
+        Outcome.FAILED,
+        f"the storage of the Batch API is not available, and nothing was stored: {error}",
+        code="storage_unavailable",
+        status=_FULL_STATUS if "full" in str(error) or "No space" in str(error) else 503,
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+async def _send(incoming: IncomingRequest, document: Mapping[str, Any]) -> None:
+    await send_json(incoming.send, 200, encode(document), incoming.id_headers)
+
+
+async def _send_list(incoming: IncomingRequest, found: list[dict[str, Any]], page: Page) -> None:
+    """Send a page; one more entry than its limit was requested, and shows whether there is a further page."""
+    limit = page.limit - 1
+    data = found[:limit]
+    document = {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(found) > limit,
+    }
+    await _send(incoming, document)
+
+
+def _query(incoming: IncomingRequest) -> dict[str, str]:
+    parsed = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1"))
+    return {name: values[-1] for name, values in parsed.items()}
+
+
+def _page(query: Mapping[str, str], default: int, most: int) -> Page:
+    written, order = query.get("limit", str(default)), query.get("order", "desc")
+    if not written.isascii() or not written.isdigit() or not 1 <= int(written[:9]) <= most:
+        raise _invalid("limit", f"limit must be from 1 to {most:,}, got {written[:20]!r}")
+    if order not in ("asc", "desc"):
+        raise _invalid("order", f"order must be asc or desc, got {order[:20]!r}")
+    return Page(int(written) + 1, query.get("after") or None, order == "desc")
+
+
+def _window_of(written: str) -> int:
+    seconds = window_s(written)
+    if seconds is None:
+        raise _invalid(
+            "completion_window",
+            f"completion_window must be 24h or shorter, such as 30m or 6h, got {written[:20]!r}",
+        )
+    return seconds
+
+
+def _kept_s(expiry: OutputExpiry | None, default_s: int) -> int:
+    if expiry is None:
+        return default_s
+    return _checked_expiry("output_expires_after", expiry.anchor, str(expiry.seconds))
+
+
+def _expiry_of_form(fields: Mapping[str, str], now: int) -> int | None:
+    if (purpose := fields.get("purpose")) != "batch":
+        got = "is missing" if purpose is None else f"is {purpose[:40]!r}"
+        raise _invalid("purpose", f"purpose {got}: it must be batch, because files are used for batches only")
+    if "expires_after[seconds]" not in fields:
+        return None
+    anchor = fields.get("expires_after[anchor]", "created_at")
+    return now + _checked_expiry("expires_after", anchor, fields["expires_after[seconds]"])
+
+
+def _checked_expiry(name: str, anchor: str, seconds: str) -> int:
+    if anchor != "created_at":
+        raise _invalid(name, f"{name}.anchor must be created_at, got {anchor[:40]!r}")
+    given = int(seconds) if seconds.isascii() and seconds.isdigit() and len(seconds) < 10 else 0
+    if not _SHORTEST_EXPIRY_S <= given <= _LONGEST_EXPIRY_S:
+        limits = f"from {_SHORTEST_EXPIRY_S:,} to {_LONGEST_EXPIRY_S:,}"
+        raise _invalid(name, f"{name}.seconds must be {limits}, got {seconds[:20]!r}")
+    return given
+
+
+def _checked_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
+    for key, value in (metadata or {}).items():
+        if len(key) > _MAX_KEY or len(value) > _MAX_VALUE:
+            limits = f"{_MAX_KEY} characters, and values {_MAX_VALUE}"
+            raise _invalid("metadata", f"keys of metadata have at most {limits}: shorten {key[:40]!r}")
+    if metadata is not None and len(metadata) > _MAX_METADATA:
+        raise _invalid("metadata", f"metadata has at most {_MAX_METADATA} entries, got {len(metadata)}")
+    return metadata
+
+
+def _invalid(param: str, message: str) -> RequestRejected:
+    return RequestRejected(Outcome.REJECTED_INVALID, message, param=param)
+
+
+def _not_found(kind: str, given: str, param: str | None = None) -> RequestRejected:
+    return RequestRejected(
+        Outcome.REJECTED_INVALID,
+        f"there is no {kind} {given[:100]!r}: it was never created, was deleted, has expired, or belongs to "
+        "another tenant",
+        param=param or f"{kind}_id",
+        code="not_found",
+        status=404,
+    )

@@ -1,0 +1,544 @@
+"""The runner: serves the requests of all open batches, in one gateway at a time.
+
+Each gateway tries to acquire the lease in the database; the holder extends it, and another one takes over
+within seconds of its end. A gateway that stops releases it at once, and its requests are served again by the
+next one: a request may be computed twice, but only its first result counts.
+
+Requests enter the gateway in class `batch`, so the scheduler serves them on the capacity that other classes
+leave. Here it only has to be decided how many of them to submit. By Little's law, a share of
+`service / (wait + service)` of those submitted is running; the rest waits. A quarter more than those running
+suffices to fill the engines, and the number grows by that factor as long as none waits. The database holds
+all others, however many there are.
+
+A batch that would miss its completion window at its present rate is submitted in class `default` instead, if
+its key allows it.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic, time
+from typing import TypeVar
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode
+from serve_app.serving.gateway.answer.stream import RawUsage
+from serve_app.serving.gateway.batches.calls import Answer, ServeRequest
+from serve_app.serving.gateway.batches.lines import BatchRequest, InputReader
+from serve_app.serving.gateway.batches.records import BatchError, BatchRecord, FileRecord, Tokens, new_id
+from serve_app.serving.gateway.batches.storage import Storage
+from serve_app.serving.gateway.batches.store import BatchStore, LeaseLost, Result, StoreError
+from serve_app.serving.gateway.keys import Caller
+
+logger = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
+
+_LEASE_S = 6.0
+_TURN_S = 1.5
+_SWEEP_S = 60.0
+# Uploads that were not completed within this time never will be.
+_ABANDONED_S = 24 * 3600.0
+
+# Requests submitted at first and at least, and most of all batches together: each holds its body in memory.
+_FEWEST, _MOST = 4, 1024
+_SPARE = 1.25
+# Weight of a request in the means of waits and services.
+_WEIGHT = 1 / 16
+# Attempts of a request whose engine fails. Rejections for lack of capacity do not count.
+_ATTEMPTS = 3
+_LONGEST_PAUSE_S = 60.0
+# Results are stored together, because each transaction waits for the disk.
+_FLUSH_S = 0.05
+# While they cannot be stored, for example because the disk is full, they are held in memory.
+_MOST_UNSTORED = 256
+# A batch is late if it needs more than this share of the remaining time.
+_LATE_SHARE = 0.8
+# Interval and time constant of the measured rate.
+_RATE_INTERVAL_S, _RATE_S = 2.0, 30.0
+_ENDED_TOGETHER = 500
+
+_EXPIRED = ("batch_expired", "This request was not executed before the completion window ended.")
+_CANCELLED = ("batch_cancelled", "This request was not executed, because the batch was cancelled.")
+
+
+class BatchRunner:
+    """Serves the requests of open batches while it holds the lease.
+
+    Args:
+        serve: serves one request.
+        caller_of: returns the caller with an API key; raises `RequestRejected` if the key is not valid.
+        holder: name of this gateway, unique among all.
+    """
+
+    def __init__(
+        self, storage: Storage, serve: ServeRequest, caller_of: Callable[[str], Caller], holder: str
+    ) -> None:
+        self._storage = storage
+        self._serve = serve
+        self._caller_of = caller_of
+        self._holder = holder
+        self._runs: dict[str, tuple[_BatchRun, asyncio.Task[None]]] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._token: int | None = None
+        self._swept_at = 0.0
+        self._failure = ""
+
+    def __repr__(self) -> str:
+        return f"<BatchRunner token={self._token} batches={len(self._runs)}>"
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this gateway runs the batches."""
+        return self._token is not None
+
+    def start(self) -> None:
+        """Start to acquire the lease, and to run batches."""
+        self._task = asyncio.get_running_loop().create_task(
+            self._run(), name="batches", context=contextvars.Context()
+        )
+
+    def wake(self) -> None:
+        """Look for new or cancelled batches now."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Cancel the requests in progress, and release the lease. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await self._cancel_runs()
+        if self._token is not None:
+            self._token = None
+            with contextlib.suppress(StoreError):
+                await self._storage(BatchStore.release, self._holder)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if not self._storage.is_new:
+                    await self._turn()
+                self._report("")
+            except StoreError as error:
+                self._report(str(error))
+            except Exception:
+                logger.exception("event=batches_error")
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _TURN_S)
+
+    def _report(self, failure: str) -> None:
+        if failure == self._failure:
+            return
+        self._failure = failure
+        if failure:
+            logger.error("event=batches_stalled reason=%r action='trying again'", failure)
+        else:
+            logger.info("event=batches_continue")
+
+    async def _turn(self) -> None:
+        """Extend the lease; start and end runs."""
+        token = await self._storage(BatchStore.acquire, self._holder, time(), _LEASE_S)
+        if token != self._token:
+            await self._cancel_runs()
+            self._token = token
+        if token is None:
+            return
+        for batch_id, (_, task) in tuple(self._runs.items()):
+            if task.done():
+                del self._runs[batch_id]
+        records = await self._storage(BatchStore.open_batches)
+        for record in records:
+            if record.id not in self._runs:
+                run = _BatchRun(record, token, self._storage, self._serve, self._caller_of)
+                task = asyncio.get_running_loop().create_task(run.run(), name=record.id)
+                self._runs[record.id] = run, task
+            self._runs[record.id][0].observe(record, time(), max(_FEWEST, _MOST // len(records)))
+        if monotonic() - self._swept_at > _SWEEP_S:
+            self._swept_at = monotonic()
+            await self._sweep({record.input_file_id for record in records})
+
+    async def _sweep(self, in_use: set[str]) -> None:
+        """Delete files whose time has passed."""
+        now = time()
+        for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
+            if file_id not in in_use:
+                await asyncio.to_thread(self._storage.contents.delete, file_id)
+                await self._storage(BatchStore.delete_file, file_id)
+
+    async def _cancel_runs(self) -> None:
+        tasks = [task for _, task in self._runs.values()]
+        self._runs.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Determines how many requests of a batch are submitted at a time."""
+
+    most: int = _MOST
+    wait_s: float = 0.0
+    service_s: float = 0.0
+    window: float = _FEWEST
+
+    def on_end(self, wait_s: float, service_s: float, submitted: int) -> None:
+        """Count a request that has ended, of so many that were submitted."""
+        weight = _WEIGHT if self.service_s else 1.0
+        self.wait_s += weight * (wait_s - self.wait_s)
+        self.service_s += weight * (service_s - self.service_s)
+        running = submitted * self.service_s / max(self.wait_s + self.service_s, 1e-9)
+        self.window = min(self.most, _SPARE * running + _FEWEST)
+
+
+class _BatchRun:
+    """Serves the requests of one batch. Single use."""
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        token: int,
+        storage: Storage,
+        serve: ServeRequest,
+        caller_of: Callable[[str], Caller],
+    ) -> None:
+        self._record = record
+        self._token = token
+        self._storage = storage
+        self._serve = serve
+        self._caller_of = caller_of
+        self._pace = _Pace()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        # Code and message of requests that are no longer to be served.
+        self._end: tuple[str, str] | None = None
+        self._results: list[Result] = []
+        self._has_results = asyncio.Event()
+        self._rate_at, self._rate_done = monotonic(), record.completed + record.failed
+
+    def observe(self, record: BatchRecord, now: float, most: int) -> None:
+        """Note the stored state, the time, and how many requests may be submitted."""
+        self._pace.most = most
+        if record.status == "cancelling":
+            self._end = _CANCELLED
+        elif record.status == "in_progress" and now >= record.expires_at:
+            self._end = _EXPIRED
+        if self._end is not None:
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Serve all requests, and write the files of the batch."""
+        try:
+            await self._change(_begin)
+            if self._record.status != "finalizing":
+                await self._serve_requests()
+            await self._write_files()
+        except LeaseLost:
+            logger.info("event=batch_left batch=%s", self._record.id)
+        except FileNotFoundError as error:
+            failure = BatchError("input_file_missing", f"the contents of the input file are missing: {error}")
+            await self._change(lambda record: _fail(record, failure))
+        except Exception as error:
+            logger.exception("event=batch_error batch=%s", self._record.id)
+            failure = BatchError("internal_error", f"internal error of the gateway: {error!r}")
+            await self._change(lambda record: _fail(record, failure))
+
+    # -- requests
+
+    async def _serve_requests(self) -> None:
+        storing = asyncio.create_task(self._store_results())
+        storing.add_done_callback(lambda _: self._changed.set())
+        try:
+            async for request in self._requests():
+                await self._until(self._has_room, storing)
+                if self._end is not None:
+                    break
+                task = asyncio.create_task(self._serve_request(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._on_task)
+            await self._until(lambda: not self._tasks, storing)
+            await self._cancel_tasks()
+            await self._until(lambda: not self._results, storing, ends=False)
+        finally:
+            storing.cancel()
+            await self._cancel_tasks()
+            await asyncio.gather(storing, return_exceptions=True)
+        if self._end is not None:
+            await self._end_rest(self._end)
+
+    def _has_room(self) -> bool:
+        return len(self._tasks) < self._pace.window and len(self._results) < _MOST_UNSTORED
+
+    async def _until(
+        self, is_true: Callable[[], bool], storing: "asyncio.Task[None]", *, ends: bool = True
+    ) -> None:
+        """Wait for a condition, or for the end of the batch if `ends`."""
+        while not (is_true() or (ends and self._end is not None)):
+            if storing.done():
+                storing.result()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _cancel_tasks(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    def _on_task(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _requests(self) -> AsyncIterator[BatchRequest]:
+        """Yield the requests without a result, in the order of the input."""
+        done = await self._persist(partial(self._storage, BatchStore.lines_with_result, self._record.id))
+        reader = await self._persist(self._open_input)
+        try:
+            while requests := await self._persist(partial(asyncio.to_thread, reader.next)):
+                for request in requests:
+                    if request.line not in done:
+                        yield request
+        finally:
+            reader.close()
+
+    async def _open_input(self) -> InputReader:
+        contents = self._storage.contents
+        return InputReader(await asyncio.to_thread(contents.open, self._record.input_file_id))
+
+    async def _serve_request(self, request: BatchRequest) -> None:
+        began, attempts = monotonic(), 0
+        while True:
+            attempt_at = monotonic()
+            answer = await self._send(request)
+            attempts += 1
+            pause_s = _pause_s(answer, attempts)
+            if pause_s is None:
+                break
+            await asyncio.sleep(pause_s * (1 + random.random() / 4))  # noqa: S311 - spreads attempts
+        ended = monotonic()
+        service_s = max(0.0, ended - attempt_at - (answer.header(b"x-queue-wait-ms") or 0.0) / 1000)
+        self._pace.on_end(ended - began - service_s, service_s, len(self._tasks))
+        self._results.append(_result(self._record, request, answer))
+        self._has_results.set()
+
+    async def _send(self, request: BatchRequest) -> Answer:
+        record = self._record
+        try:
+            caller = self._caller_of(record.key_id)
+        except RequestRejected as rejection:
+            return Answer(rejection.status, {}, rejection.body())
+        left_s = max(1.0, record.expires_at - time())
+        priority = PriorityClass.BATCH
+        if self._is_late(left_s) and (caller.key is None or PriorityClass.DEFAULT in caller.key.classes):
+            priority = PriorityClass.DEFAULT
+        headers = {
+            b"x-tenant": record.owner.encode(),
+            b"x-priority": priority.value.encode(),
+            b"x-queue-timeout-s": b"%.0f" % left_s,
+        }
+        try:
+            return await self._serve(request.url, bytes(request.body), headers, caller)
+        except Exception as error:
+            logger.exception("event=batch_request_error batch=%s line=%d", record.id, request.line)
+            failure = RequestRejected(Outcome.FAILED, f"internal error of the gateway: {error!r}", status=500)
+            return Answer(failure.status, {}, failure.body())
+
+    def _is_late(self, left_s: float) -> bool:
+        record = self._record
+        return record.rate_per_s > 0 and record.remaining / record.rate_per_s > _LATE_SHARE * left_s
+
+    async def _store_results(self) -> None:
+        """Store results as they come, and the rate at which they do."""
+        while True:
+            await self._has_results.wait()
+            await asyncio.sleep(_FLUSH_S)
+            self._has_results.clear()
+            count = len(self._results)
+            results = tuple(self._results[:count])
+            await self._add(results)
+            del self._results[:count]
+            self._changed.set()
+            if monotonic() - self._rate_at > _RATE_INTERVAL_S:
+                await self._change(self._measure_rate)
+
+    def _measure_rate(self, record: BatchRecord) -> None:
+        now, done = monotonic(), record.completed + record.failed
+        passed_s = now - self._rate_at
+        weight = 1.0 if not record.rate_per_s else min(1.0, passed_s / _RATE_S)
+        record.rate_per_s += weight * ((done - self._rate_done) / passed_s - record.rate_per_s)
+        self._rate_at, self._rate_done = now, done
+
+    async def _end_rest(self, end: tuple[str, str]) -> None:
+        """Store an error for each request that was not served."""
+        results: list[Result] = []
+        async for request in self._requests():
+            if end == _EXPIRED and not self._record.is_expired:
+                await self._change(_expire)
+            results.append(_unserved(self._record, request, *end))
+            if len(results) >= _ENDED_TOGETHER:
+                await self._add(tuple(results))
+                results.clear()
+        await self._add(tuple(results))
+
+    async def _add(self, results: Sequence[Result]) -> None:
+        storage, token, batch_id = self._storage, self._token, self._record.id
+        add = partial(storage, BatchStore.add_results, token, batch_id, results)
+        self._record = await self._persist(add)
+
+    # -- files
+
+    async def _write_files(self) -> None:
+        record = await self._change(_finalize)
+        files = [
+            await self._persist(partial(self._write_file, file_id, errors=errors))
+            for file_id, errors in ((record.output_file_id, False), (record.error_file_id, True))
+            if file_id
+        ]
+        storage, token = self._storage, self._token
+        await self._persist(partial(storage, BatchStore.complete, token, record.id, files, _complete))
+
+    async def _write_file(self, file_id: str, *, errors: bool) -> FileRecord:
+        record = self._record
+        writer = await asyncio.to_thread(self._storage.contents.create, file_id)
+        try:
+            line = 0
+            while rows := await self._storage(BatchStore.outputs, record.id, line, errors=errors):
+                line = rows[-1][0]
+                await asyncio.to_thread(writer.write, b"".join(output + b"\n" for _, output in rows))
+            await asyncio.to_thread(writer.close)
+        except BaseException:
+            writer.abandon()
+            raise
+        now = int(time())
+        return FileRecord(
+            id=file_id,
+            owner=record.owner,
+            filename=f"{record.id}_{'error' if errors else 'output'}.jsonl",
+            purpose="batch_output",
+            created_at=now,
+            bytes=writer.bytes,
+            is_complete=True,
+            expires_at=now + record.keep_output_s,
+        )
+
+    # -- storage
+
+    async def _change(self, change: Callable[[BatchRecord], object]) -> BatchRecord:
+        storage, token, batch_id = self._storage, self._token, self._record.id
+        self._record = await self._persist(partial(storage, BatchStore.change, token, batch_id, change))
+        return self._record
+
+    async def _persist(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Repeat work on the storage until it succeeds, for example until a full disk has room again.
+
+        Raises:
+            LeaseLost: another gateway runs the batches now.
+        """
+        pause_s = 0.5
+        while True:
+            try:
+                return await work()
+            except LeaseLost:
+                raise
+            except StoreError as error:
+                logger.warning("event=batch_waits batch=%s reason=%r", self._record.id, str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10.0)
+
+
+def _begin(record: BatchRecord) -> None:
+    if record.status == "validating":
+        record.enter("in_progress", time())
+
+
+def _fail(record: BatchRecord, error: BatchError) -> None:
+    record.errors = [error]
+    record.enter("failed", time())
+
+
+def _expire(record: BatchRecord) -> None:
+    record.is_expired = True
+
+
+def _finalize(record: BatchRecord) -> None:
+    if record.status == "finalizing":
+        return
+    record.enter("finalizing", time())
+    record.output_file_id = new_id("file-") if record.completed else ""
+    record.error_file_id = new_id("file-") if record.failed else ""
+
+
+def _complete(record: BatchRecord) -> None:
+    cancelled = "cancelling" in record.reached
+    record.enter("expired" if record.is_expired else "cancelled" if cancelled else "completed", time())
+
+
+def _pause_s(answer: Answer, attempts: int) -> float | None:
+    """Return the time until a request should be sent again; None if its answer is final."""
+    if answer.status in (429, 503) or (answer.status == 504 and b'"queue_timeout"' in answer.body):
+        stated_ms = answer.header(b"retry-after-ms")
+        stated_s = (answer.header(b"retry-after") or 1.0) if stated_ms is None else stated_ms / 1000
+        return min(max(stated_s, 0.1), _LONGEST_PAUSE_S)
+    if answer.status in (500, 502, 504) and attempts < _ATTEMPTS:
+        return float(attempts)
+    return None
+
+
+class _AnswerUsage(msgspec.Struct):
+    usage: RawUsage | None = None
+
+
+_usage_decoder = msgspec.json.Decoder(_AnswerUsage)
+
+
+def _result(record: BatchRecord, request: BatchRequest, answer: Answer) -> Result:
+    body: object = msgspec.Raw(answer.body)
+    tokens = Tokens()
+    try:
+        usage = _usage_decoder.decode(answer.body).usage
+    except msgspec.ValidationError:
+        # An answer without OpenAI's usage.
+        usage = None
+    except (ValueError, RecursionError):
+        body, usage = answer.body.decode("utf-8", "replace"), None
+    if isinstance(body, msgspec.Raw) and b"\n" in answer.body:
+        body = msgspec.json.decode(answer.body)
+    counted = usage.counted() if usage is not None else None
+    if counted is not None:
+        tokens = Tokens(counted.prompt_tokens, counted.cached_tokens or 0, counted.output_tokens)
+    request_id = answer.headers.get(b"x-request-id", b"").decode("latin-1")
+    response = {"status_code": answer.status, "request_id": request_id, "body": body}
+    return _line_of(record, request, tokens, is_error=answer.status >= 400, response=response, error=None)
+
+
+def _unserved(record: BatchRecord, request: BatchRequest, code: str, message: str) -> Result:
+    error = {"code": code, "message": message}
+    return _line_of(record, request, Tokens(), is_error=True, response=None, error=error)
+
+
+def _line_of(
+    record: BatchRecord,
+    request: BatchRequest,
+    tokens: Tokens,
+    *,
+    is_error: bool,
+    response: dict[str, object] | None,
+    error: dict[str, str] | None,
+) -> Result:
+    request_id = f"batch_req_{record.id.removeprefix('batch_')}_{request.line}"
+    entry = {"id": request_id, "custom_id": request.custom_id, "response": response, "error": error}
+    return Result(request.line, is_error, encode(entry), tokens)

@@ -1,0 +1,385 @@
+"""The database of files and batches, and the lease of the runner.
+
+It is an SQLite database that all gateways of an application open. Its write-ahead log needs shared memory,
+which network file systems lack, so a rollback journal is used there.
+
+Rules:
+
+- A request of a batch has at most one result: the first one that is stored.
+- Only the holder of the lease changes an open batch, except for the request to cancel it. Each holder has a
+  higher number than the one before (a fencing token, as in Burrows, "The Chubby lock service", 2006), which
+  is compared in the transaction of each change. So a runner that was suspended cannot disturb its successor.
+- Calls block, so they belong in a thread. A connection is used by one thread at a time.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import psutil
+
+from serve_app.errors import ServeAppError
+from serve_app.serving.gateway.batches.records import BatchRecord, FileRecord, Tokens
+
+Record = TypeVar("Record", FileRecord, BatchRecord)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, expires_at INTEGER, document BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner, number);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    is_open INTEGER NOT NULL, document BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner, number);
+CREATE INDEX IF NOT EXISTS open_batches ON batches (number) WHERE is_open;
+CREATE TABLE IF NOT EXISTS results (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, is_error INTEGER NOT NULL, output BLOB NOT NULL,
+    UNIQUE (batch, line));
+CREATE TABLE IF NOT EXISTS lease (
+    one INTEGER PRIMARY KEY CHECK (one = 1), holder TEXT NOT NULL, token INTEGER NOT NULL,
+    expires_at REAL NOT NULL);
+"""
+_VERSION = 1
+_BUSY_TIMEOUT_S = 5.0
+# Results that are read at once.
+_PAGE = 200
+_NETWORK_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gluster", "beegfs", "9p", "afs")
+
+_file_decoder = msgspec.json.Decoder(FileRecord)
+_batch_decoder = msgspec.json.Decoder(BatchRecord)
+
+
+class StoreError(ServeAppError):
+    """The database or a file cannot be read or written, for example because the disk is full."""
+
+
+class LeaseLost(StoreError):  # noqa: N818 - the normal end of a runner whose gateway was suspended
+    """Another gateway runs the batches now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of one request of a batch.
+
+    Attributes:
+        line: its line in the input file, from 1.
+        output: its line in the output or error file, without the line break.
+    """
+
+    line: int
+    is_error: bool
+    output: bytes
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Part of a list: at most `limit` entries after the one with the id `after`."""
+
+    limit: int
+    after: str | None = None
+    newest_first: bool = True
+
+
+class BatchStore:
+    """Files and batches of an application.
+
+    Args:
+        path: the database; created if it is missing.
+
+    Raises:
+        StoreError: it cannot be opened; every method may raise it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._db.execute(f"PRAGMA journal_mode = {'DELETE' if is_on_network(path) else 'WAL'}")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _VERSION):
+                raise StoreError(f"{path} has version {version}, and this release reads {_VERSION}")
+            self._db.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
+
+    def __repr__(self) -> str:
+        return f"<BatchStore {self.path}>"
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # -- files
+
+    def put_file(self, record: FileRecord, max_stored_bytes: int | None = None) -> None:
+        """Add or replace a file.
+
+        Raises:
+            StoreError: the owner's files would exceed `max_stored_bytes`; the message has the figures.
+        """
+        with self._transaction() as db:
+            if max_stored_bytes is not None:
+                used = db.execute(
+                    "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ? AND id != ?",
+                    (record.owner, record.id),
+                ).fetchone()[0]
+                if used + record.bytes > max_stored_bytes:
+                    raise QuotaExceeded(used, record.bytes, max_stored_bytes)
+            _put_file(db, record)
+
+    def file(self, file_id: str, owner: str) -> FileRecord | None:
+        """Return a complete file of a tenant; None if there is none."""
+        record = self._one("SELECT document FROM files WHERE id = ? AND owner = ?", file_id, owner)
+        found = None if record is None else _file_decoder.decode(record)
+        return found if found is not None and found.is_complete else None
+
+    def files(self, owner: str, purpose: str | None, page: Page) -> list[FileRecord]:
+        """Return files of a tenant."""
+        # The bytes of a file are set when it is complete.
+        condition = "AND bytes > 0 AND (? IS NULL OR purpose = ?)"
+        rows = self._page("files", owner, page, condition, (purpose, purpose))
+        return [_file_decoder.decode(row) for row in rows]
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete the record of a file."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def expired_files(self, now: float, abandoned_before: float) -> list[str]:
+        """Return files whose time has passed, and those whose upload was never completed."""
+        with _errors(self.path):
+            rows = self._db.execute(
+                "SELECT document FROM files WHERE expires_at <= ? OR bytes = 0", (int(now),)
+            ).fetchall()
+        found = [_file_decoder.decode(row) for (row,) in rows]
+        return [
+            record.id
+            for record in found
+            if (record.expires_at is not None and record.expires_at <= now)
+            or (not record.is_complete and record.created_at < abandoned_before)
+        ]
+
+    def uses(self, file_id: str) -> str | None:
+        """Return an open batch that reads a file; None if there is none."""
+        return next((batch.id for batch in self.open_batches() if batch.input_file_id == file_id), None)
+
+    # -- batches
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Add a batch."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO batches (id, owner, is_open, document) VALUES (?, ?, ?, ?)",
+                (record.id, record.owner, record.is_open, msgspec.json.encode(record)),
+            )
+
+    def batch(self, batch_id: str, owner: str) -> BatchRecord | None:
+        """Return a batch of a tenant; None if there is none."""
+        found = self._one("SELECT document FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+        return None if found is None else _batch_decoder.decode(found)
+
+    def batches(self, owner: str, page: Page) -> list[BatchRecord]:
+        """Return batches of a tenant."""
+        return [_batch_decoder.decode(row) for row in self._page("batches", owner, page)]
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Return all batches with work left, oldest first."""
+        with _errors(self.path):
+            rows = self._db.execute("SELECT document FROM batches WHERE is_open ORDER BY number").fetchall()
+        return [_batch_decoder.decode(row) for (row,) in rows]
+
+    def cancel(self, batch_id: str, owner: str, now: float) -> BatchRecord | None:
+        """Request that a batch ends; return it, or None if there is none. Batches that have ended remain."""
+        with self._transaction() as db:
+            found = self.batch(batch_id, owner)
+            if found is not None and found.status in ("validating", "in_progress"):
+                found.enter("cancelling", now)
+                _put_batch(db, found)
+        return found
+
+    # -- the runner
+
+    def acquire(self, holder: str, now: float, lease_s: float) -> int | None:
+        """Acquire or extend the lease; return its token, or None if another holder has it."""
+        with self._transaction() as db:
+            row = db.execute("SELECT holder, token, expires_at FROM lease").fetchone()
+            held_by, token, expires_at = row or ("", 0, 0.0)
+            if held_by != holder:
+                if expires_at > now:
+                    return None
+                token += 1
+            db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?)", (holder, token, now + lease_s))
+            return int(token)
+
+    def release(self, holder: str) -> None:
+        """End a lease, so that another gateway need not wait for its end."""
+        with self._transaction() as db:
+            db.execute("UPDATE lease SET expires_at = 0 WHERE holder = ?", (holder,))
+
+    def change(self, token: int, batch_id: str, change: Callable[[BatchRecord], object]) -> BatchRecord:
+        """Change an open batch under the lease, and return it.
+
+        Raises:
+            LeaseLost: the lease has another token.
+        """
+        with self._leased(token) as db:
+            record = self._open(batch_id)
+            change(record)
+            _put_batch(db, record)
+        return record
+
+    def add_results(self, token: int, batch_id: str, results: Iterable[Result]) -> BatchRecord:
+        """Store results of an open batch, except those of lines that have one, and return the batch.
+
+        Raises:
+            LeaseLost: the lease has another token.
+        """
+        with self._leased(token) as db:
+            record = self._open(batch_id)
+            for result in results:
+                is_new = db.execute(
+                    "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)",
+                    (batch_id, result.line, result.is_error, result.output),
+                ).rowcount
+                if is_new:
+                    record.completed += not result.is_error
+                    record.failed += result.is_error
+                    record.tokens.add(result.tokens)
+            _put_batch(db, record)
+        return record
+
+    def lines_with_result(self, batch_id: str) -> set[int]:
+        """Return the lines of a batch that have a result."""
+        with _errors(self.path):
+            rows = self._db.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
+            return {line for (line,) in rows}
+
+    def outputs(self, batch_id: str, after: int, *, errors: bool) -> Sequence[tuple[int, bytes]]:
+        """Return the next lines of an output or error file, in the order of the input."""
+        with _errors(self.path):
+            return self._db.execute(
+                "SELECT line, output FROM results WHERE batch = ? AND is_error = ? AND line > ?"
+                " ORDER BY line LIMIT ?",
+                (batch_id, errors, after, _PAGE),
+            ).fetchall()
+
+    def complete(
+        self, token: int, batch_id: str, files: Iterable[FileRecord], end: Callable[[BatchRecord], object]
+    ) -> BatchRecord:
+        """End a batch whose files are written, and delete its results.
+
+        Raises:
+            LeaseLost: the lease has another token.
+        """
+        with self._leased(token) as db:
+            record = self._open(batch_id)
+            for each in files:
+                _put_file(db, each)
+            end(record)
+            _put_batch(db, record)
+            db.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
+        return record
+
+    # -- SQL
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with _errors(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                # SQLite has ended the transaction itself after some errors, such as a full disk.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _leased(self, token: int) -> Iterator[sqlite3.Connection]:
+        with self._transaction() as db:
+            row = db.execute("SELECT token FROM lease").fetchone()
+            if row is None or row[0] != token:
+                raise LeaseLost("another gateway runs the batches now")
+            yield db
+
+    def _open(self, batch_id: str) -> BatchRecord:
+        found = self._one("SELECT document FROM batches WHERE id = ? AND is_open", batch_id)
+        if found is None:
+            raise LeaseLost(f"batch {batch_id} has ended")
+        return _batch_decoder.decode(found)
+
+    def _one(self, query: str, *values: str) -> bytes | None:
+        with _errors(self.path):
+            row = self._db.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+    def _page(
+        self, table: str, owner: str, page: Page, condition: str = "", values: Sequence[object] = ()
+    ) -> list[bytes]:
+        order, sign = ("DESC", "<") if page.newest_first else ("ASC", ">")
+        # Only constants of this module are inserted.
+        query = (
+            f"SELECT document FROM {table} WHERE owner = ? {condition} AND (? IS NULL OR number {sign}"  # noqa: S608
+            f" (SELECT number FROM {table} WHERE id = ? AND owner = ?)) ORDER BY number {order} LIMIT ?"
+        )
+        arguments = (owner, *values, page.after, page.after, owner, page.limit)
+        with _errors(self.path):
+            return [row for (row,) in self._db.execute(query, arguments)]
+
+
+class QuotaExceeded(StoreError):  # noqa: N818 - a limit, not a failure
+    """A tenant's files would exceed their limit."""
+
+    def __init__(self, used: int, added: int, limit: int) -> None:
+        super().__init__(
+            f"your files have {used:,} bytes, and {added:,} more exceed the limit of {limit:,}: delete files"
+        )
+
+
+def is_on_network(path: Path) -> bool:
+    """Return whether a path is on a file system that several machines may share."""
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    resolved = path.resolve()
+    for folder in (resolved, *resolved.parents):
+        if (kind := mounts.get(str(folder))) is not None:
+            return kind.startswith(_NETWORK_SYSTEMS)
+    return False
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+def _put_file(db: sqlite3.Connection, record: FileRecord) -> None:
+    db.execute(
+        "INSERT INTO files (id, owner, purpose, bytes, expires_at, document) VALUES (?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes, expires_at = excluded.expires_at,"
+        " document = excluded.document",
+        (
+            record.id,
+            record.owner,
+            record.purpose,
+            record.bytes,
+            record.expires_at,
+            msgspec.json.encode(record),
+        ),
+    )
+
+
+def _put_batch(db: sqlite3.Connection, record: BatchRecord) -> None:
+    db.execute(
+        "UPDATE batches SET is_open = ?, document = ? WHERE id = ?",
+        (record.is_open, msgspec.json.encode(record), record.id),
+    )

@@ -1,0 +1,349 @@
+"""The endpoints of the Batch API, with OpenAI's own client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from serve_app.serving.gateway import ApiKey
+from serve_app.serving.gateway.batches.settings import BatchSettings
+from tests.serving.gateway.builders import MODEL, Engine, chat, eventually, reply_json
+from tests.serving.gateway.fleet import Fleet, fleet_of
+
+CHATS = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+
+def line(number: int, **changes: Any) -> dict[str, Any]:
+    """Return a request of an input file."""
+    body = chat(max_tokens=3)
+    return {"custom_id": f"id-{number}", "method": "POST", "url": CHATS, "body": body, **changes}
+
+
+def contents(lines: Iterable[Any]) -> bytes:
+    """Return an input file; texts are lines as they are."""
+    written = (each if isinstance(each, str) else json.dumps(each) for each in lines)
+    return "\n".join(written).encode()
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, engines: list[Engine] | None = None, key: str = "none", **settings: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Fleet]]:
+    """Run a gateway with a Batch API; yield OpenAI's client of it, and the fleet."""
+    async with fleet_of(engines or [Engine()], **settings) as fleet:
+        fleet.gateway.start_batches(folder)
+        url = f"http://127.0.0.1:{fleet.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            yield client, fleet
+        await fleet.gateway.drain(1.0, 1.0)
+
+
+async def uploaded(client: openai.AsyncOpenAI, lines: Iterable[Any]) -> str:
+    """Upload an input file, and return its id."""
+    file = await client.files.create(file=("input.jsonl", contents(lines)), purpose="batch")
+    return file.id
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str, within_s: float = 20.0) -> Batch:
+    """Wait for the end of a batch."""
+    async with asyncio.timeout(within_s):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:
+            await asyncio.sleep(0.05)
+    return batch
+
+
+async def read_lines(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    """Return the lines of an output or error file."""
+    if file_id is None:
+        return []
+    written = await client.files.content(file_id)
+    return [json.loads(each) for each in written.text.splitlines()]
+
+
+async def run_batch(client: openai.AsyncOpenAI, lines: Iterable[Any], **changes: Any) -> Batch:
+    """Upload a file, run its batch, and return it at its end."""
+    options = {"endpoint": CHATS, "completion_window": "24h", **changes}
+    batch = await client.batches.create(input_file_id=await uploaded(client, lines), **options)
+    return await ended(client, batch.id)
+
+
+async def test_a_batch_is_served_from_its_upload_to_its_output(tmp_path: Path) -> None:
+    async with served(tmp_path) as (client, fleet):
+        file = await client.files.create(
+            file=("input.jsonl", contents(map(line, range(20)))), purpose="batch"
+        )
+        assert (file.status, file.purpose, file.filename) == ("processed", "batch", "input.jsonl")
+        created = await client.batches.create(
+            input_file_id=file.id, endpoint=CHATS, completion_window="24h", metadata={"job": "nightly"}
+        )
+        assert created.status == "validating"
+        assert created.request_counts is not None
+        assert created.request_counts.total == 20
+        batch = await ended(client, created.id)
+        assert batch.status == "completed"
+        assert batch.metadata == {"job": "nightly"}
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (20, 0)
+        assert batch.error_file_id is None
+        assert batch.usage is not None
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (20 * 7, 20 * 3)
+        assert batch.in_progress_at is not None
+        assert batch.finalizing_at is not None
+        assert batch.completed_at is not None
+        lines = await read_lines(client, batch.output_file_id)
+        assert [each["custom_id"] for each in lines] == [f"id-{number}" for number in range(20)]
+        response = lines[0]["response"]
+        assert response["status_code"] == 200
+        assert response["request_id"]
+        assert response["body"]["choices"][0]["message"]["content"] == "w0 w1 w2"
+        assert {each["error"] for each in lines} == {None}
+        assert len({each["id"] for each in lines}) == 20
+
+
+async def test_requests_of_a_batch_are_of_class_batch_and_of_the_tenant(tmp_path: Path) -> None:
+    keys = (ApiKey(tenant="team", key="k1"),)
+    async with served(tmp_path, key="k1", keys=keys) as (client, fleet):
+        received = []
+        original = fleet.client.acquire
+
+        async def acquire(submission: Any, *rest: Any) -> Any:
+            received.append((submission.priority, submission.tenant, submission.key.key_id))
+            return await original(submission, *rest)
+
+        fleet.client.acquire = acquire  # type: ignore[method-assign]
+        batch = await run_batch(client, [line(1)])
+        assert batch.status == "completed"
+        assert received == [("batch", "team", "config/team")]
+
+
+async def test_errors_of_single_requests_are_in_the_error_file(tmp_path: Path) -> None:
+    unknown = line(2, body=chat(model="unknown"))
+    invalid = line(3, body=chat(messages="none"))
+    async with served(tmp_path) as (client, _):
+        batch = await run_batch(client, [line(1), unknown, invalid, "", line(4)])
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+        errors = await read_lines(client, batch.error_file_id)
+        statuses = {each["custom_id"]: each["response"]["status_code"] for each in errors}
+        assert statuses == {"id-2": 404, "id-3": 400}
+        assert errors[0]["response"]["body"]["error"]["code"] == "model_not_found"
+        outputs = await read_lines(client, batch.output_file_id)
+        assert [each["custom_id"] for each in outputs] == ["id-1", "id-4"]
+
+
+async def test_engine_failures_are_tried_again_before_they_count(tmp_path: Path) -> None:
+    async def fail(_: Any, __: Any, send: Any) -> None:
+        await reply_json(send, 500, {"error": {"message": "broken", "type": "x"}})
+
+    engine = Engine()
+    # The gateway itself tries each request twice.
+    engine.answers.extend([fail] * 2)
+    async with served(tmp_path, [engine]) as (client, _):
+        batch = await run_batch(client, [line(1)])
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == 1
+
+
+BAD_FILES = {
+    "not JSON": ([line(1), "{"], "invalid_json_line", "line 2"),
+    "an array": (["[1]"], "invalid_request", "line 1"),
+    "no custom_id": ([line(1), {"url": CHATS, "body": {"model": MODEL}}], "invalid_request", "line 2"),
+    "no model": ([line(1, body={})], "invalid_request", "line 1"),
+    "a duplicate id": ([line(1), line(2), line(1)], "duplicate_custom_id", "line 3"),
+    "an unknown endpoint": ([line(1, url="/v1/images/generations")], "invalid_url", "line 1"),
+    "another method": ([line(1, method="GET")], "invalid_method", "line 1"),
+    "a stream": ([line(1, body=chat(stream=True))], "invalid_request", "line 1"),
+    "an empty id": ([line(1, custom_id="")], "invalid_custom_id", "line 1"),
+    "no request": (["", " "], "empty_file", "no request"),
+    "too many requests": (map(line, range(7)), "too_many_requests", "line 7"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+async def test_a_mistake_in_a_file_is_reported_with_its_line(tmp_path: Path, kind: str) -> None:
+    lines, code, place = BAD_FILES[kind]
+    async with served(tmp_path, batches=BatchSettings(max_requests=6)) as (client, _):
+        with pytest.raises(openai.BadRequestError, match=place) as caught:
+            await uploaded(client, lines)
+        assert caught.value.code == code
+        assert [each async for each in client.files.list()] == []
+        assert not list((tmp_path / "files").iterdir())
+
+
+async def test_requests_to_another_endpoint_fail_the_batch_with_their_line(tmp_path: Path) -> None:
+    other = line(2, url="/v1/completions")
+    async with served(tmp_path) as (client, _):
+        batch = await run_batch(client, [line(1), other])
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        (error,) = batch.errors.data
+        assert (error.code, error.line, error.param) == ("mismatched_url", 2, "url")
+
+
+BAD_BATCHES = {
+    "unknown file": ({"input_file_id": "file-none"}, 404, "input_file_id"),
+    "unknown endpoint": ({"endpoint": "/v1/images"}, 400, "endpoint"),
+    "window too long": ({"completion_window": "25h"}, 400, "completion_window"),
+    "window without unit": ({"completion_window": "60"}, 400, "completion_window"),
+    "too much metadata": ({"metadata": {str(number): "x" for number in range(17)}}, 400, "metadata"),
+    "expiry too short": (
+        {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+        400,
+        "output_expires_after",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BATCHES)
+async def test_an_invalid_batch_is_refused(tmp_path: Path, kind: str) -> None:
+    changes, status, param = BAD_BATCHES[kind]
+    async with served(tmp_path) as (client, _):
+        options = {"endpoint": CHATS, "completion_window": "24h", **changes}
+        options.setdefault("input_file_id", await uploaded(client, [line(1)]))
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.batches.create(**options)
+        assert (caught.value.status_code, caught.value.param) == (status, param)
+
+
+BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "JSON": ({"json": {"purpose": "batch"}}, "multipart/form-data"),
+    "no file": ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "file is missing"),
+    "no purpose": ({"files": {"file": contents([line(1)])}}, "purpose is missing"),
+    "another purpose": (
+        {"data": {"purpose": "fine-tune"}, "files": {"file": contents([line(1)])}},
+        "'fine-tune'",
+    ),
+    "an expiry": (
+        {
+            "data": {"purpose": "batch", "expires_after[seconds]": "5"},
+            "files": {"file": contents([line(1)])},
+        },
+        "from 3,600",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FORMS)
+async def test_an_invalid_upload_is_refused(tmp_path: Path, kind: str) -> None:
+    request, message = BAD_FORMS[kind]
+    async with served(tmp_path) as (_, fleet):
+        response = await fleet.http.post("/v1/files", **request)
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+        assert (await fleet.http.get("/v1/files")).json()["data"] == []
+
+
+async def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path, batches=BatchSettings(max_file_bytes=2_000)) as (client, _):
+        with pytest.raises(openai.APIStatusError, match=r"longer than 2,000 bytes") as caught:
+            await uploaded(client, [line(number, body=chat(user="x" * 1_000)) for number in range(80)])
+        assert caught.value.status_code == 413
+    async with served(tmp_path / "2", batches=BatchSettings(max_stored_bytes=1_024)) as (client, _):
+        await uploaded(client, map(line, range(5)))
+        with pytest.raises(openai.APIStatusError, match="delete files") as caught:
+            await uploaded(client, map(line, range(5)))
+        assert caught.value.code == "storage_limit_exceeded"
+
+
+async def test_files_and_batches_belong_to_their_tenant(tmp_path: Path) -> None:
+    keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
+    async with served(tmp_path, key="ka", keys=keys) as (client, _):
+        file_id = await uploaded(client, [line(1)])
+        batch = await run_batch(client, [line(1)])
+        stranger = client.with_options(api_key="kb")
+        calls = [
+            stranger.files.retrieve(file_id),
+            stranger.files.content(file_id),
+            stranger.files.delete(file_id),
+            stranger.batches.retrieve(batch.id),
+            stranger.batches.cancel(batch.id),
+            stranger.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h"),
+        ]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert [each async for each in stranger.files.list()] == []
+        assert [each async for each in stranger.batches.list()] == []
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="none").batches.list()
+
+
+async def test_lists_are_paged(tmp_path: Path) -> None:
+    async with served(tmp_path) as (client, _):
+        files = [await uploaded(client, [line(number)]) for number in range(5)]
+        assert [each.id async for each in client.files.list(limit=2, order="asc")] == files
+        assert [each.id async for each in client.files.list(limit=2)] == files[::-1]
+        options = {"endpoint": CHATS, "completion_window": "24h"}
+        batches = [(await client.batches.create(input_file_id=each, **options)).id for each in files]
+        page = await client.batches.list(limit=3)
+        assert page.has_more
+        assert [each.id async for each in page] == batches[::-1]
+        with pytest.raises(openai.BadRequestError, match="limit must be from 1 to 100"):
+            await client.batches.list(limit=101)
+
+
+async def test_a_file_is_deleted_unless_a_batch_reads_it(tmp_path: Path) -> None:
+    engine = Engine(token_delay_s=0.2)
+    async with served(tmp_path, [engine]) as (client, _):
+        file_id = await uploaded(client, [line(1)])
+        batch = await client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")
+        with pytest.raises(openai.ConflictError, match=batch.id):
+            await client.files.delete(file_id)
+        await ended(client, batch.id)
+        assert (await client.files.delete(file_id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file_id)
+
+
+async def test_a_cancelled_batch_ends_with_what_it_has(tmp_path: Path) -> None:
+    engine = Engine(token_delay_s=0.1)
+    async with served(tmp_path, [engine]) as (client, fleet):
+        created = await client.batches.create(
+            input_file_id=await uploaded(client, map(line, range(300))),
+            endpoint=CHATS,
+            completion_window="24h",
+        )
+        await eventually(lambda: len(engine.bodies) > 8)
+        cancelled = await client.batches.cancel(created.id)
+        assert cancelled.status == "cancelling"
+        batch = await ended(client, created.id)
+        assert batch.status == "cancelled"
+        await eventually(lambda: engine.running == 0)
+        outputs = await read_lines(client, batch.output_file_id)
+        errors = await read_lines(client, batch.error_file_id)
+        assert len(outputs) + len(errors) == 300
+        assert {each["custom_id"] for each in (*outputs, *errors)} == {f"id-{n}" for n in range(300)}
+        assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+        # A second call changes nothing.
+        assert (await client.batches.cancel(created.id)).status == "cancelled"
+
+
+async def test_without_a_folder_the_endpoints_say_so() -> None:
+    async with fleet_of([Engine()]) as fleet:
+        response = await fleet.http.get("/v1/batches")
+        assert response.status_code == 501
+        assert "gateway.batches.folder" in response.json()["error"]["message"]
+
+
+async def test_other_methods_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, fleet):
+        response = await fleet.http.put("/v1/files")
+        assert (response.status_code, response.headers["allow"]) == (405, "POST, GET")
+        assert (await fleet.http.post("/v1/batches/batch_1/content")).status_code == 404
+
+
+async def test_nothing_is_written_before_the_first_use(tmp_path: Path) -> None:
+    async with served(tmp_path / "folder") as (_, fleet):
+        await asyncio.sleep(0.1)
+        assert isinstance(fleet.http, httpx.AsyncClient)
+        assert not (tmp_path / "folder").exists()

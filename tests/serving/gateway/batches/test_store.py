@@ -1,0 +1,128 @@
+"""The database of files and batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.serving.gateway.batches import store as store_module
+from serve_app.serving.gateway.batches.records import BatchRecord, Tokens, window_s
+from serve_app.serving.gateway.batches.store import BatchStore, LeaseLost, Result, StoreError
+
+
+def batch(batch_id: str = "batch_1", **changes: Any) -> BatchRecord:
+    """Return a batch of two requests."""
+    fields: dict[str, Any] = {
+        "owner": "t",
+        "key_id": "",
+        "endpoint": "/v1/completions",
+        "input_file_id": "file-1",
+        "completion_window": "24h",
+        "created_at": 0,
+        "expires_at": 1_000,
+        "keep_output_s": 1,
+        "total": 2,
+        **changes,
+    }
+    return BatchRecord(id=batch_id, **fields)
+
+
+def test_one_holder_has_the_lease_until_it_ends(tmp_path: Path) -> None:
+    one, two = BatchStore(tmp_path / "db"), BatchStore(tmp_path / "db")
+    assert one.acquire("g1", 0.0, 10.0) == 1
+    assert two.acquire("g2", 9.0, 10.0) is None
+    assert one.acquire("g1", 9.0, 10.0) == 1
+    assert two.acquire("g2", 18.0, 10.0) is None
+    assert two.acquire("g2", 19.0, 10.0) == 2
+    assert one.acquire("g1", 20.0, 10.0) is None
+    two.release("g2")
+    assert one.acquire("g1", 20.0, 10.0) == 3
+
+
+def test_a_former_holder_changes_nothing(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    store.add_batch(batch())
+    old = store.acquire("g1", 0.0, 1.0)
+    assert store.acquire("g2", 2.0, 1.0) == 2
+    assert old is not None
+    result = Result(1, False, b"{}", Tokens())
+    with pytest.raises(LeaseLost):
+        store.add_results(old, "batch_1", [result])
+    with pytest.raises(LeaseLost):
+        store.change(old, "batch_1", lambda record: record.enter("in_progress", 1))
+    with pytest.raises(LeaseLost):
+        store.complete(old, "batch_1", [], lambda record: record.enter("completed", 1))
+    assert store.open_batches() == [batch()]
+
+
+def test_the_first_result_of_a_line_counts(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    store.add_batch(batch())
+    token = store.acquire("g1", 0.0, 1.0)
+    assert token is not None
+    first, second = Result(1, False, b"1", Tokens(5, 1, 2)), Result(1, True, b"2", Tokens(9, 9, 9))
+    store.add_results(token, "batch_1", [first])
+    record = store.add_results(token, "batch_1", [second])
+    assert (record.completed, record.failed, record.tokens) == (1, 0, Tokens(5, 1, 2))
+    assert store.outputs("batch_1", 0, errors=False) == [(1, b"1")]
+    assert store.lines_with_result("batch_1") == {1}
+
+
+def test_a_failure_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    store.add_batch(batch())
+    token = store.acquire("g1", 0.0, 1.0)
+    assert token is not None
+
+    def fail(_: BatchRecord) -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - the test's own
+        store.change(token, "batch_1", fail)
+    store.change(token, "batch_1", lambda record: record.enter("in_progress", 1))
+    assert store.open_batches()[0].status == "in_progress"
+
+
+def test_a_full_disk_is_an_error_and_no_damage(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    store.add_batch(batch())
+    token = store.acquire("g1", 0.0, 1.0)
+    assert token is not None
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    long = Result(1, False, b"x" * 1_000_000, Tokens())
+    with pytest.raises(StoreError, match="full"):
+        store.add_results(token, "batch_1", [long])
+    store._db.execute("PRAGMA max_page_count = 100000")
+    assert store.add_results(token, "batch_1", [long]).completed == 1
+
+
+def test_a_network_file_system_gets_no_write_ahead_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert BatchStore(tmp_path / "a")._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    monkeypatch.setattr(store_module, "is_on_network", lambda _: True)
+    assert BatchStore(tmp_path / "b")._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_a_database_of_another_release_is_refused(tmp_path: Path) -> None:
+    BatchStore(tmp_path / "db")._db.execute("PRAGMA user_version = 9")
+    with pytest.raises(StoreError, match="version 9"):
+        BatchStore(tmp_path / "db")
+
+
+def test_a_database_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="file"):
+        BatchStore(tmp_path / "file" / "db")
+    (tmp_path / "broken").write_bytes(b"no database" * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        BatchStore(tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("24h", 86_400), ("1d", 86_400), ("30m", 1_800), ("25h", None), ("0h", None), ("1", None), ("", None)],
+)
+def test_completion_windows(written: str, seconds: int | None) -> None:
+    assert window_s(written) == seconds
