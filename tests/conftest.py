@@ -36,6 +36,14 @@ def certificates_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the batches of applications out of the user's state folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def no_trace_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Point the usual trace folders at an empty one."""
