@@ -5,6 +5,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -64,7 +65,7 @@ async def killed_batch(app: Served, requests: int, kills: int) -> None:
     done, struck = 0, 0
     while batch.status in OPEN:
         await asyncio.sleep(0.25)
-        batch = await patiently(lambda: client.batches.retrieve(batch.id))
+        batch = await patiently(partial(client.batches.retrieve, batch.id))
         assert batch.request_counts is not None
         # A kill each time that a further part of the batch has ended.
         if struck < kills and batch.request_counts.completed > done:

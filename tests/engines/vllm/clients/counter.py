@@ -1,9 +1,11 @@
 """A gateway in front of a real engine, with its clients and their requests."""
 
 import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -85,15 +87,18 @@ async def counter(engine_url: str) -> AsyncIterator[Counter]:
     models = (ServedModel(name=MODEL, max_model_len=512),)
     settings = GatewaySettings(models=models, keys=(ApiKey(tenant="t", key=KEY),))
     app = Gateway(settings, {MODEL: dispatcher}, "gw")
-    async with serving(app) as front:
-        url = f"http://127.0.0.1:{front}"
-        async with (
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as first,
-            anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0, timeout=120) as second,
-            httpx.AsyncClient(base_url=engine_url, timeout=120) as direct,
-            httpx.AsyncClient(base_url=url, timeout=120, headers={"x-api-key": KEY}) as own,
-        ):
-            yield Counter(dispatcher, url, first, second, direct, own)
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(app) as front:
+            app.start_batches(Path(folder))
+            url = f"http://127.0.0.1:{front}"
+            async with (
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as first,
+                anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0, timeout=120) as second,
+                httpx.AsyncClient(base_url=engine_url, timeout=120) as direct,
+                httpx.AsyncClient(base_url=url, timeout=120, headers={"x-api-key": KEY}) as own,
+            ):
+                yield Counter(dispatcher, url, first, second, direct, own)
+        await app.drain(1.0, 1.0)
     app.close()
 
 

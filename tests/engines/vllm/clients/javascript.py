@@ -113,6 +113,12 @@ async def openai_lists_models(at: Counter) -> None:
     assert await answer(at, OPENAI, "models") == [MODEL]
 
 
+async def openai_runs_batches(at: Counter) -> None:
+    found = await answer(at, OPENAI, "batch", openai_python.BATCH)
+    straight = await at.direct_answer("/v1/chat/completions", **openai_python.SHORT)
+    openai_python.check_batch(list(map(json.loads, found["lines"])), straight)
+
+
 async def anthropic_answers(at: Counter) -> None:
     message = await answer(at, ANTHROPIC, "create", {**anthropic_python.SHORT, **GREEDY})
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 8)
@@ -181,6 +187,7 @@ CHECKS: Checks = {
     ("`openai` (JavaScript)", "JSON schemas"): openai_keeps_to_a_schema,
     ("`openai` (JavaScript)", "errors"): openai_hears_of_errors,
     ("`openai` (JavaScript)", "list of models"): openai_lists_models,
+    ("`openai` (JavaScript)", "batches"): openai_runs_batches,
     ("`@anthropic-ai/sdk` (JavaScript)", "answers"): anthropic_answers,
     ("`@anthropic-ai/sdk` (JavaScript)", "streams"): anthropic_streams,
     ("`@anthropic-ai/sdk` (JavaScript)", "tools"): anthropic_calls_tools,

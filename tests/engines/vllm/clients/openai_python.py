@@ -1,5 +1,7 @@
 """OpenAI's client for Python."""
 
+import asyncio
+import json
 from typing import Any
 
 import openai
@@ -108,6 +110,32 @@ async def lists_models(at: Counter) -> None:
     assert [model.id for model in (await at.openai.models.list()).data] == [MODEL]
 
 
+BATCH = "\n".join(
+    json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": SHORT})
+    for n in range(3)
+)
+
+
+async def runs_batches(at: Counter) -> None:
+    file = await at.openai.files.create(file=("in.jsonl", BATCH.encode()), purpose="batch")
+    batch = await at.openai.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while batch.status not in {"completed", "failed"}:
+        await asyncio.sleep(0.2)
+        batch = await at.openai.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None
+    lines = (await at.openai.files.content(batch.output_file_id)).text.splitlines()
+    check_batch(list(map(json.loads, lines)), await at.direct_answer("/v1/chat/completions", **SHORT))
+
+
+def check_batch(lines: list[Any], straight: Any) -> None:
+    """Raise unless each line has the answer that the engine itself gives."""
+    assert [line["custom_id"] for line in lines] == ["0", "1", "2"]
+    contents = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+    assert contents == {straight["choices"][0]["message"]["content"]}
+
+
 CHECKS: Checks = {
     ("`openai` (Python)", "answers"): answers,
     ("`openai` (Python)", "streams"): streams,
@@ -116,4 +144,5 @@ CHECKS: Checks = {
     ("`openai` (Python)", "JSON schemas"): keeps_to_a_schema,
     ("`openai` (Python)", "errors"): hears_of_errors,
     ("`openai` (Python)", "list of models"): lists_models,
+    ("`openai` (Python)", "batches"): runs_batches,
 }

@@ -17,7 +17,7 @@ from serve_app.serving.gateway.batches.settings import BatchSettings
 from tests.serving.gateway.builders import MODEL, Engine, chat, eventually, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
-CHATS = "/v1/chat/completions"
+CHATS: Any = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -55,9 +55,11 @@ async def uploaded(client: openai.AsyncOpenAI, lines: Iterable[Any]) -> str:
 async def ended(client: openai.AsyncOpenAI, batch_id: str, within_s: float = 20.0) -> Batch:
     """Wait for the end of a batch."""
     async with asyncio.timeout(within_s):
-        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:
+        while True:
+            batch = await client.batches.retrieve(batch_id)
+            if batch.status in ENDED:
+                return batch
             await asyncio.sleep(0.05)
-    return batch
 
 
 async def read_lines(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ async def run_batch(client: openai.AsyncOpenAI, lines: Iterable[Any], **changes:
 
 
 async def test_a_batch_is_served_from_its_upload_to_its_output(tmp_path: Path) -> None:
-    async with served(tmp_path) as (client, fleet):
+    async with served(tmp_path) as (client, _fleet):
         file = await client.files.create(
             file=("input.jsonl", contents(map(line, range(20)))), purpose="batch"
         )
@@ -118,7 +120,7 @@ async def test_requests_of_a_batch_are_of_class_batch_and_of_the_tenant(tmp_path
             received.append((submission.priority, submission.tenant, submission.key.key_id))
             return await original(submission, *rest)
 
-        fleet.client.acquire = acquire  # type: ignore[method-assign]
+        fleet.client.acquire = acquire  # type: ignore[method-assign,assignment]
         batch = await run_batch(client, [line(1)])
         assert batch.status == "completed"
         assert received == [("batch", "team", "config/team")]
@@ -153,7 +155,7 @@ async def test_engine_failures_are_tried_again_before_they_count(tmp_path: Path)
         assert batch.request_counts.completed == 1
 
 
-BAD_FILES = {
+BAD_FILES: dict[str, tuple[Iterable[Any], str, str]] = {
     "not JSON": ([line(1), "{"], "invalid_json_line", "line 2"),
     "an array": (["[1]"], "invalid_request", "line 1"),
     "no custom_id": ([line(1), {"url": CHATS, "body": {"model": MODEL}}], "invalid_request", "line 2"),
@@ -190,7 +192,7 @@ async def test_requests_to_another_endpoint_fail_the_batch_with_their_line(tmp_p
         assert (error.code, error.line, error.param) == ("mismatched_url", 2, "url")
 
 
-BAD_BATCHES = {
+BAD_BATCHES: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown file": ({"input_file_id": "file-none"}, 404, "input_file_id"),
     "unknown endpoint": ({"endpoint": "/v1/images"}, 400, "endpoint"),
     "window too long": ({"completion_window": "25h"}, 400, "completion_window"),
@@ -307,7 +309,7 @@ async def test_a_file_is_deleted_unless_a_batch_reads_it(tmp_path: Path) -> None
 
 async def test_a_cancelled_batch_ends_with_what_it_has(tmp_path: Path) -> None:
     engine = Engine(token_delay_s=0.1)
-    async with served(tmp_path, [engine]) as (client, fleet):
+    async with served(tmp_path, [engine]) as (client, _fleet):
         created = await client.batches.create(
             input_file_id=await uploaded(client, map(line, range(300))),
             endpoint=CHATS,

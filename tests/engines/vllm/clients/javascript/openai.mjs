@@ -1,5 +1,5 @@
 // Does one thing with OpenAI's client and prints what it saw: node openai.mjs '{"url", "key", "method", "request"}'
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 import { report } from "./report.mjs";
 
 await report(({ url, key }) => {
@@ -12,6 +12,20 @@ await report(({ url, key }) => {
       stream.on("content", (piece) => (pieces += piece));
       const whole = await stream.finalChatCompletion();
       return { ...whole, pieces };
+    },
+    async batch(contents) {
+      const file = await client.files.create({ file: await toFile(Buffer.from(contents), "in.jsonl"), purpose: "batch" });
+      let batch = await client.batches.create({
+        input_file_id: file.id,
+        endpoint: "/v1/chat/completions",
+        completion_window: "24h",
+      });
+      while (!["completed", "failed"].includes(batch.status)) {
+        await new Promise((resolve) => setTimeout(resolve, 200));
+        batch = await client.batches.retrieve(batch.id);
+      }
+      const written = await (await client.files.content(batch.output_file_id)).text();
+      return { lines: written.trim().split("\n") };
     },
     async models() {
       const ids = [];
