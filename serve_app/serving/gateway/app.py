@@ -40,7 +40,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     stopping,
 )
-from serve_app.serving.gateway.batches.api import BatchApi, methods_of
+from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, methods_of
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
@@ -142,7 +142,7 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._served, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
-        self._dashboard = Dashboard(Frames(self._queries, gateway_id), self._reader)
+        self._dashboard = Dashboard(Frames(self._queries, gateway_id, self._batch_overview), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
@@ -363,6 +363,10 @@ class Gateway:
             )
             raise RequestRejected(Outcome.FAILED, message, code="not_supported", status=501)
         await self._batches.serve(incoming)
+
+    async def _batch_overview(self) -> Mapping[str, Any]:
+        """Return the batches of all tenants, for the dashboard."""
+        return NO_BATCHES if self._batches is None else await self._batches.overview()
 
     async def _forward_query(self, incoming: IncomingRequest) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""

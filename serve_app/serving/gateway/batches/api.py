@@ -61,6 +61,8 @@ _PIECE_BYTES = 1024 * 1024
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _SHORTEST_EXPIRY_S, _LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
 _FULL_STATUS = 507
+_MOST_SHOWN = 50
+NO_BATCHES: Mapping[str, Any] = {"rows": (), "error": ""}
 _RETRY_AFTER_S = 5.0
 
 
@@ -125,6 +127,21 @@ class BatchApi:
     def close(self) -> None:
         """Close the storage."""
         self._storage.close()
+
+    async def overview(self) -> Mapping[str, Any]:
+        """Return the last batches of all tenants, for the dashboard; `error` if the storage fails."""
+        if self._storage.is_new:
+            return NO_BATCHES
+        try:
+            records = await self._storage(BatchStore.last_batches, _MOST_SHOWN)
+        except StoreError as error:
+            return {**NO_BATCHES, "error": str(error)}
+        now = time()
+        rows = [
+            {"batch": each.shown(now), "tenant": each.owner, "rate_per_s": each.rate_per_s}
+            for each in records
+        ]
+        return {"rows": rows, "error": ""}
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Serve a request of this API.

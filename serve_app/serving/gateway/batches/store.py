@@ -189,6 +189,14 @@ class BatchStore:
         """Return batches of a tenant."""
         return [_batch_decoder.decode(row) for row in self._page("batches", owner, page)]
 
+    def last_batches(self, limit: int) -> list[BatchRecord]:
+        """Return the newest batches of all tenants."""
+        with _errors(self.path):
+            rows = self._db.execute(
+                "SELECT document FROM batches ORDER BY number DESC LIMIT ?", (limit,)
+            ).fetchall()
+        return [_batch_decoder.decode(row) for (row,) in rows]
+
     def open_batches(self) -> list[BatchRecord]:
         """Return all batches with work left, oldest first."""
         with _errors(self.path):

@@ -44,6 +44,7 @@ class Frames:
     Args:
         queries: admin queries of each model's scheduler, by model.
         gateway_id: included in each frame, because each gateway has its own watchers.
+        batches: returns the batches of all tenants.
         interval_s: time between two frames, in seconds.
 
     Attributes:
@@ -52,10 +53,15 @@ class Frames:
     """
 
     def __init__(
-        self, queries: Mapping[str, SchedulerQueries], gateway_id: str, interval_s: float = INTERVAL_S
+        self,
+        queries: Mapping[str, SchedulerQueries],
+        gateway_id: str,
+        batches: Callable[[], Awaitable[Mapping[str, Any]]],
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._queries = queries
         self._gateway_id = gateway_id
+        self._batches = batches
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
         self._latest = b""
@@ -119,6 +125,7 @@ class Frames:
                 "interval_s": self._interval_s,
                 "gateway": {"id": self._gateway_id, "watchers": self.watchers},
                 "models": models,
+                "batches": await self._batches(),
             }
         )
 

@@ -135,7 +135,9 @@ async def page_stage(keys: Path) -> AsyncIterator[PageStage]:
 
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: _Views(fleet.client)})
         async with serving(app) as port:
+            app.start_batches(keys.parent / "batches")
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app, keys)
             yield stage
             await stage.forget()
+            await app.drain(0.0, 1.0)
         app.close()

@@ -6,7 +6,7 @@ from tests.browser import BrowserPage
 
 from .stage import KEY
 
-TABS = ("overview", "queues", "fleet", "tenants", "keys", "tuner", "request", "playground")
+TABS = ("overview", "queues", "fleet", "tenants", "batches", "keys", "tuner", "request", "playground")
 
 
 async def sign_in(page: BrowserPage, key: str = KEY) -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.serving.api_keys import read_keys
 from tests.browser import BrowserPage, needs_browser
-from tests.serving.gateway.builders import MODEL, Answers, replies
+from tests.serving.gateway.batches.test_api import line, run_batch
+from tests.serving.gateway.builders import MODEL, Answers, chat, replies
 
 from .stage import KEY, PageStage
 from .steps import TABS, choose, live, plain, sign_in, text, tile
@@ -168,6 +170,19 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     lines = (await page.becomes("window.saved")).splitlines()
     assert lines[0].startswith("model,pool,class,tenant,engine_seconds")
     assert {line.split(",")[3] for line in lines[1:]} == {"search", "chat"}
+
+
+async def test_batches_show_their_progress(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "batches")
+    panel = "document.getElementById('panel-batches').innerText"
+    await page.becomes(f"{panel}.includes('There are no batches.')")
+    client = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="sk-app", max_retries=0)
+    lines = [*map(line, range(7)), line(7, body=chat(model="unknown"))]
+    batch = await run_batch(client, lines)
+    shown = await page.becomes(f"{panel}.includes('{batch.id}') && {panel}")
+    assert " ".join(shown.split()).find("app completed 100 % 8 1") > 0
+    await client.close()
 
 
 async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: BrowserPage) -> None:

@@ -3,6 +3,7 @@
 import { h, show } from "./dom.js";
 import { compact, counted, percent, seconds, whole } from "./format.js";
 import { Watcher } from "./stream.js";
+import * as batches from "./batches.js";
 import * as fleet from "./fleet.js";
 import * as keys from "./keys.js";
 import * as overview from "./overview.js";
@@ -12,7 +13,7 @@ import * as receipt from "./receipt.js";
 import * as tenants from "./tenants.js";
 import * as tuner from "./tuner.js";
 
-const VIEWS = { overview, queues, fleet, tenants, keys, tuner, request: receipt, playground };
+const VIEWS = { overview, queues, fleet, tenants, batches, keys, tuner, request: receipt, playground };
 const KEY = "ewsjf.admin-key";
 // Without a frame for this long, the page reports that its data is stale.
 const SILENT_AFTER_MS = 4000;
@@ -25,6 +26,7 @@ const page = {
   key: sessionStorage.getItem(KEY) ?? "",
   /** The latest document of each model, with the time of its frame. */
   models: new Map(),
+  batches: { rows: [], error: "" },
   model: "",
   view: "overview",
   paused: false,
@@ -48,6 +50,7 @@ function watch() {
 
 function onFrame(frame) {
   lastFrameAt = performance.now();
+  page.batches = frame.batches;
   for (const model of frame.models) {
     const known = page.models.get(model.model);
     if (model.error) page.models.set(model.model, { ...known, error: model.error });
