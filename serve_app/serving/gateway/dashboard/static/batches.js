@@ -2,11 +2,12 @@
 
 import { bar, table } from "./charts.js";
 import { h } from "./dom.js";
-import { NONE, percent, perSecond, whole } from "./format.js";
+import { NONE, percent, perSecond, shortId, whole } from "./format.js";
 
 export const title = "Batches";
 
-const time = (at) => (at ? new Date(1000 * at).toLocaleString() : NONE);
+const SHORT = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
+const time = (at) => (at ? new Date(1000 * at).toLocaleString([], SHORT) : NONE);
 
 export function render(_, page) {
   const { rows, error } = page.batches;
@@ -16,7 +17,7 @@ export function render(_, page) {
     const share = total ? (completed + failed) / total : 1;
     const isRunning = batch.status === "in_progress";
     return [
-      batch.id, tenant, batch.status.replaceAll("_", " "), [bar(share), percent(share)], whole(total), whole(failed), isRunning ? perSecond(rate) : NONE, time(batch.created_at), time(batch.expected_end_at), time(batch.expires_at),
+      h("span", { title: batch.id }, shortId(batch.id)), tenant, batch.status.replaceAll("_", " "), [bar(share), " ", percent(share)], whole(total), whole(failed), isRunning ? perSecond(rate) : NONE, time(batch.created_at), time(batch.expected_end_at), time(batch.expires_at),
     ];
   };
   return h("div", { key: "batches", class: "card" },
