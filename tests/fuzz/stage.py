@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import Gateway
@@ -34,9 +36,12 @@ async def any_engine(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def _staged(app: Gateway, dispatcher: FakeDispatcher) -> AsyncIterator[int]:
-    async with serving(any_engine) as engine, serving(app) as port:
-        dispatcher.ports.append(engine)
-        yield port
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(any_engine) as engine, serving(app) as port:
+            dispatcher.ports.append(engine)
+            app.start_batches(Path(folder))
+            yield port
+        await app.drain(0.0, 1.0)
     app.close()
 
 
