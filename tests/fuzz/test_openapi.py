@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     allow_header_conformance,
@@ -35,15 +35,25 @@ def url() -> Iterator[str]:
         yield address
 
 
-description = schemathesis.openapi.from_dict(openapi_document())
+DESCRIPTION: Any = schemathesis.openapi.from_dict(openapi_document())
+OPERATIONS = [found.ok() for found in DESCRIPTION.get_all_operations()]
 
 
-@description.parametrize()
-@settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
-def test_every_operation_conforms_to_its_description(case: schemathesis.Case[Any], url: str) -> None:
-    case.call_and_validate(base_url=url, checks=_CHECKS)
+# schemathesis's own `parametrize` uses subtests, whose failures xdist does not count.
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_an_operation_conforms_to_its_description(operation: Any, url: str) -> None:
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    @given(case=operation.as_strategy())
+    def conforms(case: schemathesis.Case[Any]) -> None:
+        case.call_and_validate(base_url=url, checks=_CHECKS)
+
+    conforms()
 
 
 def test_the_description_is_served_and_every_path_in_it_is_there(url: str) -> None:

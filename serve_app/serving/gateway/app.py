@@ -219,6 +219,11 @@ class Gateway:
         """
         self._batches = BatchApi(self._settings, folder, self._reader, self._gateway_id, self._serve)
 
+    async def stop_batches(self) -> None:
+        """Leave the batches to another gateway, which serves their open requests again. Idempotent."""
+        if self._batches is not None:
+            await self._batches.stop()
+
     @property
     def in_flight(self) -> int:
         """Requests that are being received, queued or running."""
@@ -241,9 +246,7 @@ class Gateway:
         """
         self._stopping_retry_after_s = retry_after_s
         self._dashboard.close()
-        if self._batches is not None:
-            # The next gateway serves their requests again.
-            await self._batches.stop()
+        await self.stop_batches()
         await self._until_idle(drain_s)
         aborted = tuple(self._calls)
         for call in aborted:

@@ -139,11 +139,13 @@ class GatewayDeployment:
             self._listener.check_health()
 
     async def __del__(self) -> None:
+        if (gateway := getattr(self, "_gateway", None)) is not None:
+            await gateway.stop_batches()
         if (listener := getattr(self, "_listener", None)) is not None:
             await listener.stop(*self._stop_times)
         for client in getattr(self, "_clients", {}).values():
             await client.close()
-        if (gateway := getattr(self, "_gateway", None)) is not None:
+        if gateway is not None:
             gateway.close()
 
 

@@ -164,6 +164,15 @@ class Caller:
         return cls(key, key.admin, key.terms)
 
     @property
+    def may_act_for_tenants(self) -> bool:
+        """Whether its requests may be for other tenants."""
+        return self.key is None or self.key.may_act_for_tenants
+
+    def has_id(self, key_id: str) -> bool:
+        """Return whether its key has this id."""
+        return self.key is not None and self.key.id == key_id
+
+    @property
     def default_class(self) -> PriorityClass:
         """Class of requests that name none."""
         return PriorityClass.DEFAULT if self.key is None else self.key.class_of_unnamed
@@ -409,7 +418,11 @@ class Keyring:
         if not key_id:
             return _ANYONE
         found = self._file_keys.caller_with(key_id) if self._file_keys is not None else None
-        found = found or next((each for each in self._callers.values() if _id_of(each) == key_id), None)
+        if found is None:
+            # Configured keys of a tenant share an id; the request may be for another tenant.
+            configured = [each for each in self._callers.values() if each.has_id(key_id)]
+            found = next((each for each in configured if each.may_act_for_tenants), None)
+            found = found or next(iter(configured), None)
         if found is None:
             message = f"the API key {key_id} of this request no longer exists"
             raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
@@ -421,10 +434,6 @@ class Keyring:
             return found
         digest = _digest(secret)
         return self._callers.get(digest) or self._admins.get(digest)
-
-
-def _id_of(caller: Caller) -> str:
-    return "" if caller.key is None else caller.key.id
 
 
 _ANYONE = Caller()

@@ -14,7 +14,7 @@ from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeysFileError, changed_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
-from serve_app.serving.gateway.keys import ApiKey, FileKeys, Keyring
+from serve_app.serving.gateway.keys import ApiKey, Caller, FileKeys, Keyring
 from tests.serving.test_api_keys import record
 
 MakeFileKeys = Callable[[Path], FileKeys]
@@ -280,3 +280,13 @@ def test_without_keys_only_the_applications_own_key_makes_an_admin() -> None:
     ring.caller(b"Bearer own").check_admin()
     with pytest.raises(RequestRejected, match="EWSJF_ADMIN_KEY"):
         Keyring((), {}).caller(b"Bearer own").check_admin()
+
+
+def test_a_request_from_within_has_the_caller_of_its_key() -> None:
+    plain, acting = ApiKey(tenant="a", key="k1"), ApiKey(tenant="a", key="k2", may_act_for_tenants=True)
+    for keys in ([plain, acting], [acting, plain]):
+        ring = Keyring(keys)
+        assert ring.caller_with("config/a").may_act_for_tenants
+        assert ring.caller_with("") == Caller()
+        with pytest.raises(RequestRejected, match="no longer exists"):
+            ring.caller_with("config/b")

@@ -130,7 +130,7 @@ class BatchApi:
 
     async def overview(self) -> Mapping[str, Any]:
         """Return the last batches of all tenants, for the dashboard; `error` if the storage fails."""
-        if self._storage.is_new:
+        if await self._storage.is_new():
             return NO_BATCHES
         try:
             records = await self._storage(BatchStore.last_batches, _MOST_SHOWN)
@@ -239,10 +239,10 @@ class BatchApi:
         found = await self._storage(BatchStore.files, owner, query.get("purpose"), page)
         await _send_list(incoming, [record.shown() for record in found], page)
 
-    async def _file(self, file_id: str, owner: str) -> FileRecord:
+    async def _file(self, file_id: str, owner: str, param: str | None = None) -> FileRecord:
         found = await self._storage(BatchStore.file, file_id, owner)
         if found is None or (found.expires_at is not None and found.expires_at <= time()):
-            raise _not_found("file", file_id)
+            raise _not_found("file", file_id, param)
         return found
 
     async def _delete(self, record: FileRecord) -> None:
@@ -300,9 +300,7 @@ class BatchApi:
         if body.endpoint not in SCHEDULED:
             known = ", ".join(SCHEDULED)
             raise _invalid("endpoint", f"endpoint must be one of {known}; got {body.endpoint[:100]!r}")
-        file = await self._storage(BatchStore.file, body.input_file_id, owner)
-        if file is None:
-            raise _not_found("file", body.input_file_id, param="input_file_id")
+        file = await self._file(body.input_file_id, owner, param="input_file_id")
         if file.purpose != "batch":
             raise _invalid("input_file_id", f"{file.id} has the purpose {file.purpose}: upload it as `batch`")
         record.total = file.requests

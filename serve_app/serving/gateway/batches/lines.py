@@ -14,6 +14,7 @@ import msgspec
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRejected
+from serve_app.serving.gateway.batches.contents import Contents
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 
 _MAX_ID_CHARACTERS = 512
@@ -140,27 +141,52 @@ class InputChecker:
 class InputReader:
     """Reader of the requests of a checked file; blocks."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._line = 0
+    def __init__(self, contents: Contents, file_id: str) -> None:
+        self._contents, self._file_id = contents, file_id
+        self._file: IO[bytes] | None = None
+        # Lines of which the requests were returned.
+        self._returned = 0
         self._decoder = msgspec.json.Decoder(BatchRequest)
 
     def next(self) -> list[BatchRequest]:
-        """Return the next requests in the order of the file; empty at its end."""
-        requests: list[BatchRequest] = []
-        while not requests and (lines := self._file.readlines(_BLOCK_BYTES)):
-            for line in lines:
-                self._line += 1
-                written = line.removeprefix(_BYTE_ORDER_MARK) if self._line == 1 else line
-                if written.strip():
-                    request = self._decoder.decode(written)
-                    request.line = self._line
-                    requests.append(request)
-        return requests
+        """Return the next requests in the order of the file; empty at its end.
+
+        After an error the file is opened again, and the next call returns the same requests.
+
+        Raises:
+            StoreError: the file cannot be read.
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            with self._contents.errors(self._file_id):
+                return self._next()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _next(self) -> list[BatchRequest]:
+        if self._file is None:
+            self._file = self._contents.open(self._file_id)
+            for _ in range(self._returned):
+                self._file.readline()
+        requests: list[BatchRequest] = []
+        number = self._returned
+        while not requests and (lines := self._file.readlines(_BLOCK_BYTES)):
+            for line in lines:
+                number += 1
+                written = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                if written.strip():
+                    request = self._decoder.decode(written)
+                    request.line = number
+                    requests.append(request)
+        self._returned = number
+        return requests
 
 
 def invalid_file(code: str, message: str) -> RequestRejected:

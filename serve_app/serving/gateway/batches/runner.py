@@ -5,10 +5,11 @@ within seconds of its end. A gateway that stops releases it at once, and its req
 next one: a request may be computed twice, but only its first result counts.
 
 Requests enter the gateway in class `batch`, so the scheduler serves them on the capacity that other classes
-leave. Here it only has to be decided how many of them to submit. By Little's law, a share of
-`service / (wait + service)` of those submitted is running; the rest waits. A quarter more than those running
-suffices to fill the engines, and the number grows by that factor as long as none waits. The database holds
-all others, however many there are.
+leave. The runner only decides how many to submit. By Little's law, a share of `service / (wait + service)` of
+those submitted is running, and the rest waits. A quarter more than those running fills the engines, and the
+number grows by that factor as long as none waits.
+
+At most `_MOST_BATCHES` batches run at a time: the oldest of each tenant first, then the second of each.
 
 A batch that would miss its completion window at its present rate is submitted in class `default` instead, if
 its key allows it.
@@ -19,7 +20,8 @@ import contextlib
 import contextvars
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, time
@@ -33,7 +35,14 @@ from serve_app.serving.gateway.answer.responses import RequestRejected, encode
 from serve_app.serving.gateway.answer.stream import RawUsage
 from serve_app.serving.gateway.batches.calls import Answer, ServeRequest
 from serve_app.serving.gateway.batches.lines import BatchRequest, InputReader
-from serve_app.serving.gateway.batches.records import BatchError, BatchRecord, FileRecord, Tokens, new_id
+from serve_app.serving.gateway.batches.records import (
+    BatchError,
+    BatchRecord,
+    FileRecord,
+    Status,
+    Tokens,
+    new_id,
+)
 from serve_app.serving.gateway.batches.storage import Storage
 from serve_app.serving.gateway.batches.store import BatchStore, LeaseLost, Result, StoreError
 from serve_app.serving.gateway.keys import Caller
@@ -50,11 +59,14 @@ _ABANDONED_S = 24 * 3600.0
 
 # Requests submitted at first and at least, and most of all batches together: each holds its body in memory.
 _FEWEST, _MOST = 4, 1024
+# Batches that run at a time.
+_MOST_BATCHES = 64
 _SPARE = 1.25
 # Weight of a request in the means of waits and services.
 _WEIGHT = 1 / 16
 # Attempts of a request whose engine fails. Rejections for lack of capacity do not count.
 _ATTEMPTS = 3
+_BUSY, _FAILED = (429, 503), (500, 502, 504)
 _LONGEST_PAUSE_S = 60.0
 # Results are stored together, because each transaction waits for the disk.
 _FLUSH_S = 0.05
@@ -67,6 +79,7 @@ _RATE_INTERVAL_S, _RATE_S = 2.0, 30.0
 _ENDED_TOGETHER = 500
 
 _EXPIRED = ("batch_expired", "This request was not executed before the completion window ended.")
+_LOST = ("internal_error", "This request was not executed, because of an internal error; see the log.")
 _CANCELLED = ("batch_cancelled", "This request was not executed, because the batch was cancelled.")
 
 
@@ -90,6 +103,7 @@ class BatchRunner:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._token: int | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._swept_at = 0.0
         self._failure = ""
 
@@ -117,6 +131,8 @@ class BatchRunner:
         if task is None:
             return
         task.cancel()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await self._cancel_runs()
@@ -128,7 +144,7 @@ class BatchRunner:
     async def _run(self) -> None:
         while True:
             try:
-                if not self._storage.is_new:
+                if not await self._storage.is_new():
                     await self._turn()
                 self._report("")
             except StoreError as error:
@@ -160,23 +176,28 @@ class BatchRunner:
             if task.done():
                 del self._runs[batch_id]
         records = await self._storage(BatchStore.open_batches)
-        for record in records:
+        for record in _first(records, time()):
             if record.id not in self._runs:
                 run = _BatchRun(record, token, self._storage, self._serve, self._caller_of)
                 task = asyncio.get_running_loop().create_task(run.run(), name=record.id)
                 self._runs[record.id] = run, task
-            self._runs[record.id][0].observe(record, time(), max(_FEWEST, _MOST // len(records)))
-        if monotonic() - self._swept_at > _SWEEP_S:
+            most = _MOST // min(len(records), _MOST_BATCHES)
+            self._runs[record.id][0].observe(record, time(), most)
+        if monotonic() - self._swept_at > _SWEEP_S and (self._sweeping is None or self._sweeping.done()):
             self._swept_at = monotonic()
-            await self._sweep({record.input_file_id for record in records})
+            # In a task, because a slow bucket must not delay the next extension of the lease.
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def _sweep(self, in_use: set[str]) -> None:
-        """Delete files whose time has passed."""
+    async def _sweep(self) -> None:
+        """Delete files whose time has passed and that no open batch reads."""
         now = time()
-        for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
-            if file_id not in in_use:
-                await asyncio.to_thread(self._storage.contents.delete, file_id)
-                await self._storage(BatchStore.delete_file, file_id)
+        try:
+            for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
+                if await self._storage(BatchStore.uses, file_id) is None:
+                    await asyncio.to_thread(self._storage.contents.delete, file_id)
+                    await self._storage(BatchStore.delete_file, file_id)
+        except StoreError as error:
+            logger.warning("event=batch_sweep_failed reason=%r", str(error))
 
     async def _cancel_runs(self) -> None:
         tasks = [task for _, task in self._runs.values()]
@@ -185,6 +206,18 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _first(records: Sequence[BatchRecord], now: float) -> list[BatchRecord]:
+    """Return the batches to run: those that end, then each tenant's oldest, then each one's second, ..."""
+    of_owner: Counter[str] = Counter()
+    ranked: list[tuple[int, BatchRecord]] = []
+    for record in records:
+        ends = (record.status not in {"in_progress", "validating"}) or now >= record.expires_at
+        ranked.append((0 if ends else 1 + of_owner[record.owner], record))
+        of_owner[record.owner] += not ends
+    ranked.sort(key=lambda each: each[0])
+    return [record for _, record in ranked[:_MOST_BATCHES]]
 
 
 @dataclass(slots=True)
@@ -232,7 +265,7 @@ class _BatchRun:
 
     def observe(self, record: BatchRecord, now: float, most: int) -> None:
         """Note the stored state, the time, and how many requests may be submitted."""
-        self._pace.most = most
+        self._pace.most = max(_FEWEST, most)
         if record.status == "cancelling":
             self._end = _CANCELLED
         elif record.status == "in_progress" and now >= record.expires_at:
@@ -245,17 +278,21 @@ class _BatchRun:
         try:
             await self._change(_begin)
             if self._record.status != "finalizing":
-                await self._serve_requests()
+                await self._serve_or_fail()
             await self._write_files()
         except LeaseLost:
             logger.info("event=batch_left batch=%s", self._record.id)
+        except Exception:
+            # The runner starts the batch again, and no result is lost.
+            logger.exception("event=batch_error batch=%s", self._record.id)
+
+    async def _serve_or_fail(self) -> None:
+        """Serve all requests; note why that is not possible. The results until then remain."""
+        try:
+            await self._serve_requests()
         except FileNotFoundError as error:
             failure = BatchError("input_file_missing", f"the contents of the input file are missing: {error}")
-            await self._change(lambda record: _fail(record, failure))
-        except Exception as error:
-            logger.exception("event=batch_error batch=%s", self._record.id)
-            failure = BatchError("internal_error", f"internal error of the gateway: {error!r}")
-            await self._change(lambda record: _fail(record, failure))
+            await self._change(partial(_note_failure, failure))
 
     # -- requests
 
@@ -263,13 +300,14 @@ class _BatchRun:
         storing = asyncio.create_task(self._store_results())
         storing.add_done_callback(lambda _: self._changed.set())
         try:
-            async for request in self._requests():
-                await self._until(self._has_room, storing)
-                if self._end is not None:
-                    break
-                task = asyncio.create_task(self._serve_request(request))
-                self._tasks.add(task)
-                task.add_done_callback(self._on_task)
+            async with contextlib.aclosing(self._requests()) as requests:
+                async for request in requests:
+                    await self._until(self._has_room, storing)
+                    if self._end is not None:
+                        break
+                    task = asyncio.create_task(self._serve_request(request))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._on_task)
             await self._until(lambda: not self._tasks, storing)
             await self._cancel_tasks()
             await self._until(lambda: not self._results, storing, ends=False)
@@ -277,8 +315,8 @@ class _BatchRun:
             storing.cancel()
             await self._cancel_tasks()
             await asyncio.gather(storing, return_exceptions=True)
-        if self._end is not None:
-            await self._end_rest(self._end)
+        if self._record.remaining:
+            await self._end_rest(self._end or _LOST)
 
     def _has_room(self) -> bool:
         return len(self._tasks) < self._pace.window and len(self._results) < _MOST_UNSTORED
@@ -303,10 +341,10 @@ class _BatchRun:
         self._tasks.discard(task)
         self._changed.set()
 
-    async def _requests(self) -> AsyncIterator[BatchRequest]:
+    async def _requests(self) -> AsyncGenerator[BatchRequest, None]:
         """Yield the requests without a result, in the order of the input."""
         done = await self._persist(partial(self._storage, BatchStore.lines_with_result, self._record.id))
-        reader = await self._persist(self._open_input)
+        reader = InputReader(self._storage.contents, self._record.input_file_id)
         try:
             while requests := await self._persist(partial(asyncio.to_thread, reader.next)):
                 for request in requests:
@@ -315,17 +353,13 @@ class _BatchRun:
         finally:
             reader.close()
 
-    async def _open_input(self) -> InputReader:
-        contents = self._storage.contents
-        return InputReader(await asyncio.to_thread(contents.open, self._record.input_file_id))
-
     async def _serve_request(self, request: BatchRequest) -> None:
-        began, attempts = monotonic(), 0
+        began, failures = monotonic(), 0
         while True:
             attempt_at = monotonic()
             answer = await self._send(request)
-            attempts += 1
-            pause_s = _pause_s(answer, attempts)
+            failures += answer.status in _FAILED and not _is_busy(answer)
+            pause_s = _pause_s(answer, failures)
             if pause_s is None:
                 break
             await asyncio.sleep(pause_s * (1 + random.random() / 4))  # noqa: S311 - spreads attempts
@@ -402,6 +436,7 @@ class _BatchRun:
     # -- files
 
     async def _write_files(self) -> None:
+        # With ids of this attempt, because a runner that was suspended may still write or delete its own.
         record = await self._change(_finalize)
         files = [
             await self._persist(partial(self._write_file, file_id, errors=errors))
@@ -413,6 +448,16 @@ class _BatchRun:
 
     async def _write_file(self, file_id: str, *, errors: bool) -> FileRecord:
         record = self._record
+        file = FileRecord(
+            id=file_id,
+            owner=record.owner,
+            filename=f"{record.id}_{'error' if errors else 'output'}.jsonl",
+            purpose="batch_output",
+            created_at=int(time()),
+            expires_at=int(time()) + record.keep_output_s,
+        )
+        # Until it is complete, it is deleted after a day if this process ends now.
+        await self._storage(BatchStore.put_file, file)
         writer = await asyncio.to_thread(self._storage.contents.create, file_id)
         try:
             line = 0
@@ -421,19 +466,10 @@ class _BatchRun:
                 await asyncio.to_thread(writer.write, b"".join(output + b"\n" for _, output in rows))
             await asyncio.to_thread(writer.close)
         except BaseException:
-            writer.abandon()
+            await asyncio.shield(asyncio.to_thread(writer.abandon))
             raise
-        now = int(time())
-        return FileRecord(
-            id=file_id,
-            owner=record.owner,
-            filename=f"{record.id}_{'error' if errors else 'output'}.jsonl",
-            purpose="batch_output",
-            created_at=now,
-            bytes=writer.bytes,
-            is_complete=True,
-            expires_at=now + record.keep_output_s,
-        )
+        file.bytes, file.is_complete = writer.bytes, True
+        return file
 
     # -- storage
 
@@ -465,9 +501,8 @@ def _begin(record: BatchRecord) -> None:
         record.enter("in_progress", time())
 
 
-def _fail(record: BatchRecord, error: BatchError) -> None:
+def _note_failure(error: BatchError, record: BatchRecord) -> None:
     record.errors = [error]
-    record.enter("failed", time())
 
 
 def _expire(record: BatchRecord) -> None:
@@ -475,27 +510,39 @@ def _expire(record: BatchRecord) -> None:
 
 
 def _finalize(record: BatchRecord) -> None:
-    if record.status == "finalizing":
-        return
-    record.enter("finalizing", time())
+    if record.status != "finalizing":
+        record.enter("finalizing", time())
     record.output_file_id = new_id("file-") if record.completed else ""
     record.error_file_id = new_id("file-") if record.failed else ""
 
 
 def _complete(record: BatchRecord) -> None:
-    cancelled = "cancelling" in record.reached
-    record.enter("expired" if record.is_expired else "cancelled" if cancelled else "completed", time())
+    ends: tuple[tuple[object, Status], ...] = (
+        (record.errors, "failed"),
+        (record.is_expired, "expired"),
+        ("cancelling" in record.reached, "cancelled"),
+    )
+    record.enter(next((status for applies, status in ends if applies), "completed"), time())
 
 
-def _pause_s(answer: Answer, attempts: int) -> float | None:
-    """Return the time until a request should be sent again; None if its answer is final."""
-    if answer.status in (429, 503) or (answer.status == 504 and b'"queue_timeout"' in answer.body):
+def _pause_s(answer: Answer, failures: int) -> float | None:
+    """Return the time until a request should be sent again; None if its answer is final.
+
+    Args:
+        failures: how often its engine has failed, this answer included.
+    """
+    if _is_busy(answer):
         stated_ms = answer.header(b"retry-after-ms")
         stated_s = (answer.header(b"retry-after") or 1.0) if stated_ms is None else stated_ms / 1000
         return min(max(stated_s, 0.1), _LONGEST_PAUSE_S)
-    if answer.status in (500, 502, 504) and attempts < _ATTEMPTS:
-        return float(attempts)
+    if answer.status in _FAILED and failures < _ATTEMPTS:
+        return float(failures)
     return None
+
+
+def _is_busy(answer: Answer) -> bool:
+    """Return whether a request was rejected for lack of capacity."""
+    return answer.status in _BUSY or (answer.status == 504 and b'"queue_timeout"' in answer.body)
 
 
 class _AnswerUsage(msgspec.Struct):

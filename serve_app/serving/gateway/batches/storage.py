@@ -32,10 +32,13 @@ class Storage:
     def __repr__(self) -> str:
         return f"<Storage {self._path}>"
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no gateway has stored anything yet."""
-        return self._store is None and not self._path.exists()
+    async def is_new(self) -> bool:
+        """Return whether no gateway has stored anything yet."""
+        if self._store is not None:
+            return False
+        # In the thread as well, because a file system that hangs must not stop the gateway.
+        loop = asyncio.get_running_loop()
+        return not await loop.run_in_executor(self._thread, self._path.exists)
 
     async def __call__(
         self, work: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs

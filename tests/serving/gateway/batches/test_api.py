@@ -14,6 +14,7 @@ from openai.types import Batch
 
 from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.batches.settings import BatchSettings
+from serve_app.serving.gateway.batches.store import BatchStore
 from tests.serving.gateway.builders import MODEL, Engine, chat, eventually, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
@@ -305,6 +306,21 @@ async def test_a_file_is_deleted_unless_a_batch_reads_it(tmp_path: Path) -> None
         assert (await client.files.delete(file_id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file_id)
+
+
+async def test_a_file_whose_time_has_passed_is_gone(tmp_path: Path) -> None:
+    async with served(tmp_path) as (client, fleet):
+        file_id = await uploaded(client, [line(1)])
+        assert fleet.gateway._batches is not None
+        storage = fleet.gateway._batches._storage
+        record = await storage(BatchStore.file, file_id, "default")
+        assert record is not None
+        record.expires_at = 1
+        await storage(BatchStore.put_file, record)
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file_id)
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")
 
 
 async def test_a_cancelled_batch_ends_with_what_it_has(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,10 +17,12 @@ from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.batches import runner as runner_module
 from serve_app.serving.gateway.batches.calls import Answer
+from serve_app.serving.gateway.batches.contents import Writer
+from serve_app.serving.gateway.batches.lines import BatchRequest, InputReader
 from serve_app.serving.gateway.batches.records import BatchRecord, FileRecord, new_id
 from serve_app.serving.gateway.batches.runner import BatchRunner, _Pace
 from serve_app.serving.gateway.batches.storage import Storage
-from serve_app.serving.gateway.batches.store import BatchStore, StoreError
+from serve_app.serving.gateway.batches.store import BatchStore, Result, StoreError
 from serve_app.serving.gateway.keys import Caller
 from tests.serving.gateway.builders import eventually
 
@@ -257,6 +260,17 @@ async def test_rejections_for_lack_of_capacity_are_repeated_without_limit(tmp_pa
     assert Counter(gateway.served) == {0: 9, 1: 9}
 
 
+async def test_failures_count_beside_rejections(tmp_path: Path) -> None:
+    busy, failed = Answer(429, {b"retry-after-ms": b"10"}, b"{}"), Answer(502, {}, b"{}")
+    timed_out = Answer(504, {b"retry-after-ms": b"10"}, b'{"error": {"code":"queue_timeout"}}')
+    gateway = Gateway(script={0: [busy] * 3 + [timed_out] * 3 + [failed]})
+    storage = Storage(tmp_path)
+    batch_id = await add_batch(storage, 1)
+    async with running(storage, gateway):
+        record = await final(storage, batch_id)
+    assert (record.completed, len(gateway.served)) == (1, 8)
+
+
 async def test_an_engine_that_fails_three_times_is_an_error(tmp_path: Path) -> None:
     failed = Answer(502, {}, b'{"error": {"code": "engine_failed"}}')
     gateway = Gateway(script={0: [failed] * 9})
@@ -278,14 +292,117 @@ async def test_a_revoked_key_ends_its_requests(tmp_path: Path) -> None:
     assert read_lines(storage, record.error_file_id)[0]["response"]["status_code"] == 401
 
 
-async def test_a_missing_input_file_fails_the_batch(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 3)
+async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(tmp_path: Path) -> None:
+    storage, gateway = Storage(tmp_path), Gateway(delay_s=0.05)
+    batch_id = await add_batch(storage, 300)
+    async with running(storage, gateway):
+        await eventually(lambda: len(gateway.served) > 20)
+        await asyncio.sleep(0.2)
     storage.contents.delete("file-in")
     async with running(storage, Gateway()):
         record = await final(storage, batch_id)
     assert record.status == "failed"
     assert record.errors[0].code == "input_file_missing"
+    assert 0 < record.completed < 300
+    assert len(custom_ids(storage, record)) == record.completed
+
+
+async def test_an_input_that_cannot_be_read_for_a_while_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.serving.gateway.batches.lines._BLOCK_BYTES", 500)
+    original, reads = InputReader._next, 0
+
+    def read(reader: InputReader) -> list[BatchRequest]:
+        nonlocal reads
+        reads += 1
+        requests = original(reader)
+        if reads in {3, 5}:
+            # The position in the file has changed, and the requests are lost.
+            reader._returned -= len(requests)
+            raise OSError("the bucket does not answer")
+        return requests
+
+    monkeypatch.setattr(InputReader, "_next", read)
+    storage, gateway = Storage(tmp_path), Gateway()
+    batch_id = await add_batch(storage, 100)
+    async with running(storage, gateway):
+        record = await final(storage, batch_id)
+    assert record.status == "completed"
+    assert sorted(gateway.served) == list(range(100))
+
+
+async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, wakes = Writer.write, threading.Event()
+    writes = 0
+
+    def write(writer: Writer, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 1:
+            wakes.wait(10)
+        original(writer, data)
+
+    storage = Storage(tmp_path)
+    batch_id = await add_batch(storage, 5)
+    monkeypatch.setattr(Writer, "write", write)
+    async with running(Storage(tmp_path), Gateway(), "slow") as first:
+        await eventually(lambda: writes == 1)
+        assert first._task is not None
+        first._task.cancel()
+        await asyncio.sleep(0.6)
+        async with running(storage, Gateway(), "quick"):
+            record = await final(storage, batch_id)
+            wakes.set()
+    assert len(custom_ids(storage, record)) == 5
+
+
+async def test_a_line_without_a_result_by_mistake_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = runner_module._result
+
+    def result(record: BatchRecord, request: BatchRequest, answer: Answer) -> Result:
+        if request.line == 2:
+            raise RuntimeError("a bug")
+        return original(record, request, answer)
+
+    monkeypatch.setattr(runner_module, "_result", result)
+    storage = Storage(tmp_path)
+    batch_id = await add_batch(storage, 3)
+    async with running(storage, Gateway()):
+        record = await final(storage, batch_id)
+    assert (record.completed, record.failed) == (2, 1)
+    (error,) = read_lines(storage, record.error_file_id)
+    assert (error["custom_id"], error["error"]["code"]) == ("c1", "internal_error")
+
+
+def test_no_tenant_occupies_all_places() -> None:
+    def batch(number: int, owner: str, **changes: Any) -> BatchRecord:
+        fields: dict[str, Any] = {
+            "id": f"{owner}{number}",
+            "owner": owner,
+            "key_id": "",
+            "endpoint": CHATS,
+            "input_file_id": "f",
+            "completion_window": "24h",
+            "created_at": 0,
+            "expires_at": 100,
+            "keep_output_s": 1,
+            **changes,
+        }
+        return BatchRecord(**fields)
+
+    records = [*(batch(number, "a") for number in range(200)), batch(0, "b"), batch(1, "b")]
+    records.append(batch(999, "a", status="cancelling"))
+    chosen = [record.id for record in runner_module._first(records, 50.0)]
+    assert len(chosen) == 64
+    assert chosen[:4] == ["a999", "a0", "b0", "a1"]
+    assert "b1" in chosen
+    # Batches whose window has ended have nothing to submit.
+    assert len(runner_module._first([*records, batch(7, "c", expires_at=50)], 50.0)) == 64
 
 
 async def test_answers_that_are_no_json_lines_remain_one_line(tmp_path: Path) -> None:
