@@ -351,7 +351,7 @@ async def _send(incoming: IncomingRequest, document: Mapping[str, Any]) -> None:
 
 
 async def _send_list(incoming: IncomingRequest, found: list[dict[str, Any]], page: Page) -> None:
-    """Send a page; one more entry than its limit was requested, and shows whether there is a further page."""
+    """Send a page of a list. `found` has one entry more than the page if a further page exists."""
     limit = page.limit - 1
     data = found[:limit]
     document = {

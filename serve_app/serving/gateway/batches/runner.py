@@ -189,7 +189,7 @@ class BatchRunner:
             self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Delete files whose time has passed and that no open batch reads."""
+        """Delete expired files that no open batch reads."""
         now = time()
         try:
             for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
@@ -230,7 +230,12 @@ class _Pace:
     window: float = _FEWEST
 
     def on_end(self, wait_s: float, service_s: float, submitted: int) -> None:
-        """Count a request that has ended, of so many that were submitted."""
+        """Update the window after a request.
+
+        Args:
+            wait_s, service_s: its times in the queue and on an engine.
+            submitted: number of submitted requests, this one included.
+        """
         weight = _WEIGHT if self.service_s else 1.0
         self.wait_s += weight * (wait_s - self.wait_s)
         self.service_s += weight * (service_s - self.service_s)

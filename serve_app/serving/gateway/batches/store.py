@@ -153,7 +153,7 @@ class BatchStore:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def expired_files(self, now: float, abandoned_before: float) -> list[str]:
-        """Return files whose time has passed, and those whose upload was never completed."""
+        """Return expired files, and uploads that began before `abandoned_before` and were not completed."""
         with _errors(self.path):
             rows = self._db.execute(
                 "SELECT document FROM files WHERE expires_at <= ? OR bytes = 0", (int(now),)
