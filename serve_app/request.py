@@ -187,6 +187,7 @@ class Submission:
         bound_to: the only replica that can serve it, because it has the state that the request refers to;
             None for any.
         program: the client's statement about its agent program; None if it made none.
+        revocable: whether its gateway can stop it on its replica and queue it again, unnoticed by the client.
     """
 
     request_id: str
@@ -199,6 +200,7 @@ class Submission:
     key: KeyTerms | None = None
     bound_to: str | None = None
     program: ProgramHint | None = None
+    revocable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

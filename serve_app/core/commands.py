@@ -55,6 +55,18 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    """Stop a running request, whose capacity others need, and put it back (`DispatchFailure.REVOKED`).
+
+    A gateway ignores it if the request has ended in the meantime.
+    """
+
+    request_id: str
+    gateway_id: str
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStale:
     """The report of a replica is stale. The replica counts as saturated until the next report."""
 
@@ -117,4 +129,4 @@ def conclude_of(
     )
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | EngineSilent | ContextLearned
+Command = Dispatch | Conclude | Revoke | ReportStale | ReportFresh | EngineSilent | ContextLearned

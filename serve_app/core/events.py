@@ -60,6 +60,8 @@ class DispatchFailure(enum.StrEnum):
     """The engine rejected the request for lack of capacity (429, 503)."""
     TOO_LONG = "too_long"
     """The engine's context limit is below the request's actual length."""
+    REVOKED = "revoked"
+    """The scheduler has revoked the grant, so the gateway stopped the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class DispatchFailed:
     Attributes:
         stated_context: context limit in tokens that the engine states when it rejects a request as too long;
             None if it states none.
+        generated_tokens: output tokens so far with which a revoked request continues; 0 if it starts again.
     """
 
     request_id: str
@@ -76,6 +79,7 @@ class DispatchFailed:
     failure: DispatchFailure
     message: str = ""
     stated_context: int | None = None
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
