@@ -48,6 +48,7 @@ def request(
     adapter: str | None = None,
     messages: int = 0,
     program: ProgramHint | None = None,
+    revocable: bool = False,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes,
@@ -72,6 +73,7 @@ def request(
             key=key,
             bound_to=bound_to,
             program=program,
+            revocable=revocable,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,

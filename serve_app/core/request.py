@@ -9,7 +9,7 @@ from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
 from serve_app.errors import Outcome
-from serve_app.request import Destination, PriorityClass, Request, Usage
+from serve_app.request import Destination, Request, Usage
 
 NO_HOLD = Hold(0)
 
@@ -47,7 +47,9 @@ class ScheduledRequest:
         length_queue: the length queue in which it waits or waited.
         returned: whether it was put back for a fault of its replica and precedes requests never dispatched.
         claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
-        put_backs: number of put-backs, for any reason.
+        put_backs: number of put-backs, for any reason but a revocation.
+        generated: output tokens so far with which it continues after a put-back.
+        is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
         losses: replicas lost under it; after the first loss it is in quarantine.
         avoided: replicas on which it has failed.
         failed_on: the replica on which it failed last, until an answer starts.
@@ -87,6 +89,8 @@ class ScheduledRequest:
     returned: bool = False
     claimed: bool = False
     put_backs: int = 0
+    generated: int = 0
+    is_guaranteed: bool = False
     losses: int = 0
     avoided: frozenset[str] = frozenset()
     failed_on: str | None = None
@@ -148,16 +152,9 @@ class ScheduledRequest:
 
 
 class RequestTable:
-    """All queued and running requests, by id and by the gateway that holds the client's connection.
-
-    Attributes:
-        above_batch: number of requests above the batch class.
-        last_above_batch_at: arrival of the last of these, on the scheduler's clock; -inf before the first.
-    """
+    """All queued and running requests, by id and by the gateway that holds the client's connection."""
 
     def __init__(self) -> None:
-        self.above_batch = 0
-        self.last_above_batch_at = -math.inf
         self._requests: dict[str, ScheduledRequest] = {}
         self._by_gateway: dict[str, dict[str, ScheduledRequest]] = {}
 
@@ -166,9 +163,6 @@ class RequestTable:
         request = scheduled.request
         self._requests[request.request_id] = scheduled
         self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
-        if request.priority is not PriorityClass.BATCH:
-            self.above_batch += 1
-            self.last_above_batch_at = max(self.last_above_batch_at, request.arrived_at)
 
     def get(self, request_id: str) -> ScheduledRequest | None:
         """Return the request with this id, or None if it is unknown or has ended."""
@@ -182,7 +176,6 @@ class RequestTable:
             del of_gateway[request_id]
             if not of_gateway:
                 del self._by_gateway[scheduled.request.gateway_id]
-            self.above_batch -= scheduled.request.priority is not PriorityClass.BATCH
         return scheduled
 
     def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:

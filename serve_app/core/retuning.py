@@ -15,7 +15,6 @@ RETUNABLE = (
     "isolation",
     "delay_bound",
     "backpressure.target_waiting",
-    "backpressure.batch_target_waiting",
     "backpressure.tpot_gate_s",
     "backpressure.max_prefill_backlog_s",
     "engine_priority.target_waiting",
@@ -39,7 +38,6 @@ def checked_retuning(current: SchedulerSettings, new: SchedulerSettings) -> Sche
         backpressure=replace(
             current.backpressure,
             target_waiting=new.backpressure.target_waiting,
-            batch_target_waiting=new.backpressure.batch_target_waiting,
             tpot_gate_s=new.backpressure.tpot_gate_s,
             max_prefill_backlog_s=new.backpressure.max_prefill_backlog_s,
         ),

@@ -24,10 +24,12 @@ from typing import Any
 from serve_app.core import commands as cmd
 from serve_app.core import events as ev
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
+from serve_app.core.accounting.wait_causes import WaitCause
 from serve_app.core.accounting.waits import WaitUpdater, record_attempt, wait_breakdown
 from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
-from serve_app.core.dispatch.backpressure import BatchOnlyMode, EngineBackpressure
+from serve_app.core.dispatch.backfill import Backfill
+from serve_app.core.dispatch.backpressure import EngineBackpressure
 from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, Placement
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.headroom import TenantHeadroom
@@ -101,7 +103,8 @@ class Scheduler:
         self._policy = make_policy(settings.policy, inputs, policies)
         self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)
         backpressure = settings.effective_backpressure
-        self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
+        self._backfill = Backfill(settings.backfill, self.prefill_costs)
+        self._backpressure = EngineBackpressure(backpressure, self.prefill_costs, self._backfill)
         self.ledger = ReplicaLedger(
             backpressure=self._backpressure, report_limit_s=backpressure.report_limit_s
         )
@@ -113,7 +116,9 @@ class Scheduler:
         self.headroom = TenantHeadroom(
             self.ledger, self.queue.weights, is_enabled=self.queue.is_fair and self._policy.promotes
         )
-        self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities, self.headroom)
+        self.in_flight = InFlight(
+            self.ledger, self._prefills, self.suspensions, priorities, self.headroom, self._backfill
+        )
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(
@@ -138,7 +143,6 @@ class Scheduler:
         )
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
-        self._batch_only = BatchOnlyMode(self._requests, self._backpressure, self.ledger)
         self._sequence = 0
         self._now = now
         self._commands: list[cmd.Command] = []
@@ -180,6 +184,7 @@ class Scheduler:
         self._release_parked(now)
         self._dispatch(now)
         self.waits.update(now)
+        self._revoke(now)
         return commands
 
     def next_wakeup(self) -> float | None:
@@ -325,9 +330,14 @@ class Scheduler:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
-        record_attempt(scheduled, now)
+        is_revoked = event.failure is ev.DispatchFailure.REVOKED
+        cause = WaitCause.REVOKED if is_revoked else WaitCause.EARLIER_ATTEMPT
+        record_attempt(scheduled, cause, now)
+        if event.generated_tokens > scheduled.generated:
+            scheduled.generated = event.generated_tokens
+            scheduled.estimate = self.estimator.estimate(scheduled.request).after(scheduled.generated)
         record_put_back(scheduled, event, self.ledger[event.replica_id], now)
-        self.in_flight.release(scheduled, now, ran=False)
+        self.in_flight.release(scheduled, now, ran=is_revoked)
         self.programs.on_release(scheduled, event.replica_id)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
@@ -370,6 +380,7 @@ class Scheduler:
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
+        self._backfill.on_loss(self.ledger)
         for scheduled in self.programs.on_replica_loss(event.replica_id):
             self.queue.bind(scheduled, None)
         self._reject_all(self._rerouting.on_fleet_change(now))
@@ -377,6 +388,8 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         state = self.ledger.get(event.replica_id)
         was_usable = state is not None and state.is_usable
+        if state is not None:
+            self._backfill.on_report(state, event.report)
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
         if state is not None and state.is_usable and not was_usable:
@@ -427,9 +440,17 @@ class Scheduler:
             self.programs.on_enqueue(scheduled)
 
     def _dispatch(self, now: float) -> None:
-        self._batch_only.update(now)
         for choice in self.dispatcher.choices(now):
             self._send(choice, now)
+
+    def _revoke(self, now: float) -> None:
+        for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, now):
+            request = scheduled.request
+            self._commands.append(
+                cmd.Revoke(
+                    request_id=request.request_id, gateway_id=request.gateway_id, replica_id=replica_id
+                )
+            )
 
     def _send(self, choice: DispatchChoice, now: float) -> None:
         """Hold the capacity of a choice and emit its command."""

@@ -4,6 +4,7 @@ from dataclasses import field, replace
 from typing import Annotated
 
 from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.dispatch.backfill import BackfillSettings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSettings
@@ -109,7 +110,7 @@ class SchedulerConfig:
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
     # Number of replicas lost under a request after which it fails. After the first loss it is quarantined
     # from other suspects, so it most likely caused the second loss itself. Each loss costs an engine.
-    max_attempts: Annotated[int, at_least(1), ADVANCED] = 2
+    max_attempts: Annotated[int, at_least(1), INTERNAL] = 2
     # Number of put-backs, for any reason, after which a request fails. With backoff, 16 take about four
     # minutes, and the queue timeout usually ends the request earlier.
     max_put_backs: Annotated[int, at_least(1), INTERNAL] = 16
@@ -121,6 +122,7 @@ class SchedulerConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     estimator: Annotated[EstimatorSettings, INTERNAL] = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
+    backfill: Annotated[BackfillSettings, ADVANCED] = field(default_factory=BackfillSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
     class_floors: Annotated[ClassFloorSettings, ADVANCED] = field(default_factory=ClassFloorSettings)
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
@@ -159,7 +161,6 @@ class SchedulerSettings(SchedulerConfig):
         return replace(
             self.backpressure,
             target_waiting=mode.target_waiting,
-            batch_target_waiting=int(mode.batch_share * mode.target_waiting),
             max_prefill_backlog_s=mode.max_prefill_backlog_s,
         )
 

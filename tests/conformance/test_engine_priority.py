@@ -20,7 +20,7 @@ from tests.lab.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
 # Backpressure as without the mode.
-ON = EnginePrioritySettings(enabled=True, target_waiting=3, batch_share=0.0, max_prefill_backlog_s=4.0)
+ON = EnginePrioritySettings(enabled=True, target_waiting=3, max_prefill_backlog_s=4.0)
 
 
 def decisions(policy: str, mode: EnginePrioritySettings) -> list[Decision]:
@@ -67,7 +67,7 @@ def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, Requ
         usual,
         routing=RoutingSettings(pools=("only",)),
         backpressure=replace(usual.backpressure, max_prefill_backlog_s=30.0, **wide),
-        engine_priority=EnginePrioritySettings(enabled=enabled, batch_share=1.0, **wide),
+        engine_priority=EnginePrioritySettings(enabled=enabled, **wide),
     )
     return {record.request_id: record for record in Simulation(settings, [engine]).run(requests)}
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.admission.admission import RETRY_AFTER_CAP_S
-from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale, Revoke
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.starvation import PromotionSettings
 from serve_app.core.isolation import IsolationSettings
@@ -87,6 +87,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.waiting: set[str] = set()
         self.running: dict[str, str] = {}
         self.started: set[str] = set()
+        self.revoked: set[str] = set()
         self.concluded: dict[str, int] = {}
         self.expires_at: dict[str, float] = {}
         self.no_wait: set[str] = set()
@@ -108,6 +109,7 @@ class RecordingMachine(RuleBasedStateMachine):
                     self.check_dispatch(command)
                     self.waiting.remove(command.request_id)
                     self.running[command.request_id] = command.replica_id
+                    self.revoked.discard(command.request_id)
                     self.sent.add(command.request_id)
                 case Conclude():
                     was_sent = command.request_id in self.running or command.request_id == self.returning
@@ -122,6 +124,16 @@ class RecordingMachine(RuleBasedStateMachine):
                     self.known_stale.add(command.replica_id)
                 case ReportFresh():
                     self.known_stale.remove(command.replica_id)
+                case Revoke():
+                    self.revokes_batch_work_once(command)
+
+    def revokes_batch_work_once(self, command: Revoke) -> None:
+        assert self.running[command.request_id] == command.replica_id
+        request = self.find(command.request_id).request
+        assert request.priority is BATCH
+        assert request.submission.revocable
+        assert command.request_id not in self.revoked
+        self.revoked.add(command.request_id)
 
     def suspended(self) -> set[str]:
         return {state.spec.replica_id for state in self.scheduler.ledger if state.suspended}
@@ -217,7 +229,8 @@ class RecordingMachine(RuleBasedStateMachine):
         queues = len(unstarted) - state.long_prefills[0], state.reported_queue
         if min(queues) >= self.target:
             return False
-        return head.request.priority is not BATCH or min(len(unstarted), state.reported_queue) == 0
+        # What batch work gets beside others has its own tests.
+        return head.request.priority is not BATCH or not running
 
     def is_excluded(self, replica_id: str, head: ScheduledRequest) -> bool:
         """Return whether earlier failures exclude this replica for the request."""

@@ -86,6 +86,7 @@ class SchedulerMachine(RecordingMachine):
             priority=priority,
             bound_to=bound_to,
             adapter=adapter if bound_to is None else None,
+            revocable=priority is BATCH,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -135,7 +136,8 @@ class SchedulerMachine(RecordingMachine):
         del self.running[request_id]
         self.waiting.add(request_id)
         self.returning = request_id
-        self.feed(ev.DispatchFailed(request_id, replica_id, failure))
+        generated = 20 if failure is ev.DispatchFailure.REVOKED else 0
+        self.feed(ev.DispatchFailed(request_id, replica_id, failure, generated_tokens=generated))
         self.returning = ""
         return multiple() if request_id in self.concluded else request_id
 

@@ -26,7 +26,7 @@ class WaitCause(enum.StrEnum):
     KV_CACHE = "kv_cache"
     """The free slots had too little KV cache for it."""
     ENGINE_QUEUE = "engine_queue"
-    """Batch work waits for an engine with an empty queue."""
+    """Batch work waits for capacity that other requests leave."""
     PARTICULAR_REPLICA = "particular_replica"
     """Only the replicas with its adapter or stored response can serve it, and they accepted nothing."""
     RESIDENCY = "residency"
@@ -42,6 +42,8 @@ class WaitCause(enum.StrEnum):
     """It was put back by more than one replica and waited for its backoff to end."""
     EARLIER_ATTEMPT = "earlier_attempt"
     """It was in flight on a replica that put it back."""
+    REVOKED = "revoked"
+    """It ran on a replica until a request of a higher class needed its capacity. It continues its answer."""
     BEFORE_SCHEDULER = "before_scheduler"
     """Time before this scheduler received it, for example in the queue of the scheduler it replaced."""
 
@@ -59,7 +61,7 @@ _MEANINGS = {
     WaitCause.ENGINES_BUSY: "no engine accepted more requests",
     WaitCause.LONG_PREFILL: "the maximum number of long prefills was in flight",
     WaitCause.KV_CACHE: "no engine had enough KV cache free",
-    WaitCause.ENGINE_QUEUE: "batch work waited for an engine with an empty queue",
+    WaitCause.ENGINE_QUEUE: "batch work waited for capacity that other requests leave",
     WaitCause.PARTICULAR_REPLICA: "no replica with its adapter or stored response accepted more requests",
     WaitCause.RESIDENCY: "the KV caches had no room for the context of its program",
     WaitCause.NO_REPLICA: "no replica was connected",
@@ -67,6 +69,7 @@ _MEANINGS = {
     WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures or hung",
     WaitCause.BACKOFF: "it was in backoff after put-backs",
     WaitCause.EARLIER_ATTEMPT: "it was on a replica that put it back",
+    WaitCause.REVOKED: "it ran until requests of a higher class needed its capacity",
     WaitCause.BEFORE_SCHEDULER: "it was in transit or queued in another scheduler",
 }
 

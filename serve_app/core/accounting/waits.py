@@ -7,7 +7,7 @@ its pools with a replica that is alive and not suspended:
   suspended.
 - No replica of the pool has capacity: the engines are busy. The cause is the *taker*, the request that gets
   the next slot. If the waiting request could not have used that slot, the cause is what it lacks: KV cache,
-  permission for another long prefill, an engine with an empty queue, or its particular replica.
+  permission for another long prefill, capacity for backfill, or its particular replica.
 - A replica has capacity, but not for the waiting request: again the cause is what it lacks. A request that
   fits is never left waiting (`leaves_no_capacity_idle`).
 
@@ -298,10 +298,10 @@ def current_cause(scheduled: ScheduledRequest) -> WaitCause:
     return tally.account.cause
 
 
-def record_attempt(scheduled: ScheduledRequest, now: float) -> None:
-    """Attribute the time since the dispatch to the replica that put the request back."""
+def record_attempt(scheduled: ScheduledRequest, cause: WaitCause, now: float) -> None:
+    """Attribute the time since the dispatch to the end of that attempt."""
     tally = _tally(scheduled, scheduled.dispatched_at)
-    tally.add(WaitCause.EARLIER_ATTEMPT, nanoseconds(now) - nanoseconds(scheduled.dispatched_at))
+    tally.add(cause, nanoseconds(now) - nanoseconds(scheduled.dispatched_at))
 
 
 def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | None:
@@ -371,7 +371,7 @@ class WaitUpdater:
                 continue
             at = nanoseconds(now)
             lacking = self._lacking(account, replica, now)
-            # Batch work waits for an empty queue for the sake of the classes above it: they are the cause.
+            # Batch work leaves capacity to the classes above it: they are the cause.
             if lacking is None or (
                 lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
             ):
@@ -419,8 +419,8 @@ class WaitUpdater:
         query.long_limits = self._isolation.limits(account.prefill_class, now)
         if query.long_limits and best(query, now) is None:
             return WaitCause.LONG_PREFILL
-        query.needs_empty_engine_queue = account.priority is PriorityClass.BATCH
-        if query.needs_empty_engine_queue and best(query, now) is None:
+        query.is_backfill = account.priority is PriorityClass.BATCH
+        if query.is_backfill and best(query, now) is None:
             return WaitCause.ENGINE_QUEUE
         return None
 
@@ -435,7 +435,7 @@ class WaitUpdater:
         limits = self._isolation.limits(account.prefill_class, now)
         if limits and not CapacityQuery(spec.pool, tokens, limits).allows(replica.long_prefills):
             return WaitCause.LONG_PREFILL
-        if account.priority is PriorityClass.BATCH and not self._ledger.open.has_empty_queue(replica):
+        if account.priority is PriorityClass.BATCH and not self._ledger.open.admits_backfill(replica, now):
             return WaitCause.ENGINE_QUEUE
         return None
 

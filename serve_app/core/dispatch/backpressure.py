@@ -31,8 +31,7 @@ rate and report delay is ours.
 import math
 from typing import Annotated
 
-from serve_app.core.request import RequestTable
-from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.dispatch.backfill import Backfill
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import (
@@ -44,7 +43,7 @@ from serve_app.core.settings_base import (
     settings,
 )
 
-BATCH_ONLY_FACTOR = 8
+ALONE_FACTOR = 8
 """Factor of `batch_prefill_s` that fills iterations when batch work cannot delay any other request."""
 
 
@@ -62,13 +61,11 @@ class BackpressureSettings:
     # Growth of the target with the pace of the replica: the target is at least this factor times requests
     # started per second times the time between reports.
     lag_factor: Annotated[float, NOT_NEGATIVE, INTERNAL] = 3.0
-    # Target for the batch class. With 0, batch work is sent only to an engine whose queue is empty.
-    batch_target_waiting: Annotated[int, NOT_NEGATIVE, INTERNAL] = 0
-    # Batch work is also sent to an engine with at most this many seconds of prefill in flight, as learned
-    # from first tokens. The default is less than one iteration, so nothing queues behind it. With 0, one
-    # short batch request runs in an iteration that has capacity for ten, and batch work alone loses about
-    # half of its throughput, but the TTFT of concurrent interactive requests is lower. The limit is eight
-    # times as high from two seconds after the last request above the batch class.
+    # Batch work is sent to an engine with an empty queue, or with at most this many seconds of prefill in
+    # flight, as learned from first tokens. The default is less than one iteration, so nothing queues behind
+    # it. With 0, one short batch request runs in an iteration that has capacity for ten, and batch work alone
+    # loses about half of its throughput, but the TTFT of concurrent interactive requests is lower. The limit
+    # is eight times as high on a replica that serves only batch work.
     batch_prefill_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.02
     # Time per output token, in seconds, above which a replica receives no more requests. The default is seven
     # tokens per second, about the speed of reading. Null sets no limit.
@@ -86,10 +83,10 @@ class BackpressureSettings:
 
 
 class EngineBackpressure:
-    """Checks replicas against the limits. `only_batch` is set by `BatchOnlyMode`."""
+    """Checks replicas against the limits."""
 
-    def __init__(self, settings: BackpressureSettings, costs: PrefillCosts) -> None:
-        self.only_batch = False
+    def __init__(self, settings: BackpressureSettings, costs: PrefillCosts, backfill: Backfill) -> None:
+        self._backfill = backfill
         self._settings = settings
         self._costs = costs
 
@@ -119,17 +116,20 @@ class EngineBackpressure:
         pace = settings.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
         return replica.reported_queue < max(settings.target_waiting, math.ceil(pace))
 
-    def has_empty_queue(self, replica: ReplicaState) -> bool:
-        """Return whether batch work may be sent: the engine's own queue is empty or nearly empty."""
+    def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether batch work may be sent: there is capacity for it, and next to no engine queue."""
+        if not self._backfill.admits(replica, now):
+            return False
         settings = self._settings
         prefill_s = self._prefill_backlog_s(replica) if replica.pending_prefill_tokens else 0.0
         # If the batch is full, any request waits in the engine, however short its prefill.
-        limit_s = settings.batch_prefill_s * (BATCH_ONLY_FACTOR if self.only_batch else 1)
+        factor = 1 if self._backfill.is_shared(replica, now) else ALONE_FACTOR
+        limit_s = factor * settings.batch_prefill_s
         if prefill_s <= limit_s and not self._batch_is_full(replica):
             return True
         # As in `admits`: long prefills are in the batch.
         queued = min(max(0, replica.unstarted - replica.long_prefills[0]), replica.reported_queue)
-        return queued <= settings.batch_target_waiting
+        return queued == 0
 
     def gates(self, replica: ReplicaState) -> bool:
         """Return whether the latest report of a replica shows too much load for more requests."""
@@ -157,36 +157,3 @@ class EngineBackpressure:
         if without_chunked and replica.spec.long_prefill_token_threshold:
             tokens -= replica.long_prefill_tokens
         return tokens * self._costs.of(replica.spec.pool).per_token_s
-
-
-# Batch-only mode: when no other class is present, engines receive enough batch work to fill their iterations.
-#
-# While higher classes are active, batch work goes only to an engine with almost nothing to prefill, so that
-# other requests start immediately. Otherwise that rule leaves iterations half empty, and short batch requests
-# lose up to half of their throughput. Engines therefore receive more once no request above the batch class is
-# present and none has arrived for a while. The first such request waits for that additional work, and ends
-# this mode.
-
-
-# As long as isolation waits for a short request (`isolation.no_short_s`).
-BATCH_ONLY_AFTER_S = 2.0
-
-
-class BatchOnlyMode:
-    """Detects whether only batch work is present, and informs `EngineBackpressure`."""
-
-    def __init__(
-        self, requests: RequestTable, backpressure: EngineBackpressure, ledger: ReplicaLedger
-    ) -> None:
-        self._requests, self._backpressure, self._ledger = requests, backpressure, ledger
-
-    def __repr__(self) -> str:
-        return f"<BatchOnlyMode {'on' if self._backpressure.only_batch else 'off'}>"
-
-    def update(self, now: float) -> None:
-        """Update the mode before a dispatch. A change costs a check of every replica."""
-        requests = self._requests
-        only_batch = not requests.above_batch and now - requests.last_above_batch_at > BATCH_ONLY_AFTER_S
-        if only_batch is not self._backpressure.only_batch:
-            self._backpressure.only_batch = only_batch
-            self._ledger.on_limits_changed(now)

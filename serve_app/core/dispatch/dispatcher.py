@@ -9,8 +9,8 @@
    tenants with equal shares, and within a tenant, the heads of the sub-queues by the policy's score, within
    the bound on delay (`delay_bound`). Capacity is also reserved for a tenant that is clearly behind.
 
-The first request in this order that fits a replica of the pool is dispatched. Batch work requires an empty or
-nearly empty engine queue, unless it was put back, is promoted or is owed its floor share.
+The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
+that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
 """
 
 import math
@@ -139,16 +139,16 @@ class CandidateGroups:
             return []
         if sum(map(len, groups)) <= _FEW_HEADS:
             return groups
-        # Batch work that precedes the higher classes does not require an empty queue.
+        # Batch work that precedes the higher classes is no backfill.
         batch_is_first = self._queue.has_put_backs or PriorityClass.BATCH in self._floors.owed()
         return [
             group
             for group in groups
-            if self._may_fit(group, pool, limit, now, needs_empty=not batch_is_first)
+            if self._may_fit(group, pool, limit, now, is_backfill=not batch_is_first)
             or (reserves and self._needs_reservation(group, pool, limit, now))
         ]
 
-    def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, needs_empty: bool) -> bool:
+    def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, is_backfill: bool) -> bool:
         if group.restricted:
             # They need certain replicas, which are looked up without the heaps.
             return True
@@ -159,8 +159,8 @@ class CandidateGroups:
         if group.prefill_class is not PrefillClass.SHORT and not group.cached:
             _, behind = self._queue.most_behind(group.priority)
             limits = self._isolation.limits(group.prefill_class, now, behind)
-        needs_empty = needs_empty and group.priority is PriorityClass.BATCH
-        query = CapacityQuery(pool, min(smallest.estimate.expected_tokens, limit), limits, needs_empty)
+        is_backfill = is_backfill and group.priority is PriorityClass.BATCH
+        query = CapacityQuery(pool, min(smallest.estimate.expected_tokens, limit), limits, is_backfill)
         return self._ledger.open.best(query, now) is not None
 
     def _needs_reservation(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
@@ -282,14 +282,14 @@ class Dispatcher:
 
     def fits(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Return whether some replica has capacity for a new request, ignoring the requests ahead of it."""
-        needs_empty_engine_queue = scheduled.request.priority is PriorityClass.BATCH
+        is_backfill = scheduled.request.priority is PriorityClass.BATCH
         limits = self._limits(scheduled, now)
         for pool in scheduled.pools:
             limit = self._ledger.context_limit(pool)
             if limit is None:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
-            query = CapacityQuery(pool, tokens, limits, needs_empty_engine_queue)
+            query = CapacityQuery(pool, tokens, limits, is_backfill)
             if self._ledger.open.best(_bound(scheduled, query), now) is not None:
                 return True
         return False
@@ -328,21 +328,22 @@ class Dispatcher:
         first = first or self._promoted(pool, now, position=position)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
         candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
-        for head, needs_empty_engine_queue in self._order(pool, now, first, candidates, position=position):
+        for head, is_backfill in self._order(pool, now, first, candidates, position=position):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
-            query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
+            query = self._query(head, CapacityQuery(pool, tokens, limits, is_backfill))
             if head is not first and not head.returned:
                 query.headroom = self._headroom.tokens(head, pool)
             needed, replica = tokens + query.headroom, None
             if query.is_restricted:
                 replica = self._ledger.open.best(query, now)
-            elif needed < misfits.get((limits, needs_empty_engine_queue), math.inf):
+            elif needed < misfits.get((limits, is_backfill), math.inf):
                 replica = self._ledger.open.best(query, now)
                 if replica is None:
-                    misfits[limits, needs_empty_engine_queue] = needed
+                    misfits[limits, is_backfill] = needed
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
+                head.is_guaranteed = not is_backfill
                 return DispatchChoice(head, *placed)
             if not position and (head is first or self._may_reserve(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
@@ -393,7 +394,7 @@ class Dispatcher:
         *,
         position: int,
     ) -> Iterator[tuple[ScheduledRequest, bool]]:
-        """Yield heads in the order of service, each with whether it requires an empty engine queue.
+        """Yield heads in the order of service, each with whether it only gets capacity that others leave.
 
         Args:
             first: the request to promote.
@@ -420,9 +421,9 @@ class Dispatcher:
                 for head in queue.heads(queries[priority], now):
                     yield head, False
         for priority, query in queries.items():
-            needs_empty_engine_queue = priority is PriorityClass.BATCH
+            is_backfill = priority is PriorityClass.BATCH
             for head in queue.heads(query, now):
-                yield head, needs_empty_engine_queue
+                yield head, is_backfill
 
     def _promoted(self, pool: str, now: float, *, position: int) -> ScheduledRequest | None:
         promotion, first_at = self._promotion, self._starved.next_at()
@@ -455,13 +456,13 @@ class Dispatcher:
         not_avoided = self._query(head, with_headroom)
         with_isolation = replace(not_avoided, long_limits=self._limits(head, now))
         is_batch = head.request.priority is PriorityClass.BATCH
-        with_empty_queue = replace(with_isolation, needs_empty_engine_queue=is_batch)
+        as_backfill = replace(with_isolation, is_backfill=is_batch)
         for query, reason in (
             (by_tokens, f"no open replica has {tokens:,} free KV tokens{reserved}"),
             (with_headroom, f"its tenant holds more than its share, and {kept}"),
             (not_avoided, "it has failed on every open replica, or each has another request in quarantine"),
             (with_isolation, "every open replica has the maximum number of long prefills in flight"),
-            (with_empty_queue, "batch work waits for an engine with an empty queue"),
+            (as_backfill, "batch work waits for capacity that other requests leave"),
         ):
             if self._ledger.open.best(query, now) is None:
                 return reason

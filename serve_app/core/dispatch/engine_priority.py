@@ -17,7 +17,7 @@ values first). The bands are ours.
 from collections import Counter
 from typing import Annotated
 
-from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, SHARE, at_least, settings
+from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, at_least, settings
 from serve_app.request import PriorityClass, Request
 
 # Far above the requests in flight of any tenant, so that the bands of two classes do not overlap.
@@ -34,8 +34,6 @@ class EnginePrioritySettings:
     # passed, so the queue may be long enough that late reports never idle the engine. Length queues, scores
     # and shares act only on requests outside it: the longer it is, the more the engine decides the order.
     target_waiting: Annotated[int, at_least(1), ADVANCED] = 32
-    # Share of that queue that batch work may fill. The rest is for requests that pass it.
-    batch_share: Annotated[float, SHARE, INTERNAL] = 0.5
     # Prefill of a lower class delays a higher one by at most the current iteration.
     max_prefill_backlog_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
 from serve_app.core.accounting.waits import wait_breakdown
+from serve_app.core.dispatch.backfill import Backfill
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.events import DispatchFailed, DispatchFailure
@@ -34,7 +35,9 @@ class InFlight:
         suspensions: "Suspensions",
         priorities: EnginePriorities,
         headroom: TenantHeadroom,
+        backfill: Backfill,
     ) -> None:
+        self._backfill = backfill
         self._ledger = ledger
         self._prefills = prefills
         self._suspensions = suspensions
@@ -61,6 +64,7 @@ class InFlight:
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
+        self._backfill.on_dispatch(scheduled, replica_id, hold, now)
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         replica = self._ledger[replica_id]
         self._headroom.on_hold(scheduled, use.pool, now)
@@ -94,9 +98,9 @@ class InFlight:
         """Learn from a complete answer. `release` follows."""
         assert scheduled.replica_id is not None
         if usage is not None and scheduled.request.spec.streamed:
-            self._observe_pace(scheduled, usage.output_tokens, now)
+            self._observe_pace(scheduled, usage.output_tokens - scheduled.generated, now)
         elif usage is not None:
-            work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
+            work = usage.output_tokens - scheduled.generated + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._ledger.observe_whole_answer(scheduled.replica_id, work, now - scheduled.dispatched_at, now)
         replica = self._ledger[scheduled.replica_id]
         replica.hang_detector.on_progress(now)
@@ -106,6 +110,7 @@ class InFlight:
         """Release the capacity of a request that has left its replica; `ran` as in `ReplicaLedger`."""
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
+        self._backfill.on_release(scheduled, scheduled.replica_id, now)
         replica = self._ledger[scheduled.replica_id]
         self._headroom.on_release(scheduled)
         self.engine_time.on_departure(scheduled, replica, now, ran=ran)
@@ -171,6 +176,9 @@ def record_put_back(
     scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
 ) -> None:
     """Record a put-back in the state of the request."""
+    if event.failure is DispatchFailure.REVOKED:
+        scheduled.returned = False
+        return
     scheduled.put_backs += 1
     scheduled.last_failure = event.message or str(event.failure)
     if event.failure is DispatchFailure.TOO_LONG:

@@ -65,15 +65,15 @@ class ReplicasByAdapter:
 #
 # There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few.
 # A replica may be open to short requests and closed to longer ones, and short requests are served better
-# without a long prefill in flight. Each pair has two heaps: replicas with an empty engine queue, and the
-# others, because some requests need an empty one. If a request does not fit the first replica of a heap, it
+# without a long prefill in flight. Each pair has two heaps: replicas with capacity for batch work, and
+# the others. If a request does not fit the first replica of a heap, it
 # fits no other of that heap.
 
 
 _Entry = tuple[int, int, int, ReplicaState]
 """Negative free tokens, order of joining, version, and the replica."""
 _Heap = list[_Entry]
-_QUEUED, _EMPTY = 0, 1
+_OTHERS, _BACKFILL = 0, 1
 # Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
 _MAX_EXTRA_IN_FLIGHT = 4
 
@@ -84,8 +84,8 @@ class Backpressure(Protocol):
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Return whether the engine's queue and batch allow one more request."""
 
-    def has_empty_queue(self, replica: ReplicaState) -> bool:
-        """Return whether the engine's own queue is empty or nearly empty."""
+    def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether one more batch request delays no other request."""
 
     def gates(self, replica: ReplicaState) -> bool:
         """Return whether the last report shows overload, given whether the replica was gated before."""
@@ -100,7 +100,7 @@ class CapacityQuery:
         tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
         headroom: KV tokens that must remain free (`dispatch.headroom`), except on an idle replica.
         long_limits: only replicas with fewer long prefills in flight: (), (long), or (long, longest).
-        needs_empty_engine_queue: only replicas with an empty engine queue.
+        is_backfill: only replicas with capacity that other requests leave (`dispatch.backfill`).
         avoided: excluded replicas, because the request has failed there.
         quarantined: only replicas without another request in quarantine.
         destination: which replicas of the pool can serve it.
@@ -109,7 +109,7 @@ class CapacityQuery:
     pool: str
     tokens: int
     long_limits: tuple[int, ...] = ()
-    needs_empty_engine_queue: bool = False
+    is_backfill: bool = False
     avoided: frozenset[str] = frozenset()
     quarantined: bool = False
     destination: Destination = ANYWHERE
@@ -157,7 +157,7 @@ class OpenReplicas:
         if not self.is_open(state, now):
             return
         heaps = self._heaps_of(state.spec.pool, state.long_prefills)
-        heap = heaps[_EMPTY if self._backpressure.has_empty_queue(state) else _QUEUED]
+        heap = heaps[_BACKFILL if self._backpressure.admits_backfill(state, now) else _OTHERS]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
@@ -168,8 +168,8 @@ class OpenReplicas:
         if query.is_restricted:
             return self._best_restricted(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
-            if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
-                entry = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
+            if (heaps[_BACKFILL] or heaps[_OTHERS]) and query.allows(long_prefills):
+                entry = self._freest(heaps, now, backfill=query.is_backfill)
                 if entry is not None and query.fits(-entry[0], entry[3]):
                     return entry[3]
         return None
@@ -181,21 +181,21 @@ class OpenReplicas:
             and query.fits(state.free_tokens, state)
             and self.is_open(state, now)
             and query.allows(state.long_prefills)
-            and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
+            and (not query.is_backfill or self._backpressure.admits_backfill(state, now))
             and not (query.quarantined and state.quarantined)
             and state.spec.replica_id not in query.avoided
             and query.destination.admits(state.spec.replica_id, state.spec.adapters)
         )
 
-    def has_empty_queue(self, state: ReplicaState) -> bool:
-        """Return whether the queue of a replica's engine is empty or nearly empty."""
-        return self._backpressure.has_empty_queue(state)
+    def admits_backfill(self, state: ReplicaState, now: float) -> bool:
+        """Return whether one more batch request delays no other request on a replica."""
+        return self._backpressure.admits_backfill(state, now)
 
     def has_any(self, pool: str, now: float) -> bool:
         """Return whether any replica of `pool` is open."""
         for _, heaps in self._heaps.get(pool, ()):
-            if (heaps[_EMPTY] and self._top(heaps[_EMPTY], now)) or (
-                heaps[_QUEUED] and self._top(heaps[_QUEUED], now)
+            if (heaps[_BACKFILL] and self._top(heaps[_BACKFILL], now)) or (
+                heaps[_OTHERS] and self._top(heaps[_OTHERS], now)
             ):
                 return True
         return False
@@ -231,7 +231,7 @@ class OpenReplicas:
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if not query.allows(long_prefills):
                 continue
-            entries = [*heaps[_EMPTY], *heaps[_QUEUED]]
+            entries = [*heaps[_BACKFILL], *heaps[_OTHERS]]
             heapq.heapify(entries)
             while entries and query.tokens <= -entries[0][0]:
                 _, _, version, state = heapq.heappop(entries)
@@ -239,11 +239,11 @@ class OpenReplicas:
                     return state
         return None
 
-    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> _Entry | None:
-        best = self._top(heaps[_EMPTY], now)
-        if empty or not heaps[_QUEUED]:
+    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, backfill: bool = False) -> _Entry | None:
+        best = self._top(heaps[_BACKFILL], now)
+        if backfill or not heaps[_OTHERS]:
             return best
-        other = self._top(heaps[_QUEUED], now)
+        other = self._top(heaps[_OTHERS], now)
         if best is None or other is None:
             return best or other
         # The order of joining is unique, so replicas are never compared.

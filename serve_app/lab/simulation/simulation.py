@@ -18,7 +18,7 @@ from typing import Annotated
 
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core import events as ev
-from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.commands import Conclude, Dispatch, Revoke
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.policies import MakePolicy
@@ -257,6 +257,9 @@ class SimulatedRequest:
         prompt_tokens: as counted by its engine; None if the gateway knows them exactly.
         cached_tokens: prompt tokens that are cached on any engine before the run.
         ending: how its answer ends; None if that is unknown.
+        generated_tokens: output tokens of the attempts that were revoked.
+        computed_tokens: prompt and output tokens that were computed before the last revocation.
+        recomputed_tokens: how many of these were computed again afterwards.
     """
 
     request: Request
@@ -268,6 +271,16 @@ class SimulatedRequest:
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
     sequence: EngineSequence | None = None
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    first_token_at: float | None = None
+
+    def count_recomputed(self) -> None:
+        """Count what the attempt that ends now has computed again."""
+        if self.computed_tokens and (sequence := self.sequence) is not None and sequence.first_token_at:
+            again = min(self.computed_tokens, sequence.prompt_tokens) - sequence.cached_tokens
+            self.recomputed_tokens += max(0, again)
 
     @property
     def counted_tokens(self) -> int:
@@ -362,6 +375,8 @@ class Simulation:
         for command in commands:
             if isinstance(command, Dispatch):
                 self._dispatch(command)
+            elif isinstance(command, Revoke):
+                self._after_latency(Phase.FEEDBACK, partial(self._revoke, command))
             elif isinstance(command, Conclude):
                 self._conclude(command)
         self._schedule_wake_up()
@@ -426,13 +441,37 @@ class Simulation:
             return
         simulated.sequence = EngineSequence(
             request.request_id,
-            max(1, prompt_tokens - simulated.cached_tokens),
-            simulated.output_tokens,
+            max(1, prompt_tokens + simulated.generated_tokens - simulated.cached_tokens),
+            simulated.output_tokens - simulated.generated_tokens,
             self.timeline.now,
             priority=dispatch.engine_priority or 0,
             block_hashes=simulated.block_hashes,
         )
         replica.accept(simulated.sequence)
+
+    def _revoke(self, command: Revoke) -> None:
+        """Stop a request as its gateway would, and put it back with what it has generated."""
+        simulated = self._live.get(command.request_id)
+        if simulated is None or simulated.sequence is None or simulated.sequence.finished_at is not None:
+            return
+        replica, sequence = self.replicas[command.replica_id], simulated.sequence
+        replica.abort(sequence)
+        # The last token is generated again, so that the request ends on an engine.
+        generated = min(sequence.output_tokens, sequence.target_tokens - 1)
+        if generated:
+            simulated.generated_tokens += generated
+            simulated.first_token_at = simulated.first_token_at or sequence.first_token_at
+        simulated.count_recomputed()
+        if sequence.first_token_at is not None:
+            simulated.computed_tokens = sequence.prompt_tokens + generated
+        simulated.sequence = None
+        event = ev.DispatchFailed(
+            command.request_id,
+            command.replica_id,
+            ev.DispatchFailure.REVOKED,
+            generated_tokens=simulated.generated_tokens,
+        )
+        self._after_latency(Phase.FEEDBACK, partial(self.feed, event))
 
     def _put_back(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
         event = ev.DispatchFailed(request.request_id, replica.spec.replica_id, failure)
@@ -451,7 +490,8 @@ class Simulation:
             prompt_tokens=simulated.counted_tokens,
             output_tokens=simulated.output_tokens if completed else 0,
             dispatched_at=simulated.dispatched_at,
-            first_token_at=sequence.first_token_at if sequence is not None else None,
+            first_token_at=simulated.first_token_at
+            or (sequence.first_token_at if sequence is not None else None),
             tenant=request.tenant,
             priority=request.priority,
             pool=dispatch.pool if dispatch else "",
@@ -482,9 +522,10 @@ class Simulation:
                 self._after_latency(Phase.FEEDBACK, partial(self.feed, first))
         for sequence in outcome.finished:
             simulated = self._live[sequence.sequence_id]
+            simulated.count_recomputed()
             usage = Usage(
                 prompt_tokens=simulated.counted_tokens,
-                output_tokens=sequence.target_tokens,
+                output_tokens=simulated.output_tokens,
                 cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
                 ending=simulated.ending,
             )

@@ -130,22 +130,9 @@ def test_the_mode_sets_the_length_of_the_engines_queue() -> None:
     assert sent == {False: 2, True: 6}
 
 
-def test_batch_work_leaves_a_part_of_the_engines_queue_to_higher_classes() -> None:
-    driver = ManualDriver(engine_priority=EnginePrioritySettings(enabled=True, target_waiting=8))
-    driver.join(max_num_seqs=1)
-    for n in range(20):
-        driver.arrive(f"b{n}", priority=BATCH)
-    assert 4 <= driver.scheduler.ledger["s1"].in_flight <= 5
-    assert priorities(driver.arrive("chat", priority=INTERACTIVE)) == [0]
-
-
 def test_the_modes_limits_replace_those_of_backpressure() -> None:
-    mode = EnginePrioritySettings(
-        enabled=True, target_waiting=20, batch_share=0.25, max_prefill_backlog_s=9.0
-    )
+    mode = EnginePrioritySettings(enabled=True, target_waiting=20, max_prefill_backlog_s=9.0)
     usual = SchedulerSettings(model="m", engine_priority=replace(mode, enabled=False))
     assert usual.effective_backpressure is usual.backpressure
     in_force = replace(usual, engine_priority=mode).effective_backpressure
-    assert in_force == replace(
-        usual.backpressure, target_waiting=20, batch_target_waiting=5, max_prefill_backlog_s=9.0
-    )
+    assert in_force == replace(usual.backpressure, target_waiting=20, max_prefill_backlog_s=9.0)

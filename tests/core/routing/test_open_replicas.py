@@ -21,7 +21,7 @@ class GivenBackpressure:
         self.asked_at = now
         return self.has_room and replica.joined
 
-    def has_empty_queue(self, replica: ReplicaState) -> bool:
+    def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
         return self.is_empty and replica.joined
 
     def gates(self, replica: ReplicaState) -> bool:
@@ -38,7 +38,7 @@ def replica(*, free_tokens: int = 100, long_prefills: tuple[int, int] = (0, 0)) 
 def query(
     *, pool: str = "short", tokens: int = 100, limits: tuple[int, ...] = (), empty: bool = False
 ) -> CapacityQuery:
-    return CapacityQuery(pool=pool, tokens=tokens, long_limits=limits, needs_empty_engine_queue=empty)
+    return CapacityQuery(pool=pool, tokens=tokens, long_limits=limits, is_backfill=empty)
 
 
 def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:

@@ -62,6 +62,19 @@ class TokenEstimate:
         """Mean use of the KV cache at the end of the request; choices share their prompt."""
         return self.expected_prompt_tokens + self.expected_output_tokens
 
+    def after(self, generated: int) -> "TokenEstimate":
+        """Return the estimate of the rest of an answer whose first tokens became a part of the prompt."""
+        output = self.output.after(generated)
+        return TokenEstimate(
+            prompt_tokens=self.prompt_tokens + generated,
+            least_prompt_tokens=self.least_prompt_tokens + generated,
+            expected_prompt_tokens=self.expected_prompt_tokens + generated,
+            max_output_tokens=output.limit,
+            expected_output_tokens=math.ceil(output.expected),
+            least_output_tokens=math.ceil(output.least),
+            output=output,
+        )
+
 
 class TokenEstimator:
     """Estimates the requests of one model, and learns from their actual token counts."""

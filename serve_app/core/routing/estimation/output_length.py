@@ -244,6 +244,7 @@ class OutputEstimate(NamedTuple):
         least: a lower estimate of the mean; the same if lengths have been learned.
         curve: the learned distribution; None before enough answers have been observed.
         longest: the client's limit; infinite without a plausible one.
+        generated: tokens of the answer that became a part of the prompt, and do not count here.
     """
 
     limit: int
@@ -251,10 +252,26 @@ class OutputEstimate(NamedTuple):
     least: float
     curve: LengthCurve | None = None
     longest: float = math.inf
+    generated: int = 0
+
+    def after(self, generated: int) -> "OutputEstimate":
+        """Return the estimate of the rest of an answer that has `generated` tokens."""
+        ends = self.ends(generated)
+        rest = max(1.0, sum(ends) / len(ends) - generated)
+        return self._replace(
+            limit=max(1, self.limit - generated),
+            expected=rest,
+            least=rest,
+            longest=max(1.0, self.longest - generated),
+            generated=self.generated + generated,
+        )
 
     def ends(self, age: float) -> tuple[float, ...]:
         """Return equally likely lengths of an answer that has `age` tokens."""
         longest = self.longest
+        if self.generated and self.curve is not None:
+            whole = self.curve.ends(age + self.generated, longest + self.generated)
+            return tuple(end - self.generated for end in whole)
         if self.curve is not None:
             return self.curve.ends(age, longest)
         return tuple(min(longest, age - _DEFAULT_MEAN_TOKENS * math.log1p(-share)) for share in _POINTS)

@@ -25,7 +25,7 @@ class NoBackpressure:
     def admits(self, replica: ReplicaState, now: float) -> bool:
         return True
 
-    def has_empty_queue(self, replica: ReplicaState) -> bool:
+    def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
         return True
 
     def gates(self, replica: ReplicaState) -> bool:

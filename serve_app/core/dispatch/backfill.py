@@ -1,0 +1,299 @@
+"""Backfill: batch work fills the capacity that other requests leave, and gives way to them.
+
+A replica is *shared* while a request above the batch class runs on it, and for `linger_s` after the last one.
+
+- Alone, batch work uses the engine, except a small reserve: the first request of a higher class that arrives
+  there starts at once.
+- On a shared replica, batch work may slow the others down by at most `max_slowdown`: by its tokens in each
+  iteration and by its prefills together. The first is learned (`IterationTime`), and prefills count by their
+  share of the last seconds. If no batch request runs, one may start as soon as that share allows it.
+- Running batch requests beyond that number are *revoked*: their gateways stop them, and they queue again.
+  They continue with the tokens that they have generated, which then are a part of their prompt.
+- A request above the batch class that waits for KV cache or a place in a batch revokes as much as it needs.
+- A replica that drains revokes all of them.
+
+The requests with the fewest tokens to compute again are revoked first. So those with the most progress end,
+however often others are revoked. Requests that were dispatched by their class floor or starvation bound are
+not revoked.
+
+Source: ours, after backfilling of parallel jobs (Lifka, "The ANL/IBM SP scheduling system", 1995), whose
+backfilled jobs also must not delay others.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from serve_app.core.accounting.wait_causes import WaitCause
+from serve_app.core.accounting.waits import WaitAccount
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.replica import ReplicaReport
+from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, SHARE, settings
+from serve_app.request import PriorityClass
+
+
+@settings(block="backfill")
+class BackfillSettings:
+    """Limits on batch work."""
+
+    # Share by which batch work may lengthen the iterations of an engine that serves other requests, too.
+    max_slowdown: Annotated[float, NOT_NEGATIVE] = 0.1
+    # Share of an engine's batch and KV cache that batch work leaves free when it is alone.
+    reserve: Annotated[float, SHARE, INTERNAL] = 0.05
+    # Seconds after the last other request on a replica during which it counts as shared. Requests of
+    # interactive users and of agents follow each other within seconds.
+    linger_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
+
+
+# Number of sequences that double the duration of an iteration, until it is learned, and its bounds.
+_PRIOR_TO_DOUBLE, _FEWEST_TO_DOUBLE, _MOST_TO_DOUBLE = 64.0, 4.0, 256.0
+# Weights of a report below and above the low quantile of its octave, which is about the second percentile.
+_BELOW_WEIGHT, _ABOVE_WEIGHT = 0.2, 0.004
+# Reports of one octave that have its full weight.
+_ENOUGH_REPORTS = 100
+# Weight of a report in the mean number of running sequences: about one second of reports.
+_RUNNING_WEIGHT = 0.2
+# Time constant of the share of batch prefills.
+_PREFILL_WINDOW_S = 5.0
+# A request that would soon expire in the queue is not revoked.
+_LEAST_TIME_LEFT_S = 60.0
+# Tokens of a waiting request whose account states none: accounts of short requests do not.
+_LEAST_TOKENS = 4_096
+# Time per output token of a replica that has reported none.
+_LIKELY_TPOT_S = 0.03
+# Causes of a wait that end when batch requests leave an engine.
+_CAPACITY = (WaitCause.ENGINES_BUSY, WaitCause.KV_CACHE)
+
+
+class IterationTime:
+    """The duration of an iteration by the number of running sequences, learned for one pool.
+
+    Reports of the time per output token include prefills. So for each octave of sequences a low quantile
+    counts, and the line `base + slope * sequences` is fitted to these. It does not depend on how often an
+    engine has which number of sequences.
+    """
+
+    def __init__(self) -> None:
+        # By octave: weight, mean number of sequences, and low quantile of the time per output token.
+        self._low: dict[int, tuple[int, float, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<IterationTime doubled by {self.to_double():.0f} sequences>"
+
+    def observe(self, running: float, tpot_s: float) -> None:
+        """Learn from a report of the mean time per output token while so many sequences ran."""
+        octave = int(running).bit_length()
+        reports, mean, low_s = self._low.get(octave, (0, running, tpot_s))
+        weight = _BELOW_WEIGHT if tpot_s < low_s else _ABOVE_WEIGHT
+        self._low[octave] = (
+            min(reports + 1, _ENOUGH_REPORTS),
+            mean + _BELOW_WEIGHT * (running - mean),
+            low_s + weight * (tpot_s - low_s),
+        )
+
+    def to_double(self) -> float:
+        """Return the number of sequences that take as long as everything else in an iteration."""
+        points = self._low.values()
+        if len(points) < 2:
+            return _PRIOR_TO_DOUBLE
+        total = sum(weight for weight, _, _ in points)
+        mean_x = sum(weight * x for weight, x, _ in points) / total
+        mean_y = sum(weight * y for weight, _, y in points) / total
+        spread = sum(weight * (x - mean_x) ** 2 for weight, x, _ in points)
+        slope = sum(weight * (x - mean_x) * (y - mean_y) for weight, x, y in points) / spread
+        if slope <= 0.0:
+            return _MOST_TO_DOUBLE
+        return min(max(mean_y / slope - mean_x, _FEWEST_TO_DOUBLE), _MOST_TO_DOUBLE)
+
+
+@dataclass(slots=True)
+class _Load:
+    """The requests on one replica.
+
+    Attributes:
+        others: number above the batch class.
+        shared_until: end of the time for which it counts as shared.
+        running: mean number of running sequences over the time for which engines report the mean TPOT.
+        prefill_s: seconds of batch prefills, per second.
+        batch: batch requests in the order of dispatch.
+        revoked: those of them whose revocation is in transit.
+    """
+
+    prefill_s: DecayingRate
+    running: float = 0.0
+    others: int = 0
+    shared_until: float = -math.inf
+    batch: dict[ScheduledRequest, None] = field(default_factory=dict)
+    revoked: set[ScheduledRequest] = field(default_factory=set)
+
+    def is_shared(self, now: float) -> bool:
+        """Return whether requests above the batch class run, or have run recently."""
+        return self.others > 0 or now < self.shared_until
+
+
+class Backfill:
+    """Decides how much batch work a replica gets, and which of it is revoked."""
+
+    def __init__(self, settings: BackfillSettings, prefill_costs: PrefillCosts) -> None:
+        self._settings = settings
+        self._prefill_costs = prefill_costs
+        self._loads: dict[str, _Load] = {}
+        self._iterations: dict[str, IterationTime] = {}
+        self._running = 0
+        # Replicas on which batch requests may have to be revoked.
+        self._crowded: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Backfill {self._running} on {len(self._loads)} replicas>"
+
+    def on_dispatch(self, scheduled: ScheduledRequest, replica_id: str, hold: Hold, now: float) -> None:
+        """Count a request before its replica holds it."""
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = self._loads[replica_id] = _Load(DecayingRate(_PREFILL_WINDOW_S, now))
+        if scheduled.request.priority is PriorityClass.BATCH:
+            pool = "" if hold.use is None else hold.use.pool
+            load.prefill_s.add(self._prefill_costs.of(pool).per_token_s * hold.prefill_tokens, now)
+            load.batch[scheduled] = None
+            self._running += 1
+            return
+        load.others += 1
+        if load.batch:
+            self._crowded.add(replica_id)
+
+    def on_release(self, scheduled: ScheduledRequest, replica_id: str, now: float) -> None:
+        """Remove a request before its replica releases it."""
+        load = self._loads[replica_id]
+        if scheduled.request.priority is PriorityClass.BATCH:
+            del load.batch[scheduled]
+            load.revoked.discard(scheduled)
+            self._running -= 1
+            return
+        load.others -= 1
+        load.shared_until = now + self._settings.linger_s
+
+    def on_report(self, replica: ReplicaState, report: ReplicaReport) -> None:
+        """Learn from a replica's report, and note if it drains."""
+        load = self._loads.get(replica.spec.replica_id)
+        if load is None:
+            return
+        if report.draining and load.batch:
+            self._crowded.add(replica.spec.replica_id)
+        load.running += _RUNNING_WEIGHT * ((report.running or 0) - load.running)
+        if report.tpot_s is not None and load.running >= 1.0:
+            iteration = self._iterations.setdefault(replica.spec.pool, IterationTime())
+            iteration.observe(load.running, report.tpot_s)
+
+    def on_loss(self, ledger: ReplicaLedger) -> None:
+        """Drop the replicas that have left the ledger."""
+        self._loads = {name: load for name, load in self._loads.items() if ledger.get(name) is not None}
+
+    def is_shared(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether requests above the batch class run on a replica, or have run there recently."""
+        load = self._loads.get(replica.spec.replica_id)
+        return load is not None and load.is_shared(now)
+
+    def admits(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether a replica has capacity for one more batch request."""
+        load = self._loads.get(replica.spec.replica_id)
+        if load is None or not replica.in_flight:
+            return True
+        if load.is_shared(now):
+            slowdown = self._slowdown(replica, load, len(load.batch) + 1) if load.batch else 0.0
+            return slowdown + load.prefill_s.per_s(now) <= self._settings.max_slowdown
+        places, reserve = replica.max_num_seqs, self._settings.reserve
+        if places is not None and replica.in_flight >= places - math.ceil(reserve * places):
+            return False
+        return replica.free_tokens > reserve * replica.kv_budget
+
+    def revocations(
+        self, ledger: ReplicaLedger, waiting: Iterable[WaitAccount], now: float
+    ) -> Iterator[tuple[ScheduledRequest, str]]:
+        """Yield the batch requests to revoke now, each once, with their replicas.
+
+        Args:
+            waiting: accounts of the queued requests.
+        """
+        if not self._running:
+            return
+        crowded, self._crowded = self._crowded, set()
+        for replica_id in sorted(crowded):
+            if (replica := ledger.get(replica_id)) is not None:
+                load = self._loads[replica_id]
+                drains = replica.report is not None and replica.report.draining
+                excess = len(load.batch) if drains else self._excess(replica, load)
+                for scheduled in _cheapest_first(replica, load, now)[: max(0, excess)]:
+                    load.revoked.add(scheduled)
+                    yield scheduled, replica_id
+        for account in waiting:
+            if account.priority is not PriorityClass.BATCH and account.pool and account.cause in _CAPACITY:
+                yield from self._make_room(ledger, account, now)
+
+    def _make_room(
+        self, ledger: ReplicaLedger, account: WaitAccount, now: float
+    ) -> Iterator[tuple[ScheduledRequest, str]]:
+        """Yield batch requests of one replica that must end before a waiting request of an account fits."""
+        found: tuple[int, ReplicaState, _Load] | None = None
+        for replica in ledger.of_pool(account.pool):
+            load = self._loads.get(replica.spec.replica_id)
+            if load is None or not load.batch or not replica.is_usable:
+                continue
+            if not _lacking(replica, load, account):
+                # It fits as soon as earlier revocations have arrived, or waits for something else.
+                return
+            held = sum(each.hold.tokens for each in load.batch)
+            if found is None or held > found[0]:
+                found = held, replica, load
+        if found is None:
+            return
+        _, replica, load = found
+        for scheduled in _cheapest_first(replica, load, now):
+            load.revoked.add(scheduled)
+            yield scheduled, replica.spec.replica_id
+            if not _lacking(replica, load, account):
+                return
+
+    def _excess(self, replica: ReplicaState, load: _Load) -> int:
+        """Return how many batch requests to revoke on a shared replica. One may always stay."""
+        left = len(load.batch) - len(load.revoked)
+        slowdown_of_one = self._slowdown(replica, load, 1)
+        return left - max(1, int(self._settings.max_slowdown / slowdown_of_one))
+
+    def _slowdown(self, replica: ReplicaState, load: _Load, running: int) -> float:
+        """Return by which share so many batch requests lengthen an iteration of the others."""
+        iteration = self._iterations.get(replica.spec.pool)
+        to_double = _PRIOR_TO_DOUBLE if iteration is None else iteration.to_double()
+        return running / (to_double + load.others)
+
+
+def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[ScheduledRequest]:
+    """Return the batch requests that may be revoked, those with the fewest computed tokens first."""
+    tpot_s = replica.tpot_s or _LIKELY_TPOT_S
+
+    def computed_tokens(scheduled: ScheduledRequest) -> float:
+        if scheduled.started_at is None:
+            return 0.0
+        return scheduled.estimate.expected_prompt_tokens + (now - scheduled.started_at) / tpot_s
+
+    candidates = [
+        each
+        for each in load.batch
+        if each.request.submission.revocable
+        and not (each.is_guaranteed or each.bypassed)
+        and each not in load.revoked
+        and each.expires_at - now > _LEAST_TIME_LEFT_S
+    ]
+    return sorted(candidates, key=lambda each: (computed_tokens(each), -each.sequence))
+
+
+def _lacking(replica: ReplicaState, load: _Load, account: WaitAccount) -> bool:
+    """Return whether a replica lacks KV cache or a place for a waiting request, after its revocations."""
+    freed = sum(each.hold.tokens for each in load.revoked)
+    places = replica.max_num_seqs
+    lacks_place = places is not None and replica.in_flight - len(load.revoked) >= places
+    return lacks_place or replica.free_tokens + freed < max(_LEAST_TOKENS, 2 * account.tokens)
