@@ -152,25 +152,6 @@ def light(play: Play) -> Figures:
     }
 
 
-def batch(play: Play) -> Figures:
-    """Run interactive work alone and beside batch work, and batch work alone."""
-    span_s = play.settings.span_s
-    interactive, backlog = _interactive(play), _backlog(play)
-    alone = play.serve(interactive)
-    both = play.serve(merge([backlog, interactive], "both"))
-    jobs = play.serve(backlog)
-    before = _ttft_s(_measured(alone, span_s))
-    beside = _ttft_s(_measured([one for one in both if one.tenant == "people"], span_s))
-    return {
-        "alone_p50_s": before.p50 or 0.0,
-        "alone_p95_s": before.p95 or 0.0,
-        "beside_p50_s": beside.p50 or 0.0,
-        "beside_p95_s": beside.p95 or 0.0,
-        "tokens_per_s": _throughput(both),
-        "batch_only_tokens_per_s": _throughput(jobs),
-    }
-
-
 def targets(play: Play) -> Figures:
     """Run new users beside a flood: one short question every two seconds, each of another tenant."""
     span_s = play.settings.span_s
@@ -310,7 +291,6 @@ def _serve_silent(play: Play, requests: Sequence[TraceRequest]) -> list[RequestR
 SCENES: Mapping[str, Callable[[Play], Figures]] = {
     "weights": weights,
     "light": light,
-    "batch": batch,
     "targets": targets,
     "engine-priority": engine_priority,
     "silent": silent,

@@ -42,21 +42,6 @@ _LIGHT_HEADLINE: Columns = [
     ("heavy: P99, s", "heavy_p99_s", 2),
     _RATE,
 ]
-_BATCH_HEADLINE: Columns = [
-    ("alone: TTFT P50, s", "alone_p50_s", 3),
-    ("alone: P95, s", "alone_p95_s", 3),
-    ("beside batch: P50, s", "beside_p50_s", 3),
-    ("beside batch: P95, s", "beside_p95_s", 3),
-    _RATE,
-]
-_BATCH: Columns = [
-    ("alone: TTFT p50, s", "alone_p50_s", 3),
-    ("p95, s", "alone_p95_s", 3),
-    ("beside batch: p50, s", "beside_p50_s", 3),
-    ("p95, s", "beside_p95_s", 3),
-    _RATE,
-    ("batch only, tokens/s", "batch_only_tokens_per_s", 0),
-]
 _TARGETS: Columns = [
     ("new user: TTFT mean, s", "new_mean_s", 2),
     ("p95, s", "new_p95_s", 2),
@@ -86,7 +71,6 @@ _SILENT_BURST: Columns = [
 _ENGINES = "Simulated, Llama-2-70B on four H100"
 _MEANS = "means over seeds with their 95 % intervals"
 _LIGHT_NOTE = f"{_ENGINES}, four replicas, load 1.3; {_MEANS}"
-_BATCH_NOTE = f"{_ENGINES}, four replicas; {_MEANS}"
 
 TABLES = {
     "weights": Table(
@@ -97,8 +81,6 @@ TABLES = {
     ),
     "light": Table(text=_text("service", _LIGHT_HEADLINE), where={"scene": "light"}, note=_LIGHT_NOTE),
     "light-all": Table(text=_text("service", _LIGHT), where={"scene": "light"}, note=_LIGHT_NOTE),
-    "batch": Table(text=_text("policy", _BATCH_HEADLINE), where={"scene": "batch"}, note=_BATCH_NOTE),
-    "batch-all": Table(text=_text("policy", _BATCH), where={"scene": "batch"}, note=_BATCH_NOTE),
     "targets": Table(
         text=_text("policy, `target_waiting`", _TARGETS),
         where={"scene": "targets"},

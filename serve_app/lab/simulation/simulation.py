@@ -257,7 +257,8 @@ class SimulatedRequest:
         prompt_tokens: as counted by its engine; None if the gateway knows them exactly.
         cached_tokens: prompt tokens that are cached on any engine before the run.
         ending: how its answer ends; None if that is unknown.
-        generated_tokens: output tokens of the attempts that were revoked.
+        revocations: number of attempts that were revoked.
+        generated_tokens: output tokens of these attempts.
         computed_tokens: prompt and output tokens that were computed before the last revocation.
         recomputed_tokens: how many of these were computed again afterwards.
     """
@@ -271,6 +272,7 @@ class SimulatedRequest:
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
     sequence: EngineSequence | None = None
+    revocations: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
@@ -462,6 +464,7 @@ class Simulation:
             simulated.generated_tokens += generated
             simulated.first_token_at = simulated.first_token_at or sequence.first_token_at
         simulated.count_recomputed()
+        simulated.revocations += 1
         if sequence.first_token_at is not None:
             simulated.computed_tokens = sequence.prompt_tokens + generated
         simulated.sequence = None

@@ -1,0 +1,1 @@
+"""Batch work beside interactive requests."""

@@ -1,0 +1,237 @@
+"""What does a batch cost interactive requests, and how much of it is served?
+
+Interactive requests with the paper's mix of lengths are simulated alone, and beside a batch that always has
+400 requests to serve for each replica. Load 1.0 is the rate that saturates the same replicas under FCFS.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from experiments.common.config import as_json
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import Distribution
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
+from serve_app.lab.simulation.workload import MODEL, Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.trace import Trace, scale_to_rate
+from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
+
+# Requests of the batch that wait or run at any time, for each replica. More than any engine serves at once.
+_BACKLOG = 400
+# No request of the batch is longer than this.
+_MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS = 6_000, 3_000
+_AIMD_INTERVAL_S = 1.0
+_BATCH = "jobs"
+
+
+@settings
+class Scene:
+    """Traffic.
+
+    Attributes:
+        profile: of the engines.
+        load: of the interactive requests.
+        arrivals: pattern of their arrivals, see `with_arrivals`; None for a Poisson process.
+        prompt, output: mean and deviation of the logarithm of the batch's lengths in tokens.
+    """
+
+    profile: str
+    load: float
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    arrivals: str | None = None
+
+
+@settings
+class Case:
+    """Treatment of the batch.
+
+    Attributes:
+        interactive: whether there are interactive requests.
+        priority: class of the batch's requests; None leaves the batch out.
+        revocable: whether running requests may be revoked.
+        aimd: whether the number of submitted requests is increased by one each second, and halved if
+            interactive requests take more than `aimd_tolerance` times as long per token as alone.
+        scheduler: settings by dotted path.
+    """
+
+    interactive: bool = True
+    priority: PriorityClass | None = PriorityClass.BATCH
+    revocable: bool = False
+    aimd: bool = False
+    scheduler: Mapping[str, Any] | None = None
+
+
+@settings
+class BatchSettings:
+    """Settings of the experiment.
+
+    Attributes:
+        seeds: runs of each case, with the seeds 0, 1, ...
+        span_s: duration of a run; figures are from its last `1 - warm_up` part.
+    """
+
+    scenes: Mapping[str, Scene]
+    cases: Mapping[str, Case]
+    seeds: int
+    span_s: float
+    warm_up: float = 0.1
+    replicas: int = 1
+    aimd_tolerance: float = 1.1
+
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a case; `tpot_alone_s` is the mean without a batch, which AIMD is given."""
+
+    settings: BatchSettings
+    scene: Scene
+    case: Case
+    seed: int
+    tpot_alone_s: float = 0.0
+
+    @property
+    def fleet(self) -> FleetSettings:
+        """The replicas."""
+        return FleetSettings(profile=self.scene.profile, replicas={ONE_POOL: self.settings.replicas})
+
+
+class Backlog:
+    """A batch that submits a request when one ends, up to a number that AIMD may change."""
+
+    def __init__(self, run: Run, simulation: Simulation, block_size: int) -> None:
+        self._run, self._simulation, self._block_size = run, simulation, block_size
+        self._rng = stream(run.seed, "batch")
+        self._numbers = itertools.count()
+        self._window = 1.0 if run.case.aimd else _BACKLOG * run.settings.replicas
+        self._open = 0
+        self._interactive: list[float] = []
+        self._decided_at = 0.0
+        self.requests: list[SimulatedRequest] = []
+
+    def fill(self) -> None:
+        """Submit requests up to the window."""
+        simulation = self._simulation
+        while self._open < int(self._window) and simulation.timeline.now < self._run.settings.span_s:
+            self._open += 1
+            self.requests.append(self._next())
+            simulation.submit(self.requests[-1])
+
+    def on_end(self, _simulated: SimulatedRequest, record: RequestRecord) -> None:
+        """Count the end of any request."""
+        if record.tenant == _BATCH:
+            self._open -= 1
+        elif record.tpot_s is not None:
+            self._interactive.append(record.tpot_s)
+        now = self._simulation.timeline.now
+        if self._run.case.aimd and self._interactive and now - self._decided_at >= _AIMD_INTERVAL_S:
+            limit_s = self._run.settings.aimd_tolerance * self._run.tpot_alone_s
+            is_slow = fmean(self._interactive) > limit_s
+            self._window = max(1.0, self._window / 2) if is_slow else self._window + 1
+            self._interactive, self._decided_at = [], now
+        self.fill()
+
+    def _next(self) -> SimulatedRequest:
+        number, case, now = next(self._numbers), self._run.case, self._simulation.timeline.now
+        assert case.priority is not None
+        prompt_tokens = int(min(self._rng.lognormal(*self._run.scene.prompt), _MAX_PROMPT_TOKENS)) + 1
+        output_tokens = int(min(self._rng.lognormal(*self._run.scene.output), _MAX_OUTPUT_TOKENS)) + 2
+        blocks = (prompt_tokens + output_tokens) // self._block_size
+        submission = Submission(
+            request_id=f"b{number}",
+            spec=RequestSpec(model=MODEL, shape=PromptShape(text_bytes=0, prompt_tokens=prompt_tokens)),
+            tenant=_BATCH,
+            priority=case.priority,
+            revocable=case.revocable,
+        )
+        return SimulatedRequest(
+            Request(submission=submission, gateway_id="g1", arrived_at=now),
+            output_tokens=output_tokens,
+            # Engines cache the blocks of a revoked request, as of any other.
+            block_hashes=tuple(hash((number, block)) for block in range(blocks)),
+        )
+
+
+def play(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
+    """Measure every case of every scene."""
+    with progress_bar("batch", len(settings.scenes) * len(settings.cases)) as advance:
+        for name, scene in settings.scenes.items():
+            alone: list[float] = []
+            for case_name, case in settings.cases.items():
+                key = {"scene": name, "case": case_name}
+                if case.aimd and not alone:
+                    alone_runs = [Run(settings, scene, Case(priority=None), n) for n in range(settings.seeds)]
+                    alone = [one["tpot_mean_s"] for one in parallel(figures, alone_runs, context.jobs)]
+                if not context.has(key):
+                    runs = [
+                        Run(settings, scene, case, seed, alone[seed] if case.aimd else 0.0)
+                        for seed in range(settings.seeds)
+                    ]
+                    found = list(parallel(figures, runs, context.jobs))
+                    yield Measurement(
+                        key=key,
+                        figures={figure: [one[figure] for one in found] for figure in found[0]},
+                        seeds=range(settings.seeds),
+                        traces=generated("paper-mix"),
+                        settings=as_json(replace(settings, scenes={name: scene}, cases={case_name: case})),
+                    )
+                advance()
+
+
+def figures(run: Run) -> Figures:
+    """Simulate one run, and return its figures."""
+    plans = run.fleet.plans(isolated=True)
+    block_size = plans[0].engine.block_size
+    scheduler = scheduler_settings("ewsjf", run.fleet.routing, run.case.scheduler or {})
+    simulation = Simulation(scheduler, plans)
+    backlog = Backlog(run, simulation, block_size)
+    if run.case.priority is not None:
+        simulation.on_end = backlog.on_end
+        backlog.fill()
+    trace = interactive(run)
+    records = simulation.run(
+        list(requests_of(trace, Disclosure(), block_size)) if run.case.interactive else []
+    )
+    first_s, span_s = run.settings.warm_up * run.settings.span_s, run.settings.span_s
+    people = [one for one in records if one.tenant != _BATCH and first_s <= one.arrived_at < span_s]
+    ended = [one for one in records if one.tenant == _BATCH and first_s <= one.finished_at < span_s]
+    ttft = Distribution.of([one.ttft_s for one in people if one.ttft_s is not None])
+    tpot = Distribution.of([one.tpot_s for one in people if one.tpot_s is not None])
+    computed = sum(one.counted_tokens + one.output_tokens for one in backlog.requests)
+    return {
+        "ttft_p50_s": ttft.p50 or 0.0,
+        "ttft_p99_s": ttft.p99 or 0.0,
+        "tpot_mean_s": tpot.mean or 0.0,
+        "tpot_p99_s": tpot.p99 or 0.0,
+        "batch_per_s": len(ended) / (span_s - first_s),
+        "batch_tokens_per_s": sum(one.output_tokens for one in ended) / (span_s - first_s),
+        "revoked": sum(one.revocations for one in backlog.requests),
+        "recomputed": sum(one.recomputed_tokens for one in backlog.requests) / max(1, computed),
+    }
+
+
+def interactive(run: Run) -> Trace:
+    """Return the interactive requests of a run."""
+    scene, span_s = run.scene, run.settings.span_s
+    whole = TraceChoice(name="paper-mix", requests=4_000)
+    rate = scene.load * saturated_rate_per_s(run.fleet, whole, run.seed)
+    choice = TraceChoice(name="paper-mix", requests=max(2, round(rate * span_s)), arrivals=scene.arrivals)
+    trace = scale_to_rate(choose_trace(choice, run.seed), rate)
+    requests = tuple(replace(one, priority=PriorityClass.INTERACTIVE) for one in trace.requests)
+    return replace(trace, requests=requests)
+
+
+EXPERIMENT = Experiment(settings=BatchSettings, play=play)
