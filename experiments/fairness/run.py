@@ -1,7 +1,8 @@
 """How is capacity shared among tenants and classes in overload?
 
 The scenes are: tenants of different weight, a heavy tenant beside light ones, and queues in the engines. Each
-is simulated with the paper's mix of lengths. Load 1.0 is the rate that saturates the same replicas under FCFS. Times are TTFT from arrival.
+is simulated with the paper's mix of lengths. Load 1.0 is the rate that saturates the same replicas under
+FCFS. Times are TTFT from arrival.
 """
 
 from collections.abc import Iterator
