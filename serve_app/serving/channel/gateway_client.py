@@ -35,6 +35,7 @@ from serve_app.serving.channel.messages import (
     QueryResult,
     Rejected,
     ReplicaTable,
+    Revoked,
     Role,
     Running,
     Scrape,
@@ -67,6 +68,7 @@ class PendingRequest:
         started: its answer has begun.
         put_back: end of the last grant; None before the first one, and while it runs.
         on_outlook: subscriber of queue updates; None without one.
+        on_revoke: called when its current grant is revoked; None if it is not revocable.
     """
 
     submission: Submission
@@ -78,6 +80,7 @@ class PendingRequest:
     started: bool = False
     put_back: PutBack | None = None
     on_outlook: Callable[[RequestOutlook | None], None] | None = None
+    on_revoke: Callable[[], None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -94,10 +97,12 @@ class PendingRequest:
         self.grants, self.replica_id = message.grant, message.dispatch.replica_id
         self.started, self.put_back = False, None
 
-    def release_grant(self, failure: DispatchFailure, message: str) -> PutBack:
+    def release_grant(self, failure: DispatchFailure, message: str, generated_tokens: int = 0) -> PutBack:
         """Release the grant, and return the put-back for the scheduler."""
         assert self.replica_id is not None, "only a running request is put back"
-        self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
+        self.put_back = PutBack(
+            self.request_id, self.replica_id, failure, message, self.grants, generated_tokens
+        )
         self.replica_id, self.started = None, False
         return self.put_back
 
@@ -247,11 +252,17 @@ class GatewayClient:
 
     # Called by the gateway's handlers.
 
-    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
+    async def acquire(
+        self,
+        submission: Submission,
+        client_request_id: str = "",
+        on_revoke: Callable[[], None] | None = None,
+    ) -> Grant | Conclusion:
         """Queue a request and wait for a grant.
 
         Args:
             client_request_id: id chosen by the client; empty for none.
+            on_revoke: called when the current grant is revoked, maybe repeatedly.
 
         Raises:
             ValueError: the request id is already pending.
@@ -263,16 +274,26 @@ class GatewayClient:
         if rejection is not None:
             return rejection
         now = self._loop.time()
-        pending = PendingRequest(submission, now, self._loop.create_future(), client_request_id)
+        pending = PendingRequest(
+            submission, now, self._loop.create_future(), client_request_id, on_revoke=on_revoke
+        )
         self._pending[request_id] = pending
         if self._link is not None:
             self._link.send(Submit(submission, 0.0, client_request_id=client_request_id))
         return await self._answer(pending)
 
     async def put_back(
-        self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
+        self,
+        request_id: str,
+        replica_id: str,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
     ) -> Grant | Conclusion:
         """Put a granted request back that received no first byte, and wait for another grant.
+
+        Args:
+            generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
 
         Raises:
             ValueError: the request is not running on that replica.
@@ -283,7 +304,7 @@ class GatewayClient:
                 return disconnected_rejection(_CLOSING_MESSAGE)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
         pending.answer = self._loop.create_future()
-        self._wait_again(pending, failure, message)
+        self._wait_again(pending, failure, message, generated_tokens)
         return await self._answer(pending)
 
     def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
@@ -397,6 +418,8 @@ class GatewayClient:
             self._on_grant(message)
         elif isinstance(message, Rejected):
             self._on_rejection(message)
+        elif isinstance(message, Revoked):
+            self._on_revocation(message)
         elif isinstance(message, Outlooks):
             self._on_outlooks(message)
         elif isinstance(message, ReplicaTable):
@@ -412,13 +435,16 @@ class GatewayClient:
         elif isinstance(message, GatewayPage):
             self._other_metrics.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
-            if self._render_metrics is not None and self._link is not None:
-                work = self._send_metrics(self._render_metrics, self._link, message.serial)
-                task = self._loop.create_task(work, context=contextvars.Context())
-                self._render_tasks.add(task)
-                task.add_done_callback(self._render_tasks.discard)
+            self._on_page_request(message)
         else:
             raise ChannelError(f"unexpected message {type(message).__name__} from the scheduler")
+
+    def _on_page_request(self, message: PageRequest) -> None:
+        if self._render_metrics is not None and self._link is not None:
+            work = self._send_metrics(self._render_metrics, self._link, message.serial)
+            task = self._loop.create_task(work, context=contextvars.Context())
+            self._render_tasks.add(task)
+            task.add_done_callback(self._render_tasks.discard)
 
     async def _send_metrics(self, render: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
         link.send(GatewayPage(serial, await render()))
@@ -504,8 +530,10 @@ class GatewayClient:
                 pending, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
             )
 
-    def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
-        put_back = pending.release_grant(failure, message)
+    def _wait_again(
+        self, pending: PendingRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
+    ) -> None:
+        put_back = pending.release_grant(failure, message, generated_tokens)
         if self._link is not None:
             self._link.send(put_back)
         self._subscribe(pending)
@@ -529,6 +557,13 @@ class GatewayClient:
         pending = self._pending.get(message.request_id)
         if pending is not None and pending.is_waiting:
             self._reject(pending, message.conclusion)
+
+    def _on_revocation(self, message: Revoked) -> None:
+        pending = self._pending.get(message.request_id)
+        if pending is None or pending.is_waiting or pending.grants != message.grant:
+            return  # of an earlier grant
+        if pending.on_revoke is not None:
+            pending.on_revoke()
 
     def _reject(self, pending: PendingRequest, rejection: Conclusion) -> None:
         del self._pending[pending.request_id]

@@ -49,7 +49,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.commands import Conclude, Dispatch, Revoke
 from serve_app.core.events import (
     Arrived,
     Cancelled,
@@ -80,6 +80,7 @@ from serve_app.serving.channel.messages import (
     Query,
     QueryResult,
     Rejected,
+    Revoked,
     Running,
     Scrape,
     SnapshotEnd,
@@ -250,6 +251,12 @@ class GatewaySessions:
         record.granted = Granted(record.grants, command)
         record.gateway.send(record.granted)
 
+    def revoke(self, command: Revoke) -> None:
+        """Revoke the grant by which a request runs; a message that is lost is not repeated."""
+        record = self.book[command.request_id]
+        if record.replica_id == command.replica_id:
+            record.gateway.send(Revoked(command.request_id, record.grants))
+
     def conclude(self, command: Conclude) -> GatewayRequest:
         """Remove a request, and send the rejection of a waiting one; return its record."""
         record = self.book.pop(command.request_id)
@@ -325,11 +332,10 @@ class GatewaySessions:
             if self._scheduler.is_registered(record.granted.dispatch.replica_id):
                 record.gateway.send(record.granted)
             else:
-                self._put_back(
-                    record, request_id, DispatchFailure.UNREACHABLE, "the replica has disconnected"
-                )
+                failure, text = DispatchFailure.UNREACHABLE, "the replica has disconnected"
+                self._put_back(record, PutBack(request_id, "", failure, text, record.grants))
         elif message.put_back is not None:
-            self._put_back(record, request_id, message.put_back.failure, message.put_back.message)
+            self._put_back(record, message.put_back)
         else:
             self._scheduler.feed(Cancelled(request_id))
             self._admit(record.gateway, message)
@@ -374,7 +380,7 @@ class GatewaySessions:
             text = f"request {message.request_id} is unknown to the scheduler"
             gateway.send(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
         elif record.is_running and record.grants == message.grant:
-            self._put_back(record, message.request_id, message.failure, message.message)
+            self._put_back(record, message)
 
     def _on_first(self, gateway: GatewaySession, message: First) -> None:
         record = self.book.own(gateway, message.request_id)
@@ -444,10 +450,12 @@ class GatewaySessions:
     def _links(self) -> dict[str, Link]:
         return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}
 
-    def _put_back(self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str) -> None:
+    def _put_back(self, record: GatewayRequest, message: PutBack) -> None:
+        failure, text = message.failure, message.message
         reported_limit = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
+        replica_id, tokens = record.release_grant(), message.generated_tokens
         self._scheduler.feed(
-            DispatchFailed(request_id, record.release_grant(), failure, text, reported_limit)
+            DispatchFailed(message.request_id, replica_id, failure, text, reported_limit, tokens)
         )
 
     def _on_grace_expired(self, gateway: GatewaySession) -> None:

@@ -28,9 +28,9 @@ from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook, RequestTimes
 
-VERSION = 1
+VERSION = 2
 OLDEST_VERSION = 1
-"""Oldest supported version: the one before `VERSION`, once there is one."""
+"""Oldest supported version: the one before `VERSION`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +98,18 @@ class Bye(Message, frozen=True):
 
 
 class PutBack(Message, frozen=True):
-    """Grant number `grant` failed before the first byte; the request waits again."""
+    """Grant number `grant` failed before the first byte; the request waits again.
+
+    Attributes:
+        generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+    """
 
     request_id: str
     replica_id: str
     failure: DispatchFailure
     message: str
     grant: int
+    generated_tokens: int = 0
 
 
 class Submit(Message, frozen=True):
@@ -252,6 +257,13 @@ class Rejected(Message, frozen=True):
     conclusion: Conclusion
 
 
+class Revoked(Message, frozen=True):
+    """Grant number `grant` is revoked; the gateway puts the request back, unless its answer has begun."""
+
+    request_id: str
+    grant: int
+
+
 class Outlooks(Message, frozen=True):
     """Changed outlooks of the requests that the gateway watches."""
 
@@ -286,12 +298,38 @@ FromGateway = (
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
 ToGateway = (
-    ReplicaTable | Granted | Rejected | Outlooks | Exposition | GatewayPage | PageRequest | QueryResult
+    ReplicaTable
+    | Granted
+    | Rejected
+    | Revoked
+    | Outlooks
+    | Exposition
+    | GatewayPage
+    | PageRequest
+    | QueryResult
 )
 FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
-_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
-"""Conversions of messages that differ in the previous version; empty before the second release."""
+
+def _without_revocation(message: PutBack) -> PutBack:
+    """Replace a failure that the previous version cannot decode."""
+    if message.failure is not DispatchFailure.REVOKED:
+        return message
+    return msgspec.structs.replace(message, failure=DispatchFailure.BUSY)
+
+
+def _submitted_before(message: Submit) -> Submit:
+    if message.put_back is None:
+        return message
+    return msgspec.structs.replace(message, put_back=_without_revocation(message.put_back))
+
+
+_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {
+    Revoked: lambda _: None,
+    PutBack: _without_revocation,
+    Submit: _submitted_before,
+}
+"""Conversions of messages that differ in the previous version."""
 
 
 def common_version(theirs: int) -> int:

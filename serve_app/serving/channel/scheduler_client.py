@@ -163,14 +163,33 @@ class SchedulerClient(Protocol):
         """True if a scheduler is connected."""
         ...
 
-    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
-        """Queue a request and wait for a grant; the client's own id is for the receipt."""
+    async def acquire(
+        self,
+        submission: Submission,
+        client_request_id: str = "",
+        on_revoke: Callable[[], None] | None = None,
+    ) -> Grant | Conclusion:
+        """Queue a request and wait for a grant.
+
+        Args:
+            client_request_id: the client's own id, for the receipt.
+            on_revoke: called when the current grant of a revocable request is revoked, maybe repeatedly.
+        """
         ...
 
     async def put_back(
-        self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
+        self,
+        request_id: str,
+        replica_id: str,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
     ) -> Grant | Conclusion:
-        """Put a granted request back that received no first byte, and wait for another grant."""
+        """Put a granted request back that received no first byte, and wait for another grant.
+
+        Args:
+            generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+        """
         ...
 
     def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
-from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale
+from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Revoke
 from serve_app.core.decision_log import RunHeader
 from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
 from serve_app.core.learned_state import restore_state
@@ -367,6 +367,8 @@ class LiveScheduler:
                     entry.dispatched.append((command, scheduled))
             case Conclude():
                 entry.concluded.append((command, self._gateways.conclude(command)))
+            case Revoke():
+                self._gateways.revoke(command)
             case ReportStale(replica_id=replica_id):
                 self._replicas.on_stale(replica_id)
             case _:

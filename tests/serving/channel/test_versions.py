@@ -1,6 +1,6 @@
 """Two releases at once: a peer of the previous protocol version is served as that version defines.
 
-The first version has no predecessor, so these tests define one.
+These tests define the next release; `test_revocation` has what the previous version lacks.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from serve_app.serving.channel.messages import (
 from tests.serving.channel.harness import RawPeer, Simulation, hello, submission, until
 
 
-def test_nothing_is_put_differently_while_there_is_no_version_before() -> None:
+def test_messages_of_both_versions_are_sent_unchanged() -> None:
     assert to_previous_version(SnapshotEnd()) == SnapshotEnd()
 
 

@@ -1,0 +1,151 @@
+"""Revocation of grants: from the scheduler's command to the gateway's put-back."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from serve_app.core.commands import Revoke
+from serve_app.core.events import DispatchFailed, DispatchFailure, Woke
+from serve_app.request import PriorityClass
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import (
+    OLDEST_VERSION,
+    Granted,
+    PutBack,
+    Revoked,
+    SnapshotEnd,
+    Submit,
+    Welcome,
+    to_previous_version,
+)
+from serve_app.serving.channel.scheduler_client import Grant
+from tests.serving.channel.harness import RawPeer, Simulation, hello, submission, until
+from tests.serving.channel.test_gateway_sessions import Host, running, waits
+
+BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}
+
+
+def revoke(world: Simulation, request_id: str, replica_id: str) -> None:
+    """Let the core revoke a grant."""
+    command = Revoke(request_id=request_id, gateway_id="g1", replica_id=replica_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.live.core, "handle", lambda event, now: [command])
+        world.live.feed(Woke())
+
+
+async def started(gateway: GatewayClient, calls: list[str]) -> Grant:
+    """Submit a revocable request, and return its grant."""
+    answer = await gateway.acquire(submission("r1", **BATCH), on_revoke=lambda: calls.append("r1"))
+    assert isinstance(answer, Grant)
+    return answer
+
+
+async def test_a_revocation_reaches_the_gateway_and_its_put_back_the_core(world: Simulation) -> None:
+    gateway, calls = await world.gateway(), list[str]()
+    await world.replica("s1")
+    grant = await started(gateway, calls)
+    events = fed(world)
+    revoke(world, "r1", grant.dispatch.replica_id)
+    await until(lambda: calls == ["r1"])
+    again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.REVOKED, "needed", 7))
+    await until(lambda: bool(events))
+    assert events[0] == DispatchFailed("r1", "s1", DispatchFailure.REVOKED, "needed", None, 7)
+    assert isinstance(await again, Grant)
+
+
+def fed(world: Simulation) -> list[DispatchFailed]:
+    """Return a list of the put-backs that the core receives from now on."""
+    events: list[DispatchFailed] = []
+    handle = world.live.core.handle
+
+    def noted(event: object, now: float) -> object:
+        if isinstance(event, DispatchFailed):
+            events.append(event)
+        return handle(event, now)  # type: ignore[arg-type]
+
+    world.live.core.handle = noted  # type: ignore[method-assign, assignment]
+    return events
+
+
+async def test_a_revocation_of_an_earlier_grant_is_ignored(world: Simulation) -> None:
+    gateway, calls = await world.gateway(), list[str]()
+    await world.replica("s1")
+    await started(gateway, calls)
+    gateway.on_message(Revoked("r1", 2))
+    gateway.on_message(Revoked("r2", 1))
+    await gateway.put_back("r1", "s1", DispatchFailure.BUSY)
+    gateway.on_message(Revoked("r1", 1))
+    assert calls == []
+    gateway.on_message(Revoked("r1", 2))
+    assert calls == ["r1"]
+
+
+async def test_a_request_that_waits_is_not_revoked(world: Simulation) -> None:
+    gateway, calls = await world.gateway(), list[str]()
+    await world.replica("s1", seats=1)
+    grant = await started(gateway, calls)
+    blocking = await gateway.acquire(submission("r2"))
+    waits = asyncio.create_task(gateway.put_back("r1", grant.dispatch.replica_id, DispatchFailure.BUSY))
+    await asyncio.sleep(0)
+    gateway.on_message(Revoked("r1", 1))
+    assert calls == []
+    assert isinstance(blocking, Grant)
+    waits.cancel()
+
+
+async def test_a_request_that_cannot_be_revoked_is_left_alone(world: Simulation) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await gateway.acquire(submission("r1"))
+    gateway.on_message(Revoked("r1", 1))
+    assert gateway.is_connected
+
+
+async def test_only_the_grant_on_the_replica_is_revoked() -> None:
+    host = Host()
+    page = host.connect(waits())
+    for replica_id in ("s1", "s2"):
+        host.sessions.revoke(Revoke(request_id="r1", gateway_id="g1", replica_id=replica_id))
+    assert page.of(Revoked) == [Revoked("r1", 1)]
+
+
+async def test_a_lost_put_back_of_a_revoked_request_is_repeated_with_its_tokens() -> None:
+    host, replica_id = running()
+    put_back = PutBack("r1", replica_id, DispatchFailure.REVOKED, "needed", 1, 7)
+    host.connect(waits(grants=1, put_back=put_back))
+    (event,) = host.events
+    assert isinstance(event, DispatchFailed)
+    assert (event.failure, event.generated_tokens) == (DispatchFailure.REVOKED, 7)
+
+
+async def test_a_peer_of_the_first_version_gets_no_revocation(world: Simulation) -> None:
+    await world.replica("s1")
+    old = await RawPeer.at(world.endpoint())
+    old.send(hello(world.endpoint(), version=OLDEST_VERSION))
+    await old.receive(Welcome)
+    old.send(Submit(submission("r1", **BATCH), 0.0), SnapshotEnd())
+    await old.receive(Granted)
+    revoke(world, "r1", "s1")
+    old.send(Submit(submission("r2"), 0.0))
+    await until(lambda: len(world.live.core) == 2)
+    while sum(isinstance(each, Granted) for each in old.received) < 2:
+        assert await old._read()
+    assert not any(isinstance(each, Revoked) for each in old.received)
+
+
+@pytest.mark.parametrize(
+    ("failure", "before"),
+    [
+        (DispatchFailure.REVOKED, DispatchFailure.BUSY),
+        (DispatchFailure.LOST, DispatchFailure.LOST),
+    ],
+)
+def test_a_scheduler_of_the_first_version_gets_failures_that_it_knows(
+    failure: DispatchFailure, before: DispatchFailure
+) -> None:
+    sent, expected = (PutBack("r1", "s1", each, "", 1) for each in (failure, before))
+    assert to_previous_version(sent) == expected
+    waiting = submission("r1")
+    assert to_previous_version(Submit(waiting, 0.0, 1, sent)) == Submit(waiting, 0.0, 1, expected)
+    assert to_previous_version(Submit(waiting, 0.0)) == Submit(waiting, 0.0)
