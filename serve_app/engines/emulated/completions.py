@@ -49,6 +49,18 @@ class AnswerContent:
         name = f"{self.request_id}/{choice}"
         return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
 
+    def prompt_ids(self, choice: int) -> dict[str, Any]:
+        """Return the field with the prompt's ids, if they are requested."""
+        if not self.generation.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.prompts[choice // self.generation.choices].ids}
+
+    def token_ids(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        """Return the field with the ids of some tokens, if they are requested."""
+        if not self.generation.body.return_token_ids:
+            return {}
+        return {"token_ids": self.outputs[choice].ids(start, count)}
+
     def logprobs(self, choice: int, start: int = 0, count: int | None = None) -> list[dict[str, Any]] | None:
         """Return the logprobs of some tokens in the format of chats and responses; None if not requested."""
         top, output = self.generation.spec.top_logprobs, self.outputs[choice]
@@ -134,6 +146,7 @@ class _ChoicesAnswer(EmulatedAnswer):
         if ends:
             content["finish_reason"] = self._finish_reason(choice)
             content["stop_reason"] = self._answer.outputs[choice].stop_reason
+        content |= self._answer.token_ids(choice, start, count)
         return self._chunk(choice, content, tokens=start + count)
 
     def final_events(self) -> bytes:
@@ -156,8 +169,8 @@ class _ChoicesAnswer(EmulatedAnswer):
         ]
         return encode({**self._common(self._kind), "choices": choices, "usage": self._answer.usage()})
 
-    def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int) -> bytes:
-        """Return a chunk with one choice; `tokens` is the number generated for the choice so far."""
+    def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int, more: bytes = b"") -> bytes:
+        """Return a chunk with one choice and `more` fields; `tokens` have been generated for the choice."""
         event = self._chunk_start + encode({"index": choice, **content}) + b"]"
         if self._answer.generation.counts_continuously:
             prompt = self._answer.ticket.sequences[choice].prompt_tokens
@@ -167,7 +180,7 @@ class _ChoicesAnswer(EmulatedAnswer):
                 "completion_tokens": tokens,
             }
             event += b',"usage":' + encode(usage)
-        return event + b"}\n\n"
+        return event + more + b"}\n\n"
 
     def _common(self, kind: str) -> dict[str, Any]:
         """Return the fields that begin every object and chunk of an answer."""
@@ -195,7 +208,10 @@ class ChatAnswer(_ChoicesAnswer):
     def first_token_events(self) -> bytes:
         """Return the role, once per choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._answer.outputs)))
+        return b"".join(
+            self._chunk(choice, role, tokens=0, more=_as_fields(self._answer.prompt_ids(choice)))
+            for choice in range(len(self._answer.outputs))
+        )
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
         text = self._answer.outputs[choice].added(start, count)
@@ -207,7 +223,7 @@ class ChatAnswer(_ChoicesAnswer):
         # The first chunk of a call has its name, even if all text so far is held back, because it may begin a
         # stop string.
         begins = self._answer.call is not None and not start
-        if not (text or logprobs or begins or ends):
+        if not (text or logprobs or begins or ends or self._answer.generation.body.return_token_ids):
             return None
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
@@ -254,6 +270,7 @@ class CompletionAnswer(_ChoicesAnswer):
             "logprobs": self._logprobs(choice, start, count),
             "finish_reason": None,
             "stop_reason": None,
+            **({} if start else self._answer.prompt_ids(choice)),
         }
 
     def _content(self, choice: int) -> dict[str, Any]:
@@ -273,3 +290,8 @@ class CompletionAnswer(_ChoicesAnswer):
             "tokens": tokens,
             "top_logprobs": [dict(entry) for entry in named],
         }
+
+
+def _as_fields(fields: dict[str, Any]) -> bytes:
+    """Return fields for the end of an object that has others."""
+    return b"," + encode(fields)[1:-1] if fields else b""

@@ -86,9 +86,9 @@ class GeneratingBody(Body, kw_only=True):
     stop: str | Annotated[list[str], msgspec.Meta(max_length=4)] | None = None
     include_stop_str_in_output: bool = False
     structured_outputs: msgspec.Raw = _NOTHING
+    return_token_ids: bool | None = False
     # Rejected, see `_NOT_EMULATED`.
     use_beam_search: msgspec.Raw = _NOTHING
-    return_token_ids: msgspec.Raw = _NOTHING
     return_tokens_as_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: msgspec.Raw = _NOTHING
     logprob_token_ids: msgspec.Raw = _NOTHING
@@ -115,10 +115,17 @@ class ChatMessage(msgspec.Struct):
     tool_calls: msgspec.Raw = _NOTHING
 
 
+class TransferParams(msgspec.Struct):
+    """Ids that replace the rendered messages, so that another engine's answer can be continued."""
+
+    prompt_token_ids: Annotated[list[int], msgspec.Meta(min_length=1)] | None = None
+
+
 class ChatBody(GeneratingBody, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
     messages: list[ChatMessage]
+    kv_transfer_params: TransferParams | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tools: msgspec.Raw = _NOTHING
@@ -283,6 +290,9 @@ def chat_generation(
         raise invalid("You can only either use constraints for structured outputs or tools, not both.")
     constraint = read_constraint(body.response_format, body.structured_outputs)
     spec = _spec(body, constraint, _chat_logprobs(body), call)
+    ids = None if body.kv_transfer_params is None else body.kv_transfer_params.prompt_token_ids
+    if ids is not None:
+        return _generation(body, [tokenizer.continued(ids)], limit, replace(spec, continues=True))
     prompt = conversation(body.messages, body.tools, tokenizer)
     return _generation(body, [prompt], limit, spec)
 
@@ -293,6 +303,8 @@ def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     prompts = _inputs(body.prompt, tokenizer, "prompt")
     top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
     spec = _spec(body, read_constraint(body.response_format, body.structured_outputs), top)
+    if len(prompts) == 1 and not isinstance(prompts[0].source, bytes):
+        prompts, spec = [tokenizer.continued(prompts[0].source)], replace(spec, continues=True)
     return _generation(body, prompts, (body.max_tokens, "max_tokens"), spec)
 
 
@@ -403,7 +415,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 _NAMED_TWICE = frozenset({"temperature", "top_p"})
 _NOT_EMULATED = (
     "use_beam_search",
-    "return_token_ids",
     "return_tokens_as_token_ids",
     "prompt_logprobs",
     "logprob_token_ids",
@@ -422,6 +433,8 @@ def _generation(
     """Validate the request and return it; `limit` is `max_tokens` and the name of its field."""
     max_tokens, param = limit
     _check_parameters(body)
+    if body.return_token_ids and not body.stream:
+        raise not_emulated("return_token_ids")
     if max_tokens is not None and max_tokens < 1:
         raise invalid(
             f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens

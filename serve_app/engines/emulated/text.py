@@ -14,7 +14,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Tokens of placeholder answers.
@@ -45,11 +45,18 @@ class Prompt:
     Attributes:
         block_hashes: one hash per full KV block; each covers the prompt up to the end of its block.
         seed: seed of the placeholder answer; equal for equal prompts, in any process.
+        source: the text or token ids.
     """
 
     tokens: int
     block_hashes: Sequence[int]
     seed: int
+    source: bytes | Sequence[int] = b""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids; those of a text are placeholders."""
+        return token_ids(self.source) if isinstance(self.source, bytes) else self.source
 
 
 class PseudoTokenizer:
@@ -65,14 +72,19 @@ class PseudoTokenizer:
         # Block boundaries fall on fractions of a byte. Equal prefixes are rounded equally.
         ends = [int(index * self._block_size * _BYTES_PER_TOKEN) for index in range(full_blocks + 1)]
         parts = (text[start:end] for start, end in itertools.pairwise(ends))
-        return Prompt(max(1, tokens + extra_tokens), _chained_hashes(parts), zlib.crc32(text))
+        return Prompt(max(1, tokens + extra_tokens), _chained_hashes(parts), zlib.crc32(text), text)
 
     def prompt_of_ids(self, token_ids: Sequence[int]) -> Prompt:
         """Return a prompt that was sent as token ids, whose length is exact."""
         size = self._block_size
         full_blocks = len(token_ids) // size
         parts = (tuple(token_ids[index * size : (index + 1) * size]) for index in range(full_blocks))
-        return Prompt(max(1, len(token_ids)), _chained_hashes(parts), zlib.crc32(str(token_ids).encode()))
+        seed = zlib.crc32(str(token_ids).encode())
+        return Prompt(max(1, len(token_ids)), _chained_hashes(parts), seed, token_ids)
+
+    def continued(self, token_ids: Sequence[int]) -> Prompt:
+        """Return a prompt of ids whose placeholder answer follows the word of the last id."""
+        return replace(self.prompt_of_ids(token_ids), seed=token_ids[-1] + 1)
 
 
 def token_ids(text: bytes) -> list[int]:
@@ -130,9 +142,11 @@ class OutputSpec:
         include_stop: whether the answer includes the stop string.
         min_tokens: tokens before which stop strings are ignored.
         top_logprobs: alternatives per token; None if logprobs are not requested.
+        continues: whether the text continues the prompt, which consists of token ids.
     """
 
     seed: int | None = None
+    continues: bool = False
     constraint: Constraint | None = None
     call: ToolCall | None = None
     stop: tuple[str, ...] = ()
@@ -168,6 +182,10 @@ class GeneratedOutput:
         """True if neither a limit nor a stop string cut the answer."""
         return self.finish_reason == "stop" and self.stop_reason is None
 
+    def ids(self, start: int, count: int) -> list[int]:
+        """Return the ids of some tokens of a placeholder text."""
+        return [(self.seed + index) % len(_PIECES) for index in range(start, start + count)]
+
     def added(self, start: int, count: int) -> str:
         """Return the text that a stream sends for some tokens."""
         return self.text[self._sent(start) : self._sent(start + count)]
@@ -193,7 +211,8 @@ def generate_output(
     if raw is None:
         count, reason = length
         tokens = [_PIECES[index % len(_PIECES)] for index in range(seed, seed + count)]
-        tokens[0] = tokens[0].lstrip()
+        if not spec.continues:
+            tokens[0] = tokens[0].lstrip()
     else:
         # An empty text is one empty token, the end-of-sequence token.
         tokens = _TOKEN.findall(raw) or [""]

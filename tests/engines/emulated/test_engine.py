@@ -416,3 +416,31 @@ def test_settings_come_from_plain_data_and_unknown_keys_are_named() -> None:
     assert read.scheduling_policy is SchedulingPolicy.PRIORITY
     with pytest.raises(ValidationError, match="speedup"):
         adapter.validate_python({"speedup": 3})
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("kept", [1, 6])
+async def test_an_answer_is_continued_from_its_token_ids(engine: Served, path: str, kept: int) -> None:
+    is_chat = path == "chat/completions"
+    content: dict[str, Any] = {"messages": MESSAGES} if is_chat else {"prompt": "Once upon"}
+    asked = {"model": "tiny", "ignore_eos": True, "stream": True, "return_token_ids": True, **content}
+
+    async def streamed(**changes: Any) -> tuple[list[int], list[int], str]:
+        """Return the ids of the prompt and of the answer, and its text."""
+        answer = await engine.http.post(f"/v1/{path}", json={**asked, **changes})
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        prompt = chunks[0]["prompt_token_ids"] if is_chat else choices[0]["prompt_token_ids"]
+        ids = [number for choice in choices for number in choice.get("token_ids", ())]
+        texts = [choice["delta"]["content"] if is_chat else choice["text"] for choice in choices]
+        return prompt, ids, "".join(texts)
+
+    prompt, ids, text = await streamed(max_tokens=10)
+    begun = await streamed(max_tokens=kept)
+    assert begun[:2] == (prompt, ids[:kept])
+    so_far = [*prompt, *ids[:kept]]
+    more = {"kv_transfer_params": {"prompt_token_ids": so_far}} if is_chat else {"prompt": so_far}
+    found = await streamed(max_tokens=10 - kept, **more)
+    assert found == (so_far, ids[kept:], text.removeprefix(begun[2]))
+    assert begun[2] + found[2] == text
