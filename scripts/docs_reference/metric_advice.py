@@ -23,7 +23,7 @@ METRIC_ADVICE = {
     ),
     "ewsjf_gateway_put_backs_total": (
         "`lost`: engines die. `busy`: engines have less capacity than they report. `unreachable`: the "
-        "network or a node."
+        "network or a node. `revoked`: batch requests gave way, which is normal."
     ),
     "ewsjf_gateway_queue_wait_seconds": (
         "High in one class: the class's share or the capacity is too small. `ewsjf_blocked_heads` shows the "

@@ -280,7 +280,8 @@ def check_outcomes(inspection: Inspection, model: str) -> Iterator[Finding]:
 def check_put_backs(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield a finding if many dispatches failed before their first byte and were put back."""
     sent = inspection.total("ewsjf_dispatches_total", model)
-    back = inspection.total("ewsjf_put_backs_total", model)
+    name = "ewsjf_put_backs_total"
+    back = inspection.total(name, model) - inspection.total(name, model, failure="revoked")
     if sent >= _MIN_REQUESTS and back > _PUT_BACK_SHARE * sent:
         yield Finding(
             Severity.RISK,

@@ -13,6 +13,9 @@ Rules:
 - After the first byte, a failure ends the stream with an error event. Nothing is sent twice, and no stream
   ends without a final event or an error.
 - Capacity is released when the engine has finished, not when a slow client has read the answer.
+- The scheduler may revoke the grant of a revocable request until its answer begins. The engine is stopped,
+  and the request is put back. The next engine continues what this one has generated, if that is possible
+  (`continuation`), also after a failure of the replica.
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from serve_app.request import Submission, Usage
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.client_api import send_rejection
+from serve_app.serving.gateway.answer.continuation import ContinuableAssembly, NotContinuedError
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -90,8 +94,11 @@ class ScheduledCall:
     """One job in execution. Single use: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
+        "_assembly",
         "_attempts",
         "_comments",
+        "_continues",
+        "_deadline",
         "_detail",
         "_engine_failed",
         "_fallbacks",
@@ -100,6 +107,7 @@ class ScheduledCall:
         "_on_outlook",
         "_open_grant",
         "_outcome",
+        "_revoked",
         "_scheduler",
         "_schedulers",
         "_send",
@@ -131,6 +139,12 @@ class ScheduledCall:
         self._open_grant: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
+        # Whether the current grant is revoked, and the time limit of its attempt, by which it is stopped.
+        self._revoked = False
+        self._deadline: asyncio.Timeout | None = None
+        # Whether the answer may be continued, and its state, which outlives attempts.
+        self._continues = job.continues
+        self._assembly: ContinuableAssembly | None = None
         self._comments: QueuedComments | None = None
         self._engine_failed = False
         self._started = False
@@ -221,6 +235,7 @@ class ScheduledCall:
         telemetry.on_arrival(submission.spec.model)
         telemetry.on_fallback(self._job.route, before, submission.spec.model, rejection.outcome)
         self._grant, self._times.granted_at, self._engine_failed = None, None, False
+        self._assembly, self._continues = None, self._job.continues
         if self._on_outlook is not None:
             # After the submission, which the next step sends.
             loop = asyncio.get_running_loop()
@@ -230,7 +245,8 @@ class ScheduledCall:
         submission, telemetry = self._submission, self._services.telemetry
         self._trace.queued(submission)
         self._times.submitted_at = submitted_at = monotonic()
-        answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
+        on_revoke = self._revoke if submission.revocable else None
+        answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client, on_revoke)
         if isinstance(answer, Grant):
             telemetry.on_grant(
                 answer.dispatch, submission.spec.model, self._job.body.received_at, submitted_at
@@ -239,7 +255,7 @@ class ScheduledCall:
         while isinstance(answer, Grant):
             self._accept(answer)
             try:
-                await self._attempt(answer)
+                await self._attempt_until_revoked(answer)
             except EngineSilentError as error:
                 raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
             except UpstreamError as error:
@@ -249,9 +265,13 @@ class ScheduledCall:
             telemetry.put_back(submission.spec.model, failure.failure)
             self._trace.put_back(failure.failure)
             # From here the scheduler client is responsible for the request, also if this task is cancelled.
-            self._open_grant = None
+            self._open_grant, self._revoked = None, False
             answer = await self._scheduler.put_back(
-                submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
+                submission.request_id,
+                answer.dispatch.replica_id,
+                failure.failure,
+                str(failure),
+                0 if self._assembly is None else self._assembly.kept_tokens,
             )
         raise as_rejection(answer, failure)
 
@@ -270,11 +290,43 @@ class ScheduledCall:
             self._comments.on_grant()
         self._trace.granted(grant, self._attempts)
 
+    def _revoke(self) -> None:
+        """Stop the attempt of the current grant, unless the answer has begun or is complete."""
+        is_complete = self._assembly is not None and self._assembly.is_complete
+        if self._revoked or self._started or is_complete:
+            return
+        self._revoked = True
+        if self._deadline is not None:
+            self._deadline.reschedule(0)
+
+    async def _attempt_until_revoked(self, grant: Grant) -> None:
+        """Attempt the request, and stop when the grant is revoked.
+
+        Raises:
+            UpstreamError: the replica failed or the grant was revoked, and the client has received nothing.
+        """
+        # The grant may have been revoked before this task has run.
+        deadline = asyncio.timeout(0 if self._revoked else None)
+        try:
+            async with deadline as self._deadline:
+                try:
+                    await self._attempt(grant)
+                except NotContinuedError:
+                    self._assembly, self._continues = None, False
+                    await self._attempt(grant)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise UpstreamError(DispatchFailure.REVOKED, "the scheduler needed the capacity") from error
+        finally:
+            self._deadline = None
+
     async def _attempt(self, grant: Grant) -> None:
         """Send the request to one replica and its answer to the client.
 
         Raises:
             UpstreamError: the replica failed, and the client has received nothing from it.
+            NotContinuedError: the replica's engine did not continue the answer.
         """
         response = await self._send_to(grant)
         try:
@@ -283,6 +335,8 @@ class ScheduledCall:
                 await self._forward_assembled(response)
             elif is_stream:
                 await self._forward_stream(response, grant)
+            elif response.status in (400, 422) and self._is_continued:
+                raise NotContinuedError("the engine rejected the tokens so far")
             else:
                 await self._forward_non_streamed(response)
         finally:
@@ -292,10 +346,25 @@ class ScheduledCall:
         """Send the request, without retaining its body, so that the job may release it."""
         address = grant.address
         name = self._stored.name(address) if self._stored is not None else None
-        body = self._job.body_for(self._submission, grant, name)
+        body = self._job.body_for(self._submission, grant, name, self._continuation(grant))
         forwarded = self._job.forwarded + self._trace.headers()
         head = upstream_head(self._job.incoming, forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
+
+    def _continuation(self, grant: Grant) -> list[bytes]:
+        """Return the fields by which an engine continues the answer, or begins one that can be continued."""
+        # Only vLLM has these fields, and it is also the only engine that names responses.
+        if not (self._continues and grant.address.names_responses):
+            self._assembly = None
+            return []
+        if self._assembly is None or not self._assembly.kept_tokens:
+            limit, is_chat = self._submission.spec.max_output_tokens, self._submission.spec.shape.messages > 0
+            self._assembly = ContinuableAssembly(limit, is_chat=is_chat)
+        return self._assembly.begin_attempt()
+
+    @property
+    def _is_continued(self) -> bool:
+        return self._assembly is not None and self._assembly.is_continued
 
     async def _forward_non_streamed(self, response: UpstreamResponse) -> None:
         """Forward a non-streamed answer. It is read completely first, so that a failure can be retried."""
@@ -320,7 +389,7 @@ class ScheduledCall:
 
     async def _forward_assembled(self, response: UpstreamResponse) -> None:
         """Forward a stream as a non-streamed answer. Failures can be retried until the end of the stream."""
-        scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
+        scanner, assembly = StreamScanner(hide_usage=False), self._assembly or AnswerAssembly()
         assembly.feed(await next_events(response, scanner))
         self._scheduler.first_token(self._submission.request_id)
         while not response.at_end:
@@ -328,6 +397,8 @@ class ScheduledCall:
         status, body = 200, assembly.error
         if body is None:
             body = assembly.whole()
+            if self._is_continued:
+                scanner.usage = counts_of(body)[0]
         elif scanner.is_engine_error:
             self._check_retry(engine_failure(scanner))
             status = 500
@@ -408,6 +479,8 @@ class ScheduledCall:
     def _begin_answer(self) -> None:
         """Mark the answer as begun; the request can no longer be retried."""
         self._started = True
+        if self._deadline is not None:
+            self._deadline.reschedule(None)
         self._job.body.release()
 
     def _end_broken_stream(self, error: UpstreamError, scanner: StreamScanner) -> bytes:

@@ -294,6 +294,9 @@ class FakeDispatcher:
         engine_priority: engine priority in grants.
         is_connected: whether the scheduler is reachable; if not, no replica is known.
         watching: queue update callbacks, by request.
+        revoke: revokes the grant of the last request; None if that is not revocable.
+        generated_tokens: tokens with which each put-back request continues.
+        names_responses: as in the addresses of grants.
     """
 
     ports: list[int]
@@ -307,20 +310,35 @@ class FakeDispatcher:
     engine_priority: int | None = None
     is_connected: bool = True
     watching: dict[str, Callable[[RequestOutlook | None], None]] = field(default_factory=dict)
+    revoke: Callable[[], None] | None = None
+    generated_tokens: list[int] = field(default_factory=list)
+    names_responses: bool = False
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
+    async def acquire(
+        self,
+        submission: Submission,
+        client_request_id: str = "",
+        on_revoke: Callable[[], None] | None = None,
+    ) -> Grant | Conclusion:
         self.submissions.append(submission)
+        self.revoke = on_revoke
         self.events.append(("acquire", submission.request_id))
         return await self._decide(submission.request_id)
 
     async def put_back(
-        self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
+        self,
+        request_id: str,
+        replica_id: str,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
     ) -> Grant | Conclusion:
         self.held.remove(request_id)
         self.events.append(("put_back", failure, message))
+        self.generated_tokens.append(generated_tokens)
         return await self._decide(request_id)
 
     def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
@@ -385,10 +403,15 @@ class FakeDispatcher:
             queue_wait_s=0.0125,
             engine_priority=self.engine_priority,
         )
-        return Grant(
-            dispatch,
-            ReplicaAddress(replica_id=f"r{step}", pool="short", host="127.0.0.1", port=step, token=TOKEN),
+        address = ReplicaAddress(
+            replica_id=f"r{step}",
+            pool="short",
+            host="127.0.0.1",
+            port=step,
+            token=TOKEN,
+            names_responses=self.names_responses,
         )
+        return Grant(dispatch, address)
 
     def names(self) -> list[str]:
         """Return the kinds of events, in order."""

@@ -217,11 +217,11 @@ async def test_responses_that_continue_each_other_are_one_session(named_by_gatew
         def watched(client: GatewayClient) -> GatewayClient:
             acquire = client.acquire
 
-            async def noted(submission: Submission, client_request_id: str = "") -> Any:
+            async def noted(submission: Submission, *rest: Any) -> Any:
                 submitted.append(submission)
-                return await acquire(submission, client_request_id)
+                return await acquire(submission, *rest)
 
-            client.acquire = noted  # type: ignore[method-assign]
+            client.acquire = noted  # type: ignore[method-assign, assignment]
             return client
 
         fleet = await stack.enter_async_context(fleet_of([engine], wrap=watched))

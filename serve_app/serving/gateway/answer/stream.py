@@ -65,6 +65,15 @@ class _ChoiceParts:
             else:
                 self._fields[name] = value
 
+    def lengths(self) -> dict[str, int]:
+        """Return the number of parts of each text, for `truncate`."""
+        return {name: len(parts) for name, parts in self._texts.items()}
+
+    def truncate(self, lengths: dict[str, int]) -> None:
+        """Drop the parts of texts that were added after `lengths` was taken, and the end of the choice."""
+        self._texts = {name: self._texts[name][:length] for name, length in lengths.items()}
+        self._fields |= {"finish_reason": None, "stop_reason": None}
+
     def whole(self) -> dict[str, Any]:
         """Return the complete choice."""
         fields = {**self._fields, "logprobs": self._logprobs}
@@ -102,6 +111,11 @@ class AnswerAssembly:
         # The event with the engine's error, if there was one.
         self.error: bytes | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """True if all choices that have begun are complete."""
+        return bool(self._choices) and all(choice.is_complete for choice in self._choices.values())
+
     def feed(self, events: bytes) -> None:
         """Add the next bytes of the stream.
 
@@ -120,11 +134,11 @@ class AnswerAssembly:
         Raises:
             UpstreamError: the stream ended before all choices did.
         """
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        if not choices or not all(choice.is_complete for choice in choices):
+        if not self.is_complete:
             raise UpstreamError(
                 DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
             )
+        choices = [self._choices[index] for index in sorted(self._choices)]
         return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
 
     def _add(self, data: bytes) -> None:
@@ -133,15 +147,19 @@ class AnswerAssembly:
             if "error" in chunk and chunk["error"] is not None:
                 self.error = data
                 return
-            self._usage = chunk.pop("usage", None) or self._usage
-            for part in chunk.pop("choices", ()):
-                index = part["index"]
-                choice = self._choices.get(index)
-                if choice is None:
-                    choice = self._choices[index] = _ChoiceParts(index)
-                choice.add(part)
+            self._add_chunk(chunk)
         except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as exc:
             raise UpstreamError(DispatchFailure.LOST, f"the engine's events cannot be read: {exc}") from exc
+
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
+        """Add one event."""
+        self._usage = chunk.pop("usage", None) or self._usage
+        for part in chunk.pop("choices", ()):
+            index = part["index"]
+            choice = self._choices.get(index)
+            if choice is None:
+                choice = self._choices[index] = _ChoiceParts(index)
+            choice.add(part)
         if not self._head:
             self._head = {name: value for name, value in chunk.items() if value is not None}
             self._head["object"] = _KINDS.get(chunk.get("object", ""), chunk.get("object"))

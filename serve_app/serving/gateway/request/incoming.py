@@ -94,6 +94,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         hide_usage: the client did not request the usage event that ends the stream.
         assembles: the engine streams, but the client requested a non-streamed answer.
+        continues: an engine may continue the answer from the tokens of another one; see `continuation`.
         announced: events that begin a stream before its first token.
         response: terms of a stored response; None for other APIs.
         form_model: place of the model's name in a form, to which no fields can be added; None for JSON.
@@ -110,6 +111,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     body: HeldBody
     hide_usage: bool
     assembles: bool = False
+    continues: bool = False
     announced: Announcements | None = None
     response: ResponseTerms | None = None
     form_model: slice | None = None
@@ -119,15 +121,22 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     fallbacks: tuple[Submission, ...] = ()
     fallback_after_s: float | None = None
 
-    def body_for(self, submission: Submission, grant: Grant, response_id: str | None) -> bytes:
-        """Return the body with the fields of a grant and, unless the engine chooses it, the response id."""
+    def body_for(
+        self, submission: Submission, grant: Grant, response_id: str | None, continuation: list[bytes]
+    ) -> bytes:
+        """Return the body with the fields of a grant and of an attempt.
+
+        Args:
+            response_id: name for the response; None if the engine chooses it.
+            continuation: fields of `ContinuableAssembly.begin_attempt`.
+        """
         model = submission.spec.served_name
         if (place := self.form_model) is not None:
             form = self.body.data
             if model == self.requested:
                 return form
             return form[: place.start] + model.encode() + form[place.stop :]
-        fields = []
+        fields = [*continuation]
         if model != self.requested:
             fields.append(model_field(model))
         if grant.dispatch.engine_priority is not None:

@@ -11,8 +11,9 @@ import msgspec
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import PriorityClass, Submission
+from serve_app.request import PriorityClass, RequestSpec, Submission
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
+from serve_app.serving.gateway.answer.continuation import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
@@ -256,16 +257,18 @@ class RequestReader:
         found = self._models.find(parsed.spec.model, caller)
         settings = self._settings.prefix
         fields = _fields(parsed, body)
-        assembles = self._settings.assemble_answers and parsed.may_be_assembled
+        tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
+        submissions = [
+            _submission(incoming, caller, parsed, tenant, model, settings)
+            for model in _in_order(found, incoming, parsed, tenant)
+        ]
+        revocable = submissions[0].revocable
+        assembles = parsed.may_be_assembled and (self._settings.assemble_answers or revocable)
         if assembles:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
-            parsed = msgspec.structs.replace(parsed, spec=replace(parsed.spec, streamed=True))
-        tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
-        submission, *fallbacks = (
-            _submission(incoming, caller, parsed, tenant, model, settings)
-            for model in _in_order(found, incoming, parsed, tenant)
-        )
+            submissions = [replace(each, spec=replace(each.spec, streamed=True)) for each in submissions]
+        submission, *fallbacks = submissions
         after_s = None if found.route is None else found.route.fallback_after_s
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(tenant, parsed.opening.salt)))
@@ -277,6 +280,7 @@ class RequestReader:
             body=held,
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
+            continues=assembles and revocable and _may_be_continued(parsed.spec, body),
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
@@ -371,14 +375,17 @@ def _submission(
     headers, spec = incoming.headers, parsed.spec
     if model.adapter is not None or model.name != spec.model:
         spec = replace(spec, model=model.model.name, adapter=model.adapter)
+    priority = _priority(headers.get(b"x-priority"), caller, parsed)
+    no_wait = heads.no_wait(headers.get(b"x-queue"))
     return Submission(
         request_id=incoming.request_id,
         spec=spec,
         tenant=tenant,
         key=caller.terms(tenant),
-        priority=_priority(headers.get(b"x-priority"), caller, parsed),
+        priority=priority,
+        no_wait=no_wait,
+        revocable=priority is PriorityClass.BATCH and not no_wait and _may_restart(parsed),
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
-        no_wait=heads.no_wait(headers.get(b"x-queue")),
         # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
         prefix=_prefix(parsed, model.name, tenant, prefix),
         program=program_hint(headers, parsed.session),
@@ -391,6 +398,22 @@ def _priority(header: bytes | None, caller: Caller, parsed: ParsedBody) -> Prior
         return caller.default_class
     caller.check_class(*requested)
     return requested[0]
+
+
+def _may_restart(parsed: ParsedBody) -> bool:
+    """Return whether a request generates text of which its client receives nothing before the end."""
+    generates = parsed.spec.max_output_tokens != 0 and parsed.form_model is None
+    return generates and not parsed.spec.streamed and not parsed.background
+
+
+_raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _may_be_continued(spec: RequestSpec, body: bytes) -> bool:
+    """Return whether an answer depends on the tokens before it alone; see `continuation`."""
+    if spec.choices != 1 or spec.shape.media_items:
+        return False
+    return _raw_fields_decoder.decode(body).keys() <= CONTINUABLE_FIELDS
 
 
 def _prefix(parsed: ParsedBody, model: str, tenant: str, settings: PrefixSettings) -> tuple[int, ...]:

@@ -148,8 +148,10 @@ class SampledTrace(RequestTrace):
         """Record a failed attempt, after which the request is queued again."""
         self._since = time.monotonic()
         if self._forward is not None:
-            self._forward.set_attributes({names.PUT_BACK: failure.value, names.ERROR_TYPE: failure.value})
-            self._forward.set_status(_ERROR)
+            self._forward.set_attribute(names.PUT_BACK, failure.value)
+            if failure is not DispatchFailure.REVOKED:
+                self._forward.set_attribute(names.ERROR_TYPE, failure.value)
+                self._forward.set_status(_ERROR)
             self._end_forward()
 
     def forwarded(self, outcome: Outcome) -> None:

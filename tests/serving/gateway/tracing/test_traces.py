@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.commands import Revoke
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED
 
@@ -123,6 +124,24 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
     assert [received_parent(engine, number)[1] for number in (0, 1)] == [first.id, second.id]
     assert root.parent_id == ""
     assert root.span.status.code == 0
+
+
+async def test_a_revocation_shows_as_an_attempt_without_an_error(collector: Collector) -> None:
+    engine = Engine(token_delay_s=0.02)
+    async with fleet_of([engine], tracing=True) as fleet:
+        asked = fleet.http.post(CHAT, json=chat(max_tokens=20), headers={"x-priority": "batch"})
+        request = asyncio.create_task(asked)
+        await eventually(lambda: engine.running)
+        sessions = fleet.world.live._gateways
+        (request_id,) = sessions.book
+        sessions.revoke(Revoke(request_id=request_id, gateway_id="g1", replica_id="s0"))
+        assert (await request).status_code == 200
+        await spans_of(fleet, collector, 7)
+    first, second = collector.named("ewsjf.forward")
+    assert first.attributes["ewsjf.put_back"] == "revoked"
+    assert "error.type" not in first.attributes
+    assert first.span.status.code == 0
+    assert second.attributes["ewsjf.attempt"] == 2
 
 
 async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None:

@@ -1,0 +1,159 @@
+"""Continuation of an answer whose request was stopped on its replica, or lost with it.
+
+The client has received nothing of an assembled answer, so another engine may continue it. vLLM returns the
+ids of the prompt and of each generated token (`return_token_ids`). Both together are the next prompt: as
+`prompt` of a completion, and in `kv_transfer_params` of a chat, which replaces the chat template. vLLM
+documents the latter as experimental; this module is the only one that uses it.
+
+The assembled answer must be that of an uninterrupted request:
+
+- Text lags behind its tokens. Detokenizers hold back parts of characters, and parsers hold back text that may
+  begin a tag. Nothing is held back after a chunk with one token whose text ends with a letter or digit,
+  because tokens end with their word, and no tag begins inside one. The answer is continued from there.
+- An engine that ignores the ids begins the answer anew. The prompt in its first chunk shows this.
+- A parser of reasoning must find its state in the prompt. If the first text is not of the kind of the last
+  one, the answer is begun anew, too.
+- Usage is that of one request: the prompt of the first part, and the output of all parts.
+
+Only requests with `CONTINUABLE_FIELDS` are continued, because others depend on more than the tokens: stop
+strings, penalties, grammars and seeds. A default limit of the engine itself counts again after each stop.
+"""
+
+from typing import Any
+
+import msgspec
+
+from serve_app.errors import ServeAppError
+from serve_app.serving.gateway.answer.stream import AnswerAssembly
+
+CONTINUABLE_FIELDS = frozenset(
+    [
+        *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "n", "stream"),
+        *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens"),
+        *("chat_template_kwargs", "reasoning_effort", "cache_salt", "session_id", "prompt_cache_key"),
+        *("user", "safety_identifier", "metadata", "service_tier", "priority", "store"),
+    ]
+)
+
+
+class NotContinuedError(ServeAppError):
+    """The engine did not continue the answer, which must be begun anew."""
+
+
+class ContinuableAssembly(AnswerAssembly):
+    """An assembly of one choice that outlives the attempts of its request.
+
+    Args:
+        limit: maximum number of output tokens; None for no limit.
+
+    Attributes:
+        kept_tokens: output tokens with which the next attempt continues; 0 to begin anew with a new assembly.
+    """
+
+    def __init__(self, limit: int | None, *, is_chat: bool) -> None:
+        super().__init__()
+        self.kept_tokens = 0
+        self._limit = limit
+        self._is_chat = is_chat
+        # Ids as JSON, without brackets.
+        self._prompt = b""
+        self._prompt_tokens = 0
+        self._output: list[int] = []
+        # The kind of the last text that is kept, and the number of parts of all of them.
+        self._kept_kind = ""
+        self._kept_texts: dict[str, int] = {}
+        # Of the current attempt: its prompt, and whether it has been checked, and its first text.
+        self._sent = b""
+        self._continued_tokens = 0
+        self._is_prompt_checked = self._is_kind_checked = False
+        self._has_ids = True
+
+    @property
+    def is_continued(self) -> bool:
+        """True if the current attempt continues the answer."""
+        return self._continued_tokens > 0
+
+    def begin_attempt(self) -> list[bytes]:
+        """Drop what is not kept, and return the fields of the next attempt."""
+        self._rest, self.error = b"", None
+        self._is_prompt_checked, self._has_ids = False, True
+        kept = self._continued_tokens = self.kept_tokens
+        self._is_kind_checked = not kept
+        fields = [b'"return_token_ids":true']
+        if not kept:
+            return fields
+        del self._output[kept:]
+        self._choices[0].truncate(self._kept_texts)
+        self._sent = self._prompt + b"," + _ids(self._output)
+        ids = b"[" + self._sent + b"]"
+        prompt = b'"kv_transfer_params":{"prompt_token_ids":%b}' if self._is_chat else b'"prompt":%b'
+        fields.append(prompt % ids)
+        if self._limit is not None:
+            name = b"max_completion_tokens" if self._is_chat else b"max_tokens"
+            fields.append(b'"%b":%d' % (name, self._limit - kept))
+        return fields
+
+    def whole(self) -> bytes:
+        """Return the answer as one JSON object, with the usage of one request."""
+        if self.is_continued and self._usage:
+            self._usage = self._total(self._usage)
+        return super().whole()
+
+    def _total(self, usage: dict[str, Any]) -> dict[str, Any]:
+        prompt, output = self._prompt_tokens, self._continued_tokens + usage["completion_tokens"]
+        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        # Details of the output are those of its last part.
+        usage = {name: value for name, value in usage.items() if name != "completion_tokens_details"}
+        details = usage.get("prompt_tokens_details")
+        if details and details.get("cached_tokens"):
+            details = {**details, "cached_tokens": min(details["cached_tokens"], prompt)}
+            usage["prompt_tokens_details"] = details
+        return {**usage, **counts}
+
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
+        choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
+        # The prompt is in the chunk of a chat, and in the choice of a completion.
+        prompts = chunk.pop("prompt_token_ids", None), choice.pop("prompt_token_ids", None)
+        ids = choice.pop("token_ids", None) or []
+        if not self._is_prompt_checked:
+            self._check_prompt(prompts[0] or prompts[1] or [])
+        texts = _texts(choice)
+        if texts:
+            self._check_kind(next(iter(texts)))
+            self._has_ids = self._has_ids and bool(ids)
+        super()._add_chunk(chunk)
+        self._output += ids
+        if len(texts) == len(ids) == 1 and self._has_ids:
+            self._keep(*texts.popitem())
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        self._is_prompt_checked = True
+        ids = _ids(prompt)
+        if self.is_continued:
+            if ids != self._sent:
+                raise NotContinuedError("the engine ignored the tokens so far")
+        else:
+            self._prompt, self._prompt_tokens = ids, len(prompt)
+            self._has_ids = bool(prompt)
+
+    def _check_kind(self, kind: str) -> None:
+        if not self._is_kind_checked and kind != self._kept_kind:
+            raise NotContinuedError(f"the engine continued {self._kept_kind} as {kind}")
+        self._is_kind_checked = True
+
+    def _keep(self, kind: str, text: str) -> None:
+        """Continue from here, if no text is held back and an output token remains."""
+        remain = self._limit is None or len(self._output) < self._limit
+        if text[-1].isalnum() and remain and not self.is_complete:
+            self.kept_tokens = len(self._output)
+            self._kept_kind, self._kept_texts = kind, self._choices[0].lengths()
+
+
+def _ids(ids: list[int]) -> bytes:
+    return msgspec.json.encode(ids)[1:-1]
+
+
+def _texts(choice: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of a part of a choice, which are not empty, by kind."""
+    parts = choice.get("delta") or {"text": choice.get("text")}
+    return {kind: text for kind, text in parts.items() if kind != "role" and text and isinstance(text, str)}

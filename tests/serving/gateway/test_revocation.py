@@ -1,0 +1,379 @@
+"""Requests whose grant is revoked: they are stopped, wait again, and are continued or begin anew."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.core.events import DispatchFailure
+from serve_app.engines.engine import Scope, Send
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Submission
+from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.gateway.answer.stream import counts_of
+from serve_app.serving.gateway.routes import RouteSettings
+
+from .builders import (
+    MODEL,
+    Engine,
+    FakeDispatcher,
+    chat,
+    error_json,
+    eventually,
+    rejection,
+    reply_json,
+    send_event,
+    start_stream,
+    usage_json,
+)
+from .conftest import Stage, staged
+from .test_forward import put_backs, raw_request
+from .test_routes import served
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BATCH = {"x-priority": "batch"}
+PROMPT = [7, 8, 9]
+WORDS = ["one", " two", " three", " four", " five"]
+TEXT = "".join(WORDS)
+
+
+class Continuing(Engine):
+    """Engine that continues its answer from token ids, as vLLM does; the ids of its words are 0, 1, ...
+
+    Attributes:
+        pauses_at: word before which it waits until `go` is set, once; the number of words is the usage.
+        ignores: it answers as an engine that does not know ids as prompt.
+        rejects: it answers prompts of ids with 400.
+        dies: the pause ends with a broken connection.
+    """
+
+    def __init__(self, pauses_at: int | None = None) -> None:
+        super().__init__()
+        self.pauses_at = pauses_at
+        self.go, self.paused = asyncio.Event(), asyncio.Event()
+        self.ignores = self.rejects = self.dies = False
+
+    def body(self, number: int) -> Any:
+        return json.loads(self.bodies[number])
+
+    async def _stream(self, scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        is_chat = scope["path"] == CHAT
+        ids = (
+            (parsed.get("kv_transfer_params") or {}).get("prompt_token_ids") if is_chat else parsed["prompt"]
+        )
+        if not isinstance(ids, list) or self.ignores:
+            ids = PROMPT
+        elif self.rejects:
+            await reply_json(send, 400, error_json("no such field"))
+            return
+        await start_stream(send)
+        begin = len(ids) - len(PROMPT)
+        limit = parsed.get("max_completion_tokens") or parsed.get("max_tokens") or len(WORDS)
+        end = min(len(WORDS), begin + limit)
+        prompt = {"prompt_token_ids": ids} if "return_token_ids" in parsed else {}
+        common = {"id": f"answer-{len(self.bodies)}", "object": "chat.completion.chunk", "model": MODEL}
+        if is_chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            await send_event(send, {**common, "choices": [role], **prompt})
+        for word in range(begin, end):
+            await self._pause(word)
+            own: dict[str, Any] = {"delta": {"content": WORDS[word]}} if is_chat else {"text": WORDS[word]}
+            if not is_chat and word == begin:
+                own |= prompt
+            if prompt:
+                own["token_ids"] = [word]
+            reason = None if word + 1 < end else "stop" if end == len(WORDS) else "length"
+            await send_event(send, {**common, "choices": [{"index": 0, **own, "finish_reason": reason}]})
+        await self._pause(len(WORDS))
+        await send_event(send, {**common, "choices": [], "usage": usage_json(len(ids), end - begin)})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _whole(self, scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await self._pause(0)
+        await super()._whole(scope, parsed, send)
+
+    async def _pause(self, word: int) -> None:
+        if word == self.pauses_at:
+            self.pauses_at = None
+            self.paused.set()
+            await self.go.wait()
+            if self.dies:
+                raise ConnectionError("the engine died")
+
+
+@pytest.fixture
+async def engine() -> Continuing:
+    return Continuing()
+
+
+@pytest.fixture
+async def stage(engine: Continuing) -> AsyncIterator[Stage]:
+    dispatcher = FakeDispatcher([], names_responses=True)
+    async with staged(dispatcher, engine=engine) as made:
+        yield made
+        assert not dispatcher.held
+        assert made.gateway.in_flight == 0
+
+
+def asked(path: str = CHAT, **changes: Any) -> dict[str, Any]:
+    return chat(**changes) if path == CHAT else {"model": MODEL, "prompt": "count", **changes}
+
+
+async def uninterrupted(stage: Stage, path: str, **changes: Any) -> Any:
+    """Return an answer without interruption, and forget it."""
+    answer = (await stage.http.post(path, json=asked(path, **changes), headers=BATCH)).json()
+    stage.dispatcher.events.clear()
+    return answer
+
+
+async def revoked(
+    stage: Stage, engine: Continuing, at: int, path: str = CHAT, times: int = 1, **changes: Any
+) -> httpx.Response:
+    """Send a batch request, and revoke it while its engine waits before a word."""
+    engine.pauses_at = at
+    engine.paused.clear()
+    request = asyncio.create_task(stage.http.post(path, json=asked(path, **changes), headers=BATCH))
+    await engine.paused.wait()
+    # Time for the words before the pause to arrive.
+    await asyncio.sleep(0.05)
+    for _ in range(times):
+        revoke(stage)
+    if at == len(WORDS):
+        # Time to stop the request, which must not happen.
+        await asyncio.sleep(0.05)
+        engine.go.set()
+    return await request
+
+
+def revoke(stage: Stage) -> None:
+    assert stage.dispatcher.revoke is not None
+    stage.dispatcher.revoke()
+
+
+def answer_of(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return {name: value for name, value in response.json().items() if name != "id"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 4}])
+@pytest.mark.parametrize("at", [0, 1, 3])
+async def test_a_revoked_answer_is_that_of_an_uninterrupted_request(
+    stage: Stage, engine: Continuing, path: str, limit: dict[str, Any], at: int
+) -> None:
+    whole = await uninterrupted(stage, path, **limit)
+    response = await revoked(stage, engine, at, path, **limit)
+    assert response.json().pop("id") == f"answer-{2 if at else 3}"
+    whole.pop("id")
+    assert answer_of(response) == whole
+    assert whole["usage"]["completion_tokens"] == (4 if limit else len(WORDS))
+    assert stage.dispatcher.generated_tokens == [at]
+    assert put_backs(stage) == [DispatchFailure.REVOKED]
+    assert engine.aborted == 1
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+    usage = stage.dispatcher.events[-1][2]
+    assert (usage.prompt_tokens, usage.output_tokens) == (3, whole["usage"]["completion_tokens"])
+    ids = (engine.body(2).get("kv_transfer_params") or engine.body(2)).get(
+        "prompt_token_ids" if path == CHAT else "prompt"
+    )
+    assert ids == ([*PROMPT, *range(at)] if at else None if path == CHAT else "count")
+    page = (await stage.http.get("/metrics")).text
+    assert 'failure="revoked",' in page.partition("ewsjf_gateway_put_backs_total{")[2].partition("}")[0] + ","
+
+
+async def test_a_request_is_revoked_at_each_of_its_grants(stage: Stage, engine: Continuing) -> None:
+    whole = await uninterrupted(stage, CHAT)
+    engine.pauses_at = 1
+    request = asyncio.create_task(stage.http.post(CHAT, json=asked(), headers=BATCH))
+    for word in (2, 4, None):
+        await engine.paused.wait()
+        engine.paused.clear()
+        await asyncio.sleep(0.05)
+        engine.pauses_at = word
+        revoke(stage)
+    answer = answer_of(await request)
+    whole.pop("id")
+    assert answer == whole
+    assert stage.dispatcher.generated_tokens == [1, 2, 4]
+
+
+async def test_a_second_revocation_of_a_grant_changes_nothing(stage: Stage, engine: Continuing) -> None:
+    answer = answer_of(await revoked(stage, engine, 2, times=3))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert stage.dispatcher.generated_tokens == [2]
+
+
+async def test_a_complete_answer_is_not_revoked(stage: Stage, engine: Continuing) -> None:
+    answer = answer_of(await revoked(stage, engine, len(WORDS)))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
+    revoke(stage)
+    assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
+
+
+async def test_an_answer_that_begins_is_not_revoked(
+    stage: Stage, engine: Continuing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(body: bytes) -> Any:
+        """Revoke the grant after the last byte, before the answer is sent."""
+        revoke(stage)
+        return counts_of(body)
+
+    monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", late)
+    tool = {"type": "function", "function": {"name": "f"}}
+    answer = await stage.http.post(CHAT, json=asked(tools=[tool]), headers=BATCH)
+    assert answer.status_code == 200
+    assert stage.dispatcher.names() == ["acquire", "finished"]
+    assert len(engine.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"stop": "x"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"n": 1, "presence_penalty": 1},
+    ],
+)
+async def test_what_depends_on_more_than_its_tokens_begins_anew(
+    stage: Stage, engine: Continuing, changes: dict[str, Any]
+) -> None:
+    at = 0 if "tools" in changes else 2
+    answer = answer_of(await revoked(stage, engine, at, **changes))
+    assert answer["choices"][0]["message"]["content"]
+    assert stage.dispatcher.generated_tokens == [0]
+    assert engine.bodies[0] == engine.bodies[1]
+    assert b"token_ids" not in engine.bodies[0]
+
+
+@pytest.mark.parametrize("way", ["ignores", "rejects"])
+async def test_an_engine_that_cannot_continue_begins_anew_by_the_same_grant(
+    stage: Stage, engine: Continuing, way: str
+) -> None:
+    setattr(engine, way, True)
+    answer = answer_of(await revoked(stage, engine, 2, max_tokens=5))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert answer["usage"] == usage_json(3, 5)
+    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back", "first_token", "finished"]
+    assert put_backs(stage) == [DispatchFailure.REVOKED]
+    assert engine.body(1)["max_completion_tokens"] == 3
+    assert "max_completion_tokens" not in engine.body(2)
+    assert b"token_ids" not in engine.bodies[2]
+
+
+async def test_an_engine_of_another_kind_begins_anew(stage: Stage, engine: Continuing) -> None:
+    class Moved(FakeDispatcher):
+        async def put_back(self, *rest: Any) -> Grant | Conclusion:
+            self.names_responses = False
+            return await super().put_back(*rest)
+
+    stage.dispatcher.__class__ = Moved
+    answer = answer_of(await revoked(stage, engine, 2))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert b"token_ids" not in engine.bodies[1]
+
+
+async def test_a_lost_answer_is_continued_elsewhere(stage: Stage, engine: Continuing) -> None:
+    engine.dies, engine.pauses_at = True, 3
+    engine.go.set()
+    answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert answer["usage"] == usage_json(3, 5)
+    assert put_backs(stage) == [DispatchFailure.LOST]
+    assert stage.dispatcher.generated_tokens == [3]
+    assert engine.body(1)["kv_transfer_params"] == {"prompt_token_ids": [*PROMPT, 0, 1, 2]}
+
+
+async def test_a_revocation_before_the_attempt_is_not_lost(stage: Stage, engine: Continuing) -> None:
+    class Hasty(FakeDispatcher):
+        async def acquire(self, *rest: Any) -> Grant | Conclusion:
+            answer = await super().acquire(*rest)
+            assert self.revoke is not None
+            self.revoke()
+            return answer
+
+    stage.dispatcher.__class__ = Hasty
+    answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    assert put_backs(stage) == [DispatchFailure.REVOKED]
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+async def test_a_client_that_leaves_after_a_revocation_is_forgotten(
+    stage: Stage, engine: Continuing, is_queued: bool
+) -> None:
+    engine.pauses_at = 2
+    _, writer = await raw_request(stage, asked(priority=1))
+    await engine.paused.wait()
+    await eventually(lambda: "first_token" in stage.dispatcher.names())
+    stage.dispatcher.gate.clear()
+    revoke(stage)
+    if is_queued:
+        await eventually(lambda: stage.dispatcher.waiting == 1)
+    writer.close()
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    await eventually(lambda: engine.running == 0)
+    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back", "cancelled_in_queue"]
+
+
+async def test_a_rejection_after_a_revocation_is_the_clients(stage: Stage, engine: Continuing) -> None:
+    stage.dispatcher.script.extend([*stage.dispatcher.ports, rejection(Outcome.EXPIRED, "it waited 9 s")])
+    response = await revoked(stage, engine, 2)
+    assert (response.status_code, response.json()["error"]["message"]) == (504, "it waited 9 s")
+    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back"]
+
+
+async def test_another_model_begins_anew() -> None:
+    route = RouteSettings(name="assistant", models={"stable": 1}, fallbacks=("new",))
+    async with served(route) as models:
+        stable, new = models.schedulers["stable"], models.schedulers["new"]
+        stable.names_responses = new.names_responses = True
+        stable.script.extend([*stable.ports, rejection(Outcome.REJECTED_QUEUE_FULL)])
+        models.engines["stable"].answers.append(begins)
+        request = asyncio.create_task(models.ask(headers=BATCH))
+        await eventually(lambda: "first_token" in stable.names())
+        await asyncio.sleep(0.05)
+        assert stable.revoke is not None
+        stable.revoke()
+        answer = answer_of(await request)
+        assert stable.generated_tokens == [1]
+        (body,) = map(json.loads, models.engines["new"].bodies)
+    assert answer["choices"][0]["message"]["content"].split() == ["w0", "w1", "w2", "w3"]
+    assert body["return_token_ids"]
+    assert not {"kv_transfer_params", "max_completion_tokens"} & body.keys()
+
+
+async def begins(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+    """Send the first word of an answer."""
+    await start_stream(send)
+    choice = {"index": 0, "delta": {"content": "one"}, "token_ids": [0]}
+    await send_event(send, {"choices": [choice], "prompt_token_ids": PROMPT})
+    await asyncio.sleep(3_600)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "revocable"),
+    [
+        (CHAT, asked(), BATCH, True),
+        (CHAT, asked(service_tier="flex"), {}, True),
+        (COMPLETIONS, asked(COMPLETIONS), BATCH, True),
+        ("/v1/responses", {"model": MODEL, "input": "hello"}, BATCH, True),
+        ("/v1/responses", {"model": MODEL, "input": "hello", "background": True}, BATCH, False),
+        (CHAT, asked(), {}, False),
+        (CHAT, asked(stream=True), BATCH, False),
+        (CHAT, asked(), {**BATCH, "x-queue": "no-wait"}, False),
+        ("/v1/embeddings", {"model": MODEL, "input": "hello"}, BATCH, False),
+        ("/v1/score", {"model": MODEL, "text_1": "a", "text_2": "b"}, BATCH, False),
+    ],
+)
+async def test_answers_that_nobody_has_begun_to_read_are_revocable(
+    stage: Stage, path: str, body: dict[str, Any], headers: dict[str, str], revocable: bool
+) -> None:
+    await stage.http.post(path, json=body, headers=headers)
+    (submission,) = stage.dispatcher.submissions
+    assert isinstance(submission, Submission)
+    assert submission.revocable is (stage.dispatcher.revoke is not None) is revocable
