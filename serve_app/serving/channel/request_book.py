@@ -143,7 +143,7 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
     waits = isinstance(message, Submit)
     if not 0 <= age_s < math.inf:
         raise ChannelError(f"invalid age of a request: {age_s} s")
-    put_back = message.put_back if isinstance(message, Submit) else None
+    failure = message.put_back.failure if isinstance(message, Submit) and message.put_back else None
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(
         submission=submission,
@@ -151,10 +151,14 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
         arrived_at=now - age_s,
         # Counted from arrival, regardless of earlier dispatches.
         expires_at=now - age_s + timeout_s,
-        # The current dispatch is not an earlier attempt.
-        attempts=message.grants if waits else max(0, message.grants - 1),
-        lost=put_back is not None and put_back.failure is DispatchFailure.LOST,
+        attempts=_attempts(message.grants if waits else message.grants - 1, failure),
+        lost=failure is DispatchFailure.LOST,
     )
+
+
+def _attempts(dispatches: int, failure: DispatchFailure | None) -> int:
+    """Return the dispatches that count as failed. After a revocation none do, as most were revoked, too."""
+    return 0 if failure is DispatchFailure.REVOKED else max(0, dispatches)
 
 
 # A check visits all requests, so it is done once for many reports.

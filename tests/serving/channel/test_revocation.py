@@ -119,6 +119,16 @@ async def test_a_lost_put_back_of_a_revoked_request_is_repeated_with_its_tokens(
     assert (event.failure, event.generated_tokens) == (DispatchFailure.REVOKED, 7)
 
 
+async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
+    host = Host()
+    put_back = PutBack("r1", "s1", DispatchFailure.REVOKED, "needed", 2, 7)
+    host.connect(Submit(submission("r1", **BATCH), 12.0, 2, put_back))
+    entry = host.core.find("r1")
+    assert entry is not None
+    assert (entry.returned, entry.put_backs) == (False, 0)
+    assert host.sessions.book["r1"].grants == 3
+
+
 async def test_a_peer_of_the_first_version_gets_no_revocation(world: Simulation) -> None:
     await world.replica("s1")
     old = await RawPeer.at(world.endpoint())
