@@ -127,7 +127,7 @@ def play(settings: DeathsSettings, context: Context) -> Iterator[Measurement]:
 
 
 def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any]:
-    with served_application(_config()) as served:
+    with served_application(_config(case)) as served:
         played = DeathsPlay(settings, case, served)
         uvloop.run(played.run())
         # Log lines follow the answers a little later.
@@ -136,7 +136,7 @@ def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any
         return figures_of(played.traffic, played.back_s, served.log_lines("gateway"))
 
 
-def _config() -> dict[str, Any]:
+def _config(case: DeathsCase) -> dict[str, Any]:
     def pool(name: str, longest: int, replicas: int) -> dict[str, Any]:
         return {
             "name": name,
@@ -145,7 +145,8 @@ def _config() -> dict[str, Any]:
             "resources": {"num_cpus": 0.1},
         }
 
-    models = [{"name": "demo", "pools": [pool("short", 2048, 2), pool("long", 8192, 1)]}]
+    pools = [pool("short", 2048, 2), pool("long", 8192, 1)]
+    models = [{"name": "demo", "pools": pools, "resume_streams": case.resume_streams}]
     return serve_config("deaths", {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.1}})
 
 

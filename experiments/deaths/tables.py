@@ -30,7 +30,8 @@ def _all(rows: Sequence[Row]) -> str:
 
 def _words(row: Row) -> str:
     done = {"KILL": "killed", "STOP": "halted"}[str(row.key["signal"])]
-    return f"{row.key['kind']} {done}, {row.figures['deaths']} times"
+    resumed = ", streams resumed" if row.key.get("resume_streams") else ""
+    return f"{row.key['kind']} {done}, {row.figures['deaths']} times{resumed}"
 
 
 def _whole_after(row: Row) -> list[str]:

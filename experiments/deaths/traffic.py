@@ -22,16 +22,19 @@ class DeathsCase:
     Attributes:
         kind: of process, one of `run.PROCESSES`, or of node, one of `nodes.KINDS`.
         times: number of deaths.
+        resume_streams: setting of the model.
     """
 
     kind: str
     signal: DeathSignal
     times: Annotated[int, at_least(1)]
+    resume_streams: bool = False
 
     @property
     def key(self) -> dict[str, Any]:
         """Return the key of its row."""
-        return {"kind": self.kind, "signal": self.signal.value}
+        key: dict[str, Any] = {"kind": self.kind, "signal": self.signal.value}
+        return key | ({"resume_streams": True} if self.resume_streams else {})
 
 
 @settings

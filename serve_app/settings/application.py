@@ -250,6 +250,8 @@ class ModelConfig:
         tuner: online learning for the scheduler.
         decision_log: record of the scheduler's decisions for replays; costs a tenth of the scheduler's speed.
         price: price of its tokens, for budgets and reports of usage.
+        resume_streams: if a replica dies or drains, continue its streams on another one instead of ending
+            them with an error. It needs vLLM, and costs the gateway more CPU time for each stream.
         budget_per_hour: what its requests may cost in any hour, for engines that are paid per token. Beyond
             it, requests are rejected, or fall back to other models (`gateway.routes`).
         gpu_budget: maximum number of GPUs for all pools together; None for no limit. The pool with the most
@@ -263,6 +265,7 @@ class ModelConfig:
     tuner: TunerSettings = field(default_factory=TunerSettings)
     decision_log: DecisionLogSettings | None = None
     price: TokenPrices | None = None
+    resume_streams: bool = False
     budget_per_hour: Annotated[float | None, FINITE_POSITIVE, ADVANCED] = None
     gpu_budget: Annotated[float | None, POSITIVE, ADVANCED] = None
 

@@ -122,6 +122,7 @@ def _served(model: ModelConfig) -> Iterator[ServedModel]:
             starts_on_demand=on_demand,
             price=model.price,
             targets=model.tuner.targets,
+            resume_streams=model.resume_streams,
         )
 
 

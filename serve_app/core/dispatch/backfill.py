@@ -10,7 +10,7 @@ A replica is *shared* while a request above the batch class runs on it, and for 
 - Running batch requests beyond that number are *revoked*: their gateways stop them, and they queue again.
   They continue with the tokens that they have generated, which then are a part of their prompt.
 - A request above the batch class that waits for KV cache or a place in a batch revokes as much as it needs.
-- A replica that drains revokes all of them.
+- A replica that drains revokes all of them, and other requests that its gateways can continue elsewhere.
 
 The requests with the fewest tokens to compute again are revoked first. So those with the most progress end,
 however often others are revoked. Requests that were dispatched by their class floor or starvation bound are
@@ -121,6 +121,7 @@ class _Load:
         running: mean number of running sequences over the time for which engines report the mean TPOT.
         prefill_s: seconds of batch prefills, per second.
         batch: batch requests in the order of dispatch.
+        movable: revocable requests above the batch class.
         revoked: those of them whose revocation is in transit.
     """
 
@@ -129,6 +130,7 @@ class _Load:
     others: int = 0
     shared_until: float = -math.inf
     batch: dict[ScheduledRequest, None] = field(default_factory=dict)
+    movable: dict[ScheduledRequest, None] = field(default_factory=dict)
     revoked: set[ScheduledRequest] = field(default_factory=set)
 
     def is_shared(self, now: float) -> bool:
@@ -163,18 +165,21 @@ class Backfill:
             self._running += 1
             return
         load.others += 1
+        if scheduled.request.submission.revocable:
+            load.movable[scheduled] = None
         if load.batch:
             self._crowded.add(replica_id)
 
     def on_release(self, scheduled: ScheduledRequest, replica_id: str, now: float) -> None:
         """Remove a request before its replica releases it."""
         load = self._loads[replica_id]
+        load.revoked.discard(scheduled)
         if scheduled.request.priority is PriorityClass.BATCH:
             del load.batch[scheduled]
-            load.revoked.discard(scheduled)
             self._running -= 1
             return
         load.others -= 1
+        load.movable.pop(scheduled, None)
         load.shared_until = now + self._settings.linger_s
 
     def on_report(self, replica: ReplicaState, report: ReplicaReport) -> None:
@@ -182,7 +187,7 @@ class Backfill:
         load = self._loads.get(replica.spec.replica_id)
         if load is None:
             return
-        if report.draining and load.batch:
+        if report.draining and (load.batch or load.movable):
             self._crowded.add(replica.spec.replica_id)
         load.running += _RUNNING_WEIGHT * ((report.running or 0) - load.running)
         if report.tpot_s is not None and load.running >= 1.0:
@@ -214,20 +219,24 @@ class Backfill:
     def revocations(
         self, ledger: ReplicaLedger, waiting: Iterable[WaitAccount], now: float
     ) -> Iterator[tuple[ScheduledRequest, str]]:
-        """Yield the batch requests to revoke now, each once, with their replicas.
+        """Yield the requests to revoke now, each once, with their replicas.
 
         Args:
             waiting: accounts of the queued requests.
         """
-        if not self._running:
+        if not (self._running or self._crowded):
             return
         crowded, self._crowded = self._crowded, set()
         for replica_id in sorted(crowded):
             if (replica := ledger.get(replica_id)) is not None:
                 load = self._loads[replica_id]
-                drains = replica.report is not None and replica.report.draining
-                excess = len(load.batch) if drains else self._excess(replica, load)
-                for scheduled in _cheapest_first(replica, load, now)[: max(0, excess)]:
+                chosen = _cheapest_first(replica, load, now)
+                if replica.report is not None and replica.report.draining:
+                    movable = [each for each in load.movable if each not in load.revoked]
+                    chosen = [each for each in (*chosen, *movable) if _has_other(ledger, each)]
+                else:
+                    chosen = chosen[: max(0, self._excess(replica, load))]
+                for scheduled in chosen:
                     load.revoked.add(scheduled)
                     yield scheduled, replica_id
         for account in waiting:
@@ -289,6 +298,11 @@ def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[Sche
         and each.expires_at - now > _LEAST_TIME_LEFT_S
     ]
     return sorted(candidates, key=lambda each: (computed_tokens(each), -each.sequence))
+
+
+def _has_other(ledger: ReplicaLedger, scheduled: ScheduledRequest) -> bool:
+    """Return whether a replica that accepts requests can continue one of a replica that drains."""
+    return any(ledger.has_usable(pool) for pool in scheduled.pools)
 
 
 def _lacking(replica: ReplicaState, load: _Load, account: WaitAccount) -> bool:

@@ -10,12 +10,12 @@ Rules:
   request is the likely cause.
 - A request to a route that is rejected by one model is submitted to the next one (`routes.Fallbacks`), also
   invisibly to the client.
-- After the first byte, a failure ends the stream with an error event. Nothing is sent twice, and no stream
-  ends without a final event or an error.
+- After the first byte, a failure ends the stream with an error event, unless another engine continues it
+  (`continuation`). Nothing is sent twice, and no stream ends without a final event or an error.
 - Capacity is released when the engine has finished, not when a slow client has read the answer.
-- The scheduler may revoke the grant of a revocable request until its answer begins. The engine is stopped,
-  and the request is put back. The next engine continues what this one has generated, if that is possible
-  (`continuation`), also after a failure of the replica.
+- The scheduler may revoke the grant of a revocable request, unless its answer has begun and cannot be
+  continued. The engine is stopped, and the request is put back. The next engine continues what this one has
+  generated, if that is possible, also after a failure of the replica.
 """
 
 import asyncio
@@ -32,7 +32,11 @@ from serve_app.request import Submission, Usage
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.client_api import send_rejection
-from serve_app.serving.gateway.answer.continuation import ContinuableAssembly, NotContinuedError
+from serve_app.serving.gateway.answer.continuation import (
+    ContinuableAssembly,
+    ContinuableStream,
+    NotContinuedError,
+)
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -291,9 +295,9 @@ class ScheduledCall:
         self._trace.granted(grant, self._attempts)
 
     def _revoke(self) -> None:
-        """Stop the attempt of the current grant, unless the answer has begun or is complete."""
-        is_complete = self._assembly is not None and self._assembly.is_complete
-        if self._revoked or self._started or is_complete:
+        """Stop the attempt of the current grant, unless the answer is complete or cannot be continued."""
+        has_begun = self._started and not isinstance(self._assembly, ContinuableStream)
+        if self._revoked or has_begun or (self._assembly is not None and self._assembly.is_complete):
             return
         self._revoked = True
         if self._deadline is not None:
@@ -311,7 +315,9 @@ class ScheduledCall:
             async with deadline as self._deadline:
                 try:
                     await self._attempt(grant)
-                except NotContinuedError:
+                except NotContinuedError as error:
+                    if self._started:
+                        raise RequestRejected(Outcome.FAILED, f"the answer is incomplete: {error}") from error
                     self._assembly, self._continues = None, False
                     await self._attempt(grant)
         except TimeoutError as error:
@@ -333,6 +339,8 @@ class ScheduledCall:
             is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
             if is_stream and self._job.assembles:
                 await self._forward_assembled(response)
+            elif is_stream and isinstance(self._assembly, ContinuableStream):
+                await self._forward_continuable(response, grant, self._assembly)
             elif is_stream:
                 await self._forward_stream(response, grant)
             elif response.status in (400, 422) and self._is_continued:
@@ -359,7 +367,11 @@ class ScheduledCall:
             return []
         if self._assembly is None or not self._assembly.kept_tokens:
             limit, is_chat = self._submission.spec.max_output_tokens, self._submission.spec.shape.messages > 0
-            self._assembly = ContinuableAssembly(limit, is_chat=is_chat)
+            self._assembly = (
+                ContinuableAssembly(limit, is_chat=is_chat)
+                if self._job.assembles
+                else ContinuableStream(limit, is_chat=is_chat, hide_usage=self._job.hide_usage)
+            )
         return self._assembly.begin_attempt()
 
     @property
@@ -397,8 +409,6 @@ class ScheduledCall:
         status, body = 200, assembly.error
         if body is None:
             body = assembly.whole()
-            if self._is_continued:
-                scanner.usage = counts_of(body)[0]
         elif scanner.is_engine_error:
             self._check_retry(engine_failure(scanner))
             status = 500
@@ -408,6 +418,44 @@ class ScheduledCall:
         self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
+
+    async def _forward_continuable(
+        self, response: UpstreamResponse, grant: Grant, stream: ContinuableStream
+    ) -> None:
+        """Forward a stream, or the rest of one. Failures can be retried until its end."""
+        scanner = StreamScanner(hide_usage=False)
+        stream.feed(await next_events(response, scanner))
+        self._scheduler.first_token(self._submission.request_id)
+        itl, last_at = self._services.telemetry.itl_histogram(self._submission, grant.dispatch), monotonic()
+        while not response.at_end and scanner.error is None:
+            if events := stream.take():
+                await self._send_events(response, events)
+            stream.feed(await next_events(response, scanner))
+            itl.observe(monotonic() - last_at)
+            last_at = monotonic()
+        if scanner.error is None:
+            events = stream.end()
+            self._conclude_stream(scanner)
+        else:
+            failure = engine_failure(scanner)
+            if scanner.is_engine_error:
+                self._check_retry(failure)
+            events = stream.take() + self._end_broken_stream(failure, scanner)
+        if self._wants_receipt:
+            events += self._times.receipt_comment(grant.dispatch)
+        await self._send_events(response, events, is_last=True)
+
+    async def _send_events(self, response: UpstreamResponse, events: bytes, *, is_last: bool = False) -> None:
+        """Send events of a continuable stream, after its head if it has not begun."""
+        if not self._started:
+            self._started = True
+            self._times.first_token_at = monotonic()
+            if not await self._stop_comments():
+                await self._send(
+                    {"type": "http.response.start", "status": 200, "headers": self._headers(response)}
+                )
+        self._streams = not is_last
+        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
     async def _forward_stream(self, response: UpstreamResponse, grant: Grant) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
@@ -526,6 +574,8 @@ class ScheduledCall:
 
     async def _end_stream(self, rejection: RequestRejected) -> None:
         event = self._job.incoming.api.error_event(rejection)
+        if isinstance(self._assembly, ContinuableStream):
+            event = self._assembly.take() + event
         with contextlib.suppress(OSError, ClientGone):
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
@@ -551,7 +601,8 @@ class ScheduledCall:
 
     def _conclude_stream(self, scanner: StreamScanner) -> None:
         self._times.engine = scanner.times
-        self._conclude(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        usage = scanner.usage if self._assembly is None else self._assembly.counted(scanner.usage)
+        self._conclude(stream_outcome(scanner), usage, detail=scanner.error or "")
 
     def _conclusion_record(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._submission, self._usage

@@ -41,6 +41,7 @@ class ServedModel:
         starts_on_demand: all of its engines may be stopped until a request arrives.
         targets: latency targets by class, the same as in the objective of its tuner.
         price: price of its tokens; None if it has none.
+        resume_streams: whether another engine continues a stream whose replica dies or drains.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ServedModel:
     starts_on_demand: bool = False
     targets: ClassTargets = field(default_factory=ClassTargets)
     price: TokenPrices | None = None
+    resume_streams: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:

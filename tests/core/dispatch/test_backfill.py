@@ -199,10 +199,20 @@ def test_a_waiting_request_revokes_as_much_kv_cache_as_it_needs() -> None:
     assert ("i", "r1") in [each for commands in found for each in dispatched(commands)]
 
 
-def test_a_draining_replica_revokes_all_batch_work() -> None:
+def test_a_draining_replica_revokes_all_batch_work_and_streams_that_can_move() -> None:
     driver = make_driver()
     run_batch(driver, 5)
-    assert sorted(revoked(driver.report("r1", received=5, draining=True))) == [f"b{n}" for n in range(5)]
+    driver.arrive("i", priority=INTERACTIVE)
+    driver.arrive("s", priority=INTERACTIVE, revocable=True)
+    # Nothing else could serve them yet.
+    assert not revoked(driver.report("r1", received=5, draining=True))
+    driver.join("r2", "only")
+    assert sorted(revoked(driver.report("r1", received=5, draining=True))) == [
+        *(f"b{number}" for number in range(5)),
+        "s",
+    ]
+    assert not revoked(driver.report("r1", received=5, draining=True))
+    assert dispatched(put_back(driver, "s", generated=3)) == [("s", "r2")]
 
 
 def test_a_revoked_request_continues_as_one_with_a_longer_prompt() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.stream import counts_of
 from serve_app.serving.gateway.routes import RouteSettings
+from serve_app.serving.gateway.settings import ServedModel
 
 from .builders import (
     MODEL,
@@ -377,3 +378,136 @@ async def test_answers_that_nobody_has_begun_to_read_are_revocable(
     (submission,) = stage.dispatcher.submissions
     assert isinstance(submission, Submission)
     assert submission.revocable is (stage.dispatcher.revoke is not None) is revocable
+
+
+# -- streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def resuming(engine: Continuing) -> AsyncIterator[Stage]:
+    dispatcher = FakeDispatcher([], names_responses=True)
+    models = (ServedModel(name=MODEL, resume_streams=True),)
+    async with staged(dispatcher, engine=engine, models=models) as made:
+        yield made
+        assert not dispatcher.held
+        assert made.gateway.in_flight == 0
+
+
+async def stream(
+    stage: Stage, path: str = CHAT, then: Callable[[str], Any] = lambda _: None, **changes: Any
+) -> list[Any]:
+    """Return the events of a stream; `then` is called with the text after each."""
+    events: list[Any] = []
+    async with stage.http.stream("POST", path, json=asked(path, stream=True, **changes)) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                data = line[6:]
+                events.append(data if data == "[DONE]" else json.loads(data))
+                then(text_of(events))
+    return events
+
+
+def text_of(events: list[Any]) -> str:
+    choices = [each["choices"][0] for each in events if each != "[DONE]" and each.get("choices")]
+    return "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices)
+
+
+@pytest.mark.parametrize(
+    ("path", "at"), [(CHAT, 0), (CHAT, 1), (CHAT, 3), (CHAT, 5), (COMPLETIONS, 1), (COMPLETIONS, 5)]
+)
+@pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}])
+async def test_a_stream_continues_after_the_death_of_its_replica(
+    resuming: Stage, engine: Continuing, path: str, at: int, usage: dict[str, Any]
+) -> None:
+    whole = await stream(resuming, path, **usage)
+    resuming.dispatcher.events.clear()
+    engine.dies, engine.pauses_at = True, at
+    engine.go.set()
+    events = await stream(resuming, path, **usage)
+    ids = {each["id"] for each in events if each != "[DONE]"}
+    assert ids == {"answer-2" if at else "answer-3"}
+    assert without_ids(events) == without_ids(whole)
+    assert text_of(events) == TEXT
+    assert (events[-2].get("usage") is not None) is bool(usage)
+    assert "token_ids" not in json.dumps(events)
+    # The last word is generated again, because its event was held back.
+    assert resuming.dispatcher.generated_tokens == [min(at, len(WORDS) - 1)]
+    assert put_backs(resuming) == [DispatchFailure.LOST]
+    assert resuming.dispatcher.outcomes() == [Outcome.COMPLETED]
+    found = resuming.dispatcher.events[-1][2]
+    assert (found.prompt_tokens, found.output_tokens) == (3, len(WORDS))
+
+
+def without_ids(events: list[Any]) -> list[Any]:
+    return [each if each == "[DONE]" else {**each, "id": ""} for each in events]
+
+
+async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine: Continuing) -> None:
+    engine.pauses_at = 3
+
+    def then(text: str) -> None:
+        if text == "".join(WORDS[:3]) and not resuming.dispatcher.generated_tokens:
+            revoke(resuming)
+
+    assert text_of(await stream(resuming, then=then)) == TEXT
+    assert put_backs(resuming) == [DispatchFailure.REVOKED]
+    assert resuming.dispatcher.generated_tokens == [3]
+    assert engine.aborted == 1
+
+
+async def test_a_client_receives_only_what_is_not_generated_again(
+    resuming: Stage, engine: Continuing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.serving.gateway.test_revocation.WORDS", ["one", ",", " two", "."])
+    engine.pauses_at, seen = 2, []
+
+    def then(text: str) -> None:
+        seen.append(text)
+
+    request = asyncio.create_task(stream(resuming, then=then))
+    await engine.paused.wait()
+    await eventually(lambda: "one" in seen)
+    await asyncio.sleep(0.05)
+    assert seen[-1] == "one"
+    engine.go.set()
+    assert text_of(await request) == "one, two."
+
+
+@pytest.mark.parametrize("way", ["ignores", "rejects"])
+async def test_a_stream_that_cannot_be_continued_ends_with_an_error(
+    resuming: Stage, engine: Continuing, way: str
+) -> None:
+    setattr(engine, way, True)
+    engine.dies, engine.pauses_at = True, 2
+    engine.go.set()
+    *events, error = await stream(resuming)
+    assert text_of(events) == "".join(WORDS[:2])
+    assert "the answer is incomplete: the engine" in error["error"]["message"]
+    assert resuming.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+async def test_a_stream_without_another_replica_ends_with_an_error(
+    resuming: Stage, engine: Continuing
+) -> None:
+    resuming.dispatcher.script.extend(
+        [*resuming.dispatcher.ports, rejection(Outcome.FAILED, "2 replicas were lost")]
+    )
+    engine.dies, engine.pauses_at = True, 2
+    engine.go.set()
+    *events, error = await stream(resuming)
+    assert text_of(events) == "".join(WORDS[:2])
+    assert "2 replicas were lost" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"n": 2}]
+)
+async def test_other_streams_are_passed_on_as_usual(
+    resuming: Stage, engine: Continuing, changes: dict[str, Any]
+) -> None:
+    engine.dies, engine.pauses_at = True, 2
+    engine.go.set()
+    *_, error = await stream(resuming, **changes)
+    assert "the engine failed during its answer" in error["error"]["message"]
+    assert b"return_token_ids" not in engine.bodies[0]

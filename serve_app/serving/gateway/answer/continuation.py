@@ -1,11 +1,10 @@
 """Continuation of an answer whose request was stopped on its replica, or lost with it.
 
-The client has received nothing of an assembled answer, so another engine may continue it. vLLM returns the
-ids of the prompt and of each generated token (`return_token_ids`). Both together are the next prompt: as
-`prompt` of a completion, and in `kv_transfer_params` of a chat, which replaces the chat template. vLLM
-documents the latter as experimental; this module is the only one that uses it.
+vLLM returns the ids of the prompt and of each generated token (`return_token_ids`). Both together are the
+next prompt: as `prompt` of a completion, and in `kv_transfer_params` of a chat, which replaces the chat
+template. vLLM documents the latter as experimental; this module is the only one that uses it.
 
-The assembled answer must be that of an uninterrupted request:
+The answer must be that of an uninterrupted request:
 
 - Text lags behind its tokens. Detokenizers hold back parts of characters, and parsers hold back text that may
   begin a tag. Nothing is held back after a chunk with one token whose text ends with a letter or digit,
@@ -14,24 +13,31 @@ The assembled answer must be that of an uninterrupted request:
 - A parser of reasoning must find its state in the prompt. If the first text is not of the kind of the last
   one, the answer is begun anew, too.
 - Usage is that of one request: the prompt of the first part, and the output of all parts.
+- A client of a stream receives only what need not be generated again. What follows the last word is held back
+  until the next one, or the end.
 
 Only requests with `CONTINUABLE_FIELDS` are continued, because others depend on more than the tokens: stop
 strings, penalties, grammars and seeds. A default limit of the engine itself counts again after each stop.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import ServeAppError
+from serve_app.request import Usage
+from serve_app.serving.gateway.answer.responses import encode
 from serve_app.serving.gateway.answer.stream import AnswerAssembly
+from serve_app.serving.gateway.upstream import UpstreamError
 
 CONTINUABLE_FIELDS = frozenset(
     [
         *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "n", "stream"),
         *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens"),
         *("chat_template_kwargs", "reasoning_effort", "cache_salt", "session_id", "prompt_cache_key"),
-        *("user", "safety_identifier", "metadata", "service_tier", "priority", "store"),
+        *("user", "safety_identifier", "metadata", "service_tier", "priority", "store", "stream_options"),
     ]
 )
 
@@ -93,13 +99,16 @@ class ContinuableAssembly(AnswerAssembly):
             fields.append(b'"%b":%d' % (name, self._limit - kept))
         return fields
 
-    def whole(self) -> bytes:
-        """Return the answer as one JSON object, with the usage of one request."""
-        if self.is_continued and self._usage:
-            self._usage = self._total(self._usage)
-        return super().whole()
+    def counted(self, usage: Usage | None) -> Usage | None:
+        """Return the usage of all parts, from that of the last one."""
+        if usage is None or not self.is_continued:
+            return usage
+        prompt, output = self._prompt_tokens, self._continued_tokens + usage.output_tokens
+        cached = min(usage.cached_tokens, prompt)
+        return replace(usage, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
 
     def _total(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the counts of all parts in the form of the engine."""
         prompt, output = self._prompt_tokens, self._continued_tokens + usage["completion_tokens"]
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         # Details of the output are those of its last part.
@@ -121,10 +130,16 @@ class ContinuableAssembly(AnswerAssembly):
         if texts:
             self._check_kind(next(iter(texts)))
             self._has_ids = self._has_ids and bool(ids)
-        super()._add_chunk(chunk)
+        if self.is_continued and chunk.get("usage"):
+            chunk["usage"] = self._total(chunk["usage"])
+        self._assemble(chunk)
         self._output += ids
         if len(texts) == len(ids) == 1 and self._has_ids:
             self._keep(*texts.popitem())
+
+    def _assemble(self, chunk: dict[str, Any]) -> None:
+        """Add an event without ids to the answer."""
+        super()._add_chunk(chunk)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         self._is_prompt_checked = True
@@ -147,6 +162,55 @@ class ContinuableAssembly(AnswerAssembly):
         if text[-1].isalnum() and remain and not self.is_complete:
             self.kept_tokens = len(self._output)
             self._kept_kind, self._kept_texts = kind, self._choices[0].lengths()
+
+
+class ContinuableStream(ContinuableAssembly):
+    """The events of a stream that outlives the attempts of its request; `hide_usage` as in `ForwardJob`."""
+
+    def __init__(self, limit: int | None, *, is_chat: bool, hide_usage: bool) -> None:
+        super().__init__(limit, is_chat=is_chat)
+        self._hide_usage = hide_usage
+        # Events that the client may receive, and those that might be generated again.
+        self._ready: list[bytes] = []
+        self._held: list[bytes] = []
+
+    def begin_attempt(self) -> list[bytes]:
+        """Drop the events that will be generated again, and return the fields of the next attempt."""
+        self._held.clear()
+        return super().begin_attempt()
+
+    def take(self) -> bytes:
+        """Return the events for the client that have become ready."""
+        ready = b"".join(self._ready)
+        self._ready.clear()
+        return ready
+
+    def end(self) -> bytes:
+        """Return the last events.
+
+        Raises:
+            UpstreamError: the stream ended before the answer did.
+        """
+        if not self.is_complete:
+            raise UpstreamError(
+                DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
+            )
+        return self.take() + b"".join(self._held) + b"data: [DONE]\n\n"
+
+    def _assemble(self, chunk: dict[str, Any]) -> None:
+        choices = chunk.get("choices")
+        begins_again = self.is_continued and choices and "role" in (choices[0].get("delta") or ())
+        if not (begins_again or (self._hide_usage and not choices)):
+            # The client sees one answer, with the id of its first part.
+            first = {"id": self._head.get("id"), "created": self._head.get("created")} if self._head else {}
+            self._held.append(b"data: " + encode({**chunk, **first}) + b"\n\n")
+        super()._assemble(chunk)
+
+    def _keep(self, kind: str, text: str) -> None:
+        super()._keep(kind, text)
+        if self.kept_tokens == len(self._output):
+            self._ready += self._held
+            self._held.clear()
 
 
 def _ids(ids: list[int]) -> bytes:

@@ -94,7 +94,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         hide_usage: the client did not request the usage event that ends the stream.
         assembles: the engine streams, but the client requested a non-streamed answer.
-        continues: an engine may continue the answer from the tokens of another one; see `continuation`.
+        continues: an engine may continue the answer of another one; see `continuation`.
         announced: events that begin a stream before its first token.
         response: terms of a stored response; None for other APIs.
         form_model: place of the model's name in a form, to which no fields can be added; None for JSON.

@@ -268,6 +268,11 @@ class RequestReader:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
             submissions = [replace(each, spec=replace(each.spec, streamed=True)) for each in submissions]
+        continues = ((assembles and revocable) or _is_resumed(parsed, found)) and _may_be_continued(
+            parsed.spec, body
+        )
+        if continues:
+            submissions = [replace(each, revocable=True) for each in submissions]
         submission, *fallbacks = submissions
         after_s = None if found.route is None else found.route.fallback_after_s
         if settings.per_tenant and parsed.opening is not NO_OPENING:
@@ -280,7 +285,7 @@ class RequestReader:
             body=held,
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
-            continues=assembles and revocable and _may_be_continued(parsed.spec, body),
+            continues=continues,
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
@@ -404,6 +409,11 @@ def _may_restart(parsed: ParsedBody) -> bool:
     """Return whether a request generates text of which its client receives nothing before the end."""
     generates = parsed.spec.max_output_tokens != 0 and parsed.form_model is None
     return generates and not parsed.spec.streamed and not parsed.background
+
+
+def _is_resumed(parsed: ParsedBody, found: FoundName) -> bool:
+    """Return whether a stream is to be continued after the death of its replica."""
+    return parsed.usage_on_request and parsed.spec.streamed and found.models[0].model.resume_streams
 
 
 _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
