@@ -177,3 +177,20 @@ def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: py
     assert [scaled.expected(limit) for limit in (50, 200, 800)] == pytest.approx(
         [whole.expected(limit) for limit in (50, 200, 800)]
     )
+
+
+@pytest.mark.parametrize("lengths", [(), (100, 400)])
+def test_the_rest_of_an_answer_ends_where_the_whole_one_does(lengths: tuple[int, ...]) -> None:
+    learned = OutputLengthEstimator()
+    for tokens in lengths:
+        observe(learned, tokens, times=100, limit=500)
+    whole = learned.estimate(request(max_output_tokens=500))
+    rest = whole.after(150).after(50)
+    assert (rest.limit, rest.longest) == (300, 300.0)
+    for age in (0.0, 60.0):
+        assert rest.ends(age) == pytest.approx([end - 200 for end in whole.ends(200 + age)])
+    assert 0 < rest.expected <= 300
+    if lengths:
+        # Answers of 100 tokens have ended.
+        assert rest.expected > whole.expected - 150
+    assert whole.after(10_000).expected == 1.0
