@@ -153,7 +153,7 @@ def concluded(outcome: Outcome, value: int) -> Change:
 def put_back(answers: dict[str, Any]) -> None:
     counts('ewsjf_dispatches_total pool="short"', 100)(answers)
     counts('ewsjf_put_backs_total failure="lost"', 5)(answers)
-    counts('ewsjf_put_backs_total failure="revoked"', 60)(answers)
+    counts('ewsjf_put_backs_total failure="revoked"', 61)(answers)
 
 
 FINDINGS: dict[str, tuple[Change, str]] = {
