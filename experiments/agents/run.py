@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experiments.agents.baselines import LOOPS
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import TraceSource, file_source
 from serve_app.cli.command import progress_bar
@@ -34,6 +35,7 @@ from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSetting
 from serve_app.lab.simulation.programs import (
     CODING_AGENTS,
     ProgramChoice,
+    ProgramLoop,
     ProgramSettings,
     choose_programs,
     play_programs,
@@ -79,12 +81,16 @@ class Case:
 
 @settings
 class Policy:
-    """A policy, with changes to the scheduler's settings."""
+    """A policy of the scheduler or a baseline, with changes to the scheduler's settings.
+
+    Attributes:
+        baseline: name in `baselines.LOOPS`; None for the policy itself.
+    """
 
     policy: str = "ewsjf"
+    baseline: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     states_ids: bool = True
-    exact_caches: bool = False
 
 
 @settings
@@ -172,12 +178,12 @@ def _figures(run: _Run) -> dict[str, float | None]:
             concurrency=case.concurrency,
             tenants=case.tenants,
             states_ids=run.policy.states_ids,
-            exact_caches=run.policy.exact_caches,
             seed=run.seed,
             scheduler=run.policy.scheduler,
         ),
         _programs(case, run.seed),
         list(_interactive(run)),
+        LOOPS[run.policy.baseline] if run.policy.baseline else ProgramLoop,
     )
     programs = result.as_json()
     jct: Any = programs["jct_s"]

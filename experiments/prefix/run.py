@@ -27,10 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.load_balancers import PowerOfTwo, RoundRobin
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
@@ -38,7 +40,6 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.direct import Balance, DirectSimulation
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.simulation import SimulatedReplica, Simulation
@@ -207,7 +208,7 @@ class ReplicaChoice:
 
     policy: str | None = None
     affinity: bool = False
-    balance: Balance = Balance.ROUND_ROBIN
+    balance: Literal["round-robin", "power-of-two"] = "round-robin"
 
 
 @settings
@@ -338,7 +339,7 @@ def _outcome(
     plans = fleet.plans(isolated=choice.policy == "ewsjf")
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if choice.policy is None:
-        direct = DirectSimulation(plans, choice.balance)
+        direct = (PowerOfTwo if choice.balance == "power-of-two" else RoundRobin)(plans)
         return direct.run(requests), direct.replicas
     changes = {"affinity.enabled": choice.affinity}
     simulation = Simulation(scheduler_settings(choice.policy, fleet.routing, changes), plans)

@@ -19,7 +19,7 @@ from serve_app.engines.model.sequences import SchedulingPolicy
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
-from serve_app.lab.simulation.programs import ProgramChoice, ProgramSettings, program_baselines
+from serve_app.lab.simulation.programs import PREFIX_AFFINITY, ProgramChoice, ProgramSettings
 from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
@@ -232,7 +232,7 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         default=_DEFAULT_POLICY,
         metavar="NAME[,NAME...]",
         help=f"policies: {', '.join(policy_names())} (default: %(default)s); direct: without a gateway; for "
-        f"programs also {', '.join(program_baselines())}",
+        f"programs also {PREFIX_AFFINITY}",
     )
     group.add_argument(
         "--set",

@@ -3,20 +3,15 @@
 `concurrency` programs are in progress at any time; the end of one starts the next. A turn arrives when the
 turns before it have ended and its gap has passed.
 
-Baselines, all of them without a scheduler:
-
-- `round-robin`, `least-load`, `session-hash`, `kv-overlap`: routers, see `direct.Balance`.
-- `tool-pause`: pauses programs between two turns, see `ToolPause`.
-- `oracle`: admits only as many programs as fit, and knows how large they will become, see `Fits`.
-
-`prefix-affinity` is the scheduler without its knowledge of programs. Any other name is a policy of the
-scheduler.
+There are two baselines: `direct` has no scheduler, and `prefix-affinity` is the scheduler without its
+knowledge of programs. Any other name is a policy of the scheduler. `experiments/agents/baselines.py` has
+further baselines as subclasses of `ProgramLoop`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution, Summary, SummaryRules, percentile, summarise
@@ -24,13 +19,11 @@ from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.direct import Balance, DirectSimulation
-from serve_app.lab.simulation.exact_residency import ExactResidency
+from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.run import SloByLength
+from serve_app.lab.simulation.run import DIRECT, ORACLE, SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.simulation import (
-    Phase,
     ReplicaPlan,
     SimulatedRequest,
     Simulation,
@@ -44,156 +37,29 @@ from serve_app.lab.workloads.programs import BLOCK_TOKENS, Program, Programs, ge
 from serve_app.request import ProgramHint, PromptShape, Request, RequestSpec, Submission
 
 PREFIX_AFFINITY = "prefix-affinity"
-_ROUTERS = {
-    "round-robin": Balance.ROUND_ROBIN,
-    "least-load": Balance.LEAST_OUTSTANDING,
-    "session-hash": Balance.SESSION_HASH,
-    "kv-overlap": Balance.KV_OVERLAP,
-}
-
-
-# Gates of the baselines: which programs may start their next turn, and on which engine.
-
-
-class Gate(Protocol):
-    """Admits programs to engines."""
-
-    def place(self, run: "ProgramRun", now: float) -> str | None:
-        """Return the engine for the next turn of a program, or None to let it wait."""
-        ...
-
-    def on_turn_end(self, run: "ProgramRun") -> None:
-        """Observe the end of a turn."""
-        ...
-
-
-class Fits:
-    """The oracle: a program runs on one engine to its end, and starts when its largest working set fits."""
-
-    def __init__(self, plans: Sequence[ReplicaPlan]) -> None:
-        self._free = {plan.replica_id: float(plan.engine.kv_tokens) for plan in plans}
-        self._held: dict[ProgramRun, tuple[str, int]] = {}
-
-    def place(self, run: "ProgramRun", now: float) -> str | None:
-        """Admit a program if any engine has room for its largest working set."""
-        del now
-        if run not in self._held:
-            emptiest = max(self._free, key=lambda name: self._free[name])
-            tokens = run.largest_tokens
-            is_idle = all(where != emptiest for where, _ in self._held.values())
-            if tokens > self._free[emptiest] and not is_idle:
-                return None
-            self._free[emptiest] -= tokens
-            self._held[run] = emptiest, tokens
-        return self._held[run][0]
-
-    def on_turn_end(self, run: "ProgramRun") -> None:
-        """Release what a completed program held."""
-        if run.is_over:
-            where, tokens = self._held.pop(run)
-            self._free[where] += tokens
-
-
-class ToolPause:
-    """ThunderAgent's rule: pause programs between turns while the working sets exceed the cache.
-
-    Above 95 % of an engine's KV cache, programs without a turn in progress are paused, the largest first,
-    down to 80 %. A paused or new program starts its next turn where it fits below 85 %, or after 30 minutes.
-
-    Source: arXiv 2602.13692, with the thresholds of
-    https://docs.nvidia.com/dynamo/dev/components/thunder-agent-scheduler. Here the rule is applied at each
-    start and end of a turn instead of every five seconds.
-    """
-
-    _PAUSE, _TARGET, _RESUME, _TIMEOUT_S = 0.95, 0.80, 0.85, 1_800.0
-
-    def __init__(self, plans: Sequence[ReplicaPlan]) -> None:
-        self._capacity = {plan.replica_id: plan.engine.kv_tokens for plan in plans}
-        self._on: dict[str, set[ProgramRun]] = {plan.replica_id: set() for plan in plans}
-
-    def place(self, run: "ProgramRun", now: float) -> str | None:
-        """Resume a program on the least used engine if it fits there."""
-        for name, runs in self._on.items():
-            if run in runs:
-                return name
-        name = min(self._on, key=lambda one: self._use(one) / self._capacity[one])
-        fits = self._use(name) + run.tokens <= self._RESUME * self._capacity[name]
-        if not (fits or not self._on[name] or now - run.due_at >= self._TIMEOUT_S):
-            return None
-        self._on[name].add(run)
-        return name
-
-    def on_turn_end(self, run: "ProgramRun") -> None:
-        """Pause programs on the engine if it has too many."""
-        name = next(one for one, runs in self._on.items() if run in runs)
-        if run.is_over:
-            self._on[name].remove(run)
-        if self._use(name) <= self._PAUSE * self._capacity[name]:
-            return
-        idle = (one for one in self._on[name] if not one.running)
-        for one in sorted(idle, key=lambda each: (-each.tokens, each.number)):
-            if self._use(name) <= self._TARGET * self._capacity[name]:
-                break
-            self._on[name].remove(one)
-
-    def _use(self, name: str) -> int:
-        return sum(run.tokens for run in self._on[name])
-
-
-_GATES: Mapping[str, Callable[[Sequence[ReplicaPlan]], Gate]] = {"tool-pause": ToolPause, "oracle": Fits}
-
-
-def program_baselines() -> list[str]:
-    """Return the policies that play programs only. `oracle` is not that of single requests."""
-    return [*_ROUTERS, *_GATES, PREFIX_AFFINITY]
-
-
-def program_policies() -> list[str]:
-    """Return all policies that can play programs."""
-    return [*program_baselines(), *(name for name in SIMULATED_POLICIES if name not in _GATES)]
+PROGRAM_POLICIES = (DIRECT, PREFIX_AFFINITY, *(name for name in SIMULATED_POLICIES if name != ORACLE))
+"""All policies that can play programs. The oracle does not know the answers of programs."""
 
 
 # The closed loop
 
 
 class ProgramRun:
-    """One program in progress.
-
-    Attributes:
-        number: number of the program in the run.
-        running: indices of its turns in progress.
-        due_at: time at which its next turn was due; only meaningful while one waits.
-    """
+    """One program in progress, with the number that it has in the run."""
 
     def __init__(self, program: Program, number: int, tenant: str, started_at: float) -> None:
         self.program = program
         self.number = number
         self.tenant = tenant
-        self.started_at = self.due_at = started_at
-        self.running: set[int] = set()
+        self.started_at = started_at
         self.ended: dict[int, float] = {}
         self.ids = program.block_ids(number)
-        self._contexts: dict[int, int] = {}
         self._messages: dict[int, int] = {}
 
     @property
     def is_over(self) -> bool:
         """True if all of its turns have ended."""
         return len(self.ended) == len(self.program.turns)
-
-    @property
-    def tokens(self) -> int:
-        """Its working set: the last contexts of all its conversations, in tokens."""
-        return sum(self._contexts.values()) or self.program.turns[0].prompt_tokens
-
-    @property
-    def largest_tokens(self) -> int:
-        """Its largest working set, if all conversations are as long as they become."""
-        longest: dict[int, int] = {}
-        for turn in self.program.turns:
-            tokens = turn.prompt_tokens + turn.output_tokens
-            longest[turn.session] = max(longest.get(turn.session, 0), tokens)
-        return sum(longest.values())
 
     def due(self, after: int | None) -> list[tuple[int, float]]:
         """Return the turns that become due when a turn ends (None: at the start), with their times."""
@@ -208,15 +74,12 @@ class ProgramRun:
     def on_start(self, index: int) -> int:
         """Record that a turn starts. Return the number of messages in its prompt."""
         turn = self.program.turns[index]
-        self.running.add(index)
         kept = turn.known and 2 * turn.known >= len(self.ids[turn.source])
         self._messages[turn.session] = 2 + (self._messages.get(turn.session, 0) if kept else 0)
-        self._contexts[turn.session] = turn.prompt_tokens + turn.output_tokens
         return self._messages[turn.session]
 
     def on_end(self, index: int, now: float) -> None:
         """Record the end of a turn."""
-        self.running.discard(index)
         self.ended[index] = now
 
     def hint(self, index: int) -> ProgramHint:
@@ -236,7 +99,6 @@ class ProgramSettings:
         concurrency: number of programs in progress.
         tenants: number of tenants, to which the programs are assigned in turn.
         states_ids: whether requests state their program and session; otherwise it must be recognised.
-        exact_caches: whether the scheduler knows the true contents of the caches, see `ExactResidency`.
         scheduler: settings that differ from the defaults, by dotted path.
     """
 
@@ -245,15 +107,14 @@ class ProgramSettings:
     concurrency: Annotated[int, at_least(1)] = 16
     tenants: Annotated[int, at_least(1)] = 1
     states_ids: bool = True
-    exact_caches: bool = False
     seed: int = 0
     scheduler: Mapping[str, object] = field(default_factory=dict)
     report_interval_s: Annotated[float, POSITIVE] = 0.2
     label: str = ""
 
     def __post_init__(self) -> None:
-        if self.policy not in program_policies():
-            names = ", ".join(program_policies())
+        if self.policy not in PROGRAM_POLICIES:
+            names = ", ".join(PROGRAM_POLICIES)
             raise SettingsError(f"no policy {self.policy!r} for programs: choose one of {names}")
 
     @property
@@ -368,8 +229,10 @@ def _alone_s(program: Program, plan: ReplicaPlan) -> float:
     return max(ended)
 
 
-class _Play:
-    """The closed loop of a run."""
+class ProgramLoop:
+    """The closed loop of a run. Subclasses play other systems."""
+
+    run_type: ClassVar[type[ProgramRun]] = ProgramRun
 
     def __init__(self, settings: ProgramSettings, programs: Programs, plans: Sequence[ReplicaPlan]) -> None:
         self._settings = settings
@@ -377,22 +240,18 @@ class _Play:
         self._block_size = plans[0].engine.block_size
         self._next = 0
         self._turns: dict[str, tuple[ProgramRun, int, float]] = {}
-        self._waiting: list[tuple[float, ProgramRun, int]] = []
-        self._gate: Gate | None = None
-        # Block hashes of the latest turn of each session.
-        self._submitted: dict[str, Sequence[int]] = {}
         self.jct_s: dict[int, float] = {}
         self.max_wait_s = 0.0
-        self.simulation: Simulation | DirectSimulation
-        if settings.policy in _ROUTERS or settings.policy in _GATES:
-            balance = _ROUTERS.get(settings.policy, Balance.LEAST_OUTSTANDING)
-            self.simulation = DirectSimulation(plans, balance, self._on_end)
-            if settings.policy in _GATES:
-                self._gate = _GATES[settings.policy](plans)
-        else:
-            self.simulation = self._scheduled(plans)
+        self.simulation = self.system(plans)
 
-    def _scheduled(self, plans: Sequence[ReplicaPlan]) -> Simulation:
+    def system(self, plans: Sequence[ReplicaPlan]) -> Simulation | DirectSimulation:
+        """Return the system that serves the programs, which calls `on_end` at the end of each request."""
+        if self._settings.policy == DIRECT:
+            return DirectSimulation(plans, on_end=self.on_end)
+        return self.scheduled(plans)
+
+    def scheduled(self, plans: Sequence[ReplicaPlan]) -> Simulation:
+        """Return the simulation of the scheduler."""
         settings, policy, changes = self._settings, self._settings.policy, dict(self._settings.scheduler)
         if policy == PREFIX_AFFINITY:
             policy, changes = "ewsjf", {**changes, "programs.enabled": False}
@@ -400,14 +259,11 @@ class _Play:
         environment = SimulationSettings(
             report_interval_s=settings.report_interval_s, reports_when_idle=False
         )
-        simulation = Simulation(scheduler, plans, environment, on_end=self._on_end)
-        if settings.exact_caches:
-            programs = simulation.scheduler.programs
-            programs.residency = ExactResidency(programs.capacity, simulation.replicas, self._submitted)
-        return simulation
+        return Simulation(scheduler, plans, environment, on_end=self.on_end)
 
     @property
     def timeline(self) -> Timeline:
+        """The clock of the run."""
         return self.simulation.timeline
 
     def run(self, others: Sequence[SimulatedRequest]) -> list[RequestRecord]:
@@ -424,34 +280,16 @@ class _Play:
         tenant = f"tenant-{1 + number % self._settings.tenants}"
         # Programs do not start in the same instant: a second lies between two of them.
         first_at = float(number) if number < self._settings.concurrency else self.timeline.now
-        run = ProgramRun(self._programs[number], number, tenant, first_at)
+        run = self.run_type(self._programs[number], number, tenant, first_at)
         for index, due_at in run.due(None):
-            self._turn(run, index, due_at)
+            self.on_due(run, index, due_at)
 
-    def _turn(self, run: ProgramRun, index: int, due_at: float) -> None:
-        """Let a turn arrive at its time; a gate decides then whether it starts."""
-        if self._gate is None:
-            self._submit(run, index, due_at)
-        else:
-            self.timeline.schedule(due_at, Phase.ARRIVAL, lambda: self._arrive_at_gate(run, index))
+    def on_due(self, run: ProgramRun, index: int, due_at: float) -> None:
+        """Let a turn arrive at its time."""
+        self.submit(run, index, due_at)
 
-    def _arrive_at_gate(self, run: ProgramRun, index: int) -> None:
-        run.due_at = self.timeline.now
-        self._waiting.append((self.timeline.now, run, index))
-        self._open_gate()
-
-    def _open_gate(self) -> None:
-        assert self._gate is not None
-        left = []
-        for due_at, run, index in sorted(self._waiting, key=lambda one: (one[1].tokens, one[0])):
-            replica_id = self._gate.place(run, self.timeline.now)
-            if replica_id is None:
-                left.append((due_at, run, index))
-            else:
-                self._submit(run, index, due_at, replica_id)
-        self._waiting = left
-
-    def _submit(self, run: ProgramRun, index: int, due_at: float, replica_id: str | None = None) -> None:
+    def submit(self, run: ProgramRun, index: int, due_at: float, replica_id: str | None = None) -> None:
+        """Submit a turn to the system, and to one engine only if its replica is given."""
         turn, ids = run.program.turns[index], run.ids[index]
         messages = run.on_start(index)
         request_id = f"{run.program.name}#{run.number}/{index}"
@@ -468,19 +306,18 @@ class _Play:
             program=run.hint(index) if self._settings.states_ids else None,
         )
         tokens = turn.prompt_tokens + turn.output_tokens
-        hashes = tuple(engine_blocks(ids, BLOCK_TOKENS, tokens, self._block_size))
         self._turns[request_id] = run, index, due_at
-        self._submitted[run.hint(index).session] = hashes
         self.simulation.submit(
             SimulatedRequest(
                 Request(submission=submission, gateway_id="g1", arrived_at=due_at),
                 output_tokens=turn.output_tokens,
-                block_hashes=hashes,
+                block_hashes=tuple(engine_blocks(ids, BLOCK_TOKENS, tokens, self._block_size)),
                 ending=turn.ending,
             )
         )
 
-    def _on_end(self, simulated: SimulatedRequest, _record: RequestRecord) -> None:
+    def on_end(self, simulated: SimulatedRequest, _record: RequestRecord) -> None:
+        """Process the end of a turn, which makes others due. Ignore requests without a program."""
         found = self._turns.pop(simulated.request.request_id, None)
         if found is None:
             return
@@ -491,24 +328,28 @@ class _Play:
             dispatched_at = simulated.sequence.arrived_at if at is None else at
             self.max_wait_s = max(self.max_wait_s, dispatched_at - due_at)
         run.on_end(index, now)
-        if self._gate is not None:
-            self._gate.on_turn_end(run)
+        self.on_turn_end(run)
         for following, at in run.due(index):
-            self._turn(run, following, at)
+            self.on_due(run, following, at)
         if run.is_over:
             self.jct_s[run.number] = now - run.started_at
             self._start_next()
-        if self._gate is not None:
-            self._open_gate()
+
+    def on_turn_end(self, run: ProgramRun) -> None:
+        """Observe the end of a turn, before the next ones are due."""
 
 
 def play_programs(
-    settings: ProgramSettings, programs: Programs, others: Sequence[SimulatedRequest] = ()
+    settings: ProgramSettings,
+    programs: Programs,
+    others: Sequence[SimulatedRequest] = (),
+    loop: type[ProgramLoop] = ProgramLoop,
 ) -> ProgramResult:
     """Play programs to their end.
 
     Args:
         others: requests without a program and without cached prefixes, which are served beside them.
+        loop: closed loop, with the system that serves the programs.
 
     Raises:
         SettingsError: a setting is unknown or out of range.
@@ -516,7 +357,7 @@ def play_programs(
     """
     plans = settings.fleet.plans()
     programs = programs.within(min(plan.engine.max_model_len for plan in plans))
-    play = _Play(settings, programs, plans)
+    play = loop(settings, programs, plans)
     records = play.run(others)
     of_programs = [record for record in records if "#" in record.request_id]
     alone_s = alone_times(programs, plans[0])

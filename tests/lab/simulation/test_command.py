@@ -288,12 +288,12 @@ def programs_file(folder: Path) -> Path:
 def test_programs_are_played_as_the_contract_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     arguments = ["simulate", "--programs", str(programs_file(tmp_path)), "--concurrency", "2"]
-    arguments += ["--policy", "kv-overlap,ewsjf", "--profile", "laptop", "--replicas", "1", "--seeds", "2"]
+    arguments += ["--policy", "direct,ewsjf", "--profile", "laptop", "--replicas", "1", "--seeds", "2"]
     assert main([*arguments, "--kv-tokens", "8192", "--jobs", "1", "--json", str(out)]) == 0
     document = json.loads(out.read_text())
     assert [(run["policy"], run["seed"]) for run in document["runs"]] == [
-        ("kv-overlap", 0),
-        ("kv-overlap", 1),
+        ("direct", 0),
+        ("direct", 1),
         ("ewsjf", 0),
         ("ewsjf", 1),
     ]

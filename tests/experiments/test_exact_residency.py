@@ -1,15 +1,14 @@
 """Residency that reads the caches of simulated engines."""
 
-from typing import Any
-
 import pytest
 
+from experiments.agents import baselines
+from experiments.agents.baselines import LOOPS
+from experiments.agents.exact_residency import ExactResidency
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import Residency
 from serve_app.engines.model.sequences import EngineSequence
-from serve_app.lab.simulation import programs as played
-from serve_app.lab.simulation.exact_residency import ExactResidency
-from serve_app.lab.simulation.programs import ProgramResult, ProgramSettings, play_programs
+from serve_app.lab.simulation.programs import ProgramLoop, ProgramResult, ProgramSettings, play_programs
 from serve_app.lab.simulation.simulation import SimulatedReplica, Timeline
 from serve_app.lab.workloads.programs import Program, generate_programs
 from tests.builders import ManualDriver
@@ -98,18 +97,13 @@ def test_a_context_that_the_model_considers_evicted_is_found_if_its_room_is_free
 # Programs
 
 
-def play(kv_tokens: int, **changes: Any) -> ProgramResult:
-    values: dict[str, Any] = {
-        "policy": "ewsjf",
-        "fleet": fleet(kv_tokens, replicas=1),
-        "concurrency": 8,
-        "exact_caches": True,
-    }
-    return play_programs(ProgramSettings(**(values | changes)), GENERATED)
+def play(kv_tokens: int, loop: type[ProgramLoop] = LOOPS["exact-caches"]) -> ProgramResult:
+    settings = ProgramSettings(policy="ewsjf", fleet=fleet(kv_tokens, replicas=1), concurrency=8)
+    return play_programs(settings, GENERATED, loop=loop)
 
 
 def test_in_a_large_cache_exact_knowledge_changes_nothing() -> None:
-    assert play(4_000_000).records == play(4_000_000, exact_caches=False).records
+    assert play(4_000_000).records == play(4_000_000, ProgramLoop).records
 
 
 class _Observer(ExactResidency):
@@ -130,7 +124,7 @@ class _Observer(ExactResidency):
 
 
 def test_the_model_agrees_with_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(played, "ExactResidency", _Observer)
+    monkeypatch.setattr(baselines, "ExactResidency", _Observer)
     small = play(300_000)
     assert small.prefill_tokens > 1.2 * small.ideal_prefill_tokens
     assert _Observer.cached == pytest.approx(_Observer.believed, rel=0.01)

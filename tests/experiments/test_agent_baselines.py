@@ -1,0 +1,220 @@
+"""Baselines of the experiment `agents`: routers, gates and exact caches in the closed loop."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from experiments.agents.baselines import LOOPS, Fits, GatedRun, ToolPause
+from serve_app.errors import Outcome
+from serve_app.lab.simulation.programs import ProgramResult, ProgramSettings, play_programs
+from serve_app.lab.workloads.programs import Program, Programs
+from tests.lab.simulation.builders import plan
+from tests.lab.simulation.test_programs import (
+    GENERATED,
+    by_turn,
+    fleet,
+    small_programs,
+    spans,
+    with_agents,
+)
+from tests.lab.workloads.builders import chain, programs, turn
+
+BASELINES = [name for name in LOOPS if name != "exact-caches"]
+
+
+def play(baseline: str, made: Programs, kv_tokens: int = 2_000_000, **changes: Any) -> ProgramResult:
+    values: dict[str, Any] = {"policy": "ewsjf", "fleet": fleet(kv_tokens), "concurrency": 4}
+    return play_programs(ProgramSettings(**(values | changes)), made, loop=LOOPS[baseline])
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(baseline: str) -> None:
+    made = programs(with_agents(), chain(4), with_agents(0.0), chain(3, gap_s=0.0), with_agents())
+    result = play(baseline, made, concurrency=2)
+    records = by_turn(result.records)
+    assert len(records) == sum(len(program.turns) for program in made.programs)
+    assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
+    for number, program in enumerate(made.programs):
+        name = f"{program.name}#{number}"
+        for index, one in enumerate(program.turns):
+            if one.after:
+                ended = max(records[name, before].finished_at for before in one.after)
+                assert records[name, index].arrived_at == pytest.approx(ended + one.gap_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("baseline", ["tool-pause", "oracle"])
+@pytest.mark.parametrize("concurrency", [1, 3, 20])
+def test_as_many_programs_as_allowed_are_in_progress(baseline: str, concurrency: int) -> None:
+    result = play(baseline, small_programs(9, gap_s=3.0), concurrency=concurrency)
+    edges = [edge for start, end in spans(result) for edge in ((start, 1), (end, -1))]
+    in_progress, most = 0, 0
+    for _, change in sorted(edges):
+        in_progress += change
+        most = max(most, in_progress)
+    assert (len(result.jct_s), most) == (9, min(concurrency, 9))
+
+
+@pytest.mark.parametrize("baseline", ["kv-overlap", "tool-pause"])
+def test_the_same_settings_give_the_same_result(baseline: str) -> None:
+    first, second = (play(baseline, GENERATED, 400_000) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("baseline", ["kv-overlap", "oracle"])
+def test_a_program_alone_is_not_slowed_down(baseline: str) -> None:
+    result = play(
+        baseline, programs(chain(12, output=70), with_agents()), concurrency=1, fleet=fleet(replicas=1)
+    )
+    assert list(result.slowdown.values()) == pytest.approx([1.0, 1.0], rel=0.03)
+
+
+def test_a_small_cache_costs_more_prefill_without_the_oracle() -> None:
+    made = small_programs(8, turns=10, first=3_200, added=640, gap_s=4.0)
+    results = {
+        policy: play(
+            policy, made, 24_000, fleet=fleet(24_000, replicas=1, max_model_len=20_000), concurrency=8
+        )
+        for policy in ("least-load", "oracle", "tool-pause")
+    }
+    prefills = {policy: result.prefill_tokens for policy, result in results.items()}
+    ideal = results["oracle"].ideal_prefill_tokens
+    assert ideal <= prefills["oracle"] < 1.1 * ideal
+    assert prefills["least-load"] > 2 * prefills["oracle"]
+    assert prefills["oracle"] <= prefills["tool-pause"] < prefills["least-load"]
+
+
+def test_the_longest_wait_is_from_the_arrival_of_a_turn_to_its_dispatch() -> None:
+    made = small_programs(6, turns=3, first=6_400)
+    result = play("oracle", made, concurrency=6, fleet=fleet(8_000, replicas=1))
+    waits = [record.queue_wait_s for record in result.records]
+    assert result.max_wait_s > 1.0
+    assert result.max_wait_s == pytest.approx(max(one for one in waits if one is not None))
+
+
+def test_the_working_set_has_the_last_context_of_each_conversation() -> None:
+    run = GatedRun(with_agents(), 0, "t", 0.0)
+    assert run.tokens == 1_000
+    run.on_start(0)
+    assert run.tokens == 1_050
+    run.on_start(1)
+    run.on_start(2)
+    assert run.tokens == 1_440 + 1_000
+    run.on_start(3)
+    assert run.tokens == 1_440 + 1_130
+    assert run.largest_tokens == 2_060 + 1_130 + 720
+
+
+# Gates
+
+
+def started(number: int, prompt_tokens: int, output_tokens: int = 100, *, turns: int = 2) -> GatedRun:
+    """Return a program whose first turn was due at its number."""
+    made = tuple(
+        turn(prompt_tokens, output_tokens, after=(index - 1,) if index else ()) for index in range(turns)
+    )
+    return GatedRun(Program(f"p{number}", made), number, "t", float(number))
+
+
+def run_turn(run: GatedRun, index: int, now: float) -> None:
+    run.on_start(index)
+    run.on_end(index, now)
+
+
+def test_the_oracle_starts_what_fits_at_its_largest_and_releases_it_at_the_end() -> None:
+    gate = Fits([plan("a", "all", kv_tokens=8_000)])
+    first, second, third = (started(number, 3_900) for number in range(3))
+    assert [gate.place(run, 0.0) for run in (first, second, third)] == ["a", "a", None]
+    run_turn(first, 0, 1.0)
+    gate.on_turn_end(first)
+    assert gate.place(third, 1.0) is None
+    assert gate.place(first, 1.0) == "a"
+    run_turn(first, 1, 2.0)
+    gate.on_turn_end(first)
+    assert gate.place(third, 2.0) == "a"
+
+
+def test_the_oracle_places_on_the_emptiest_engine_and_stays_there() -> None:
+    gate = Fits([plan("a", "all", kv_tokens=8_000), plan("b", "all", kv_tokens=6_000)])
+    runs = [started(number, 2_900) for number in range(5)]
+    assert [gate.place(run, 0.0) for run in runs] == ["a", "b", "a", "b", None]
+    assert [gate.place(run, 0.0) for run in runs] == ["a", "b", "a", "b", None]
+
+
+def test_the_oracle_starts_a_program_that_never_fits_alone() -> None:
+    gate = Fits([plan("a", "all", kv_tokens=8_000)])
+    huge, small = started(0, 20_000), started(1, 100)
+    assert gate.place(huge, 0.0) == "a"
+    assert gate.place(small, 0.0) is None
+
+
+def test_tool_pause_starts_programs_below_its_resume_threshold() -> None:
+    # 85 % of 10,000 tokens: eight of 1,000 fit.
+    gate = ToolPause([plan("a", "all", kv_tokens=10_000)])
+    runs = [started(number, 1_000, 1) for number in range(9)]
+    assert [gate.place(run, 0.0) for run in runs] == ["a"] * 8 + [None]
+
+
+def test_tool_pause_pauses_the_largest_idle_programs_down_to_its_target() -> None:
+    gate = ToolPause([plan("a", "all", kv_tokens=10_000)])
+    sizes = (1_500, 1_300, 900, 900, 800, 800, 800)
+    runs = [started(number, size, 100, turns=3) for number, size in enumerate(sizes)]
+    assert all(gate.place(run, 0.0) == "a" for run in runs)
+    for run in runs[2:]:
+        run_turn(run, 0, 1.0)
+        gate.on_turn_end(run)
+    # Two are running, so only smaller ones can be paused. The program of 900 tokens grows to 3,300.
+    runs[0].on_start(0)
+    runs[1].on_start(0)
+    grown = Program("p", (turn(900, 100), turn(3_200, 100, after=(0,))))
+    runs[2].program = grown
+    run_turn(runs[2], 1, 2.0)
+    assert sum(run.tokens for run in runs) == 1_600 + 1_400 + 3_300 + 1_000 + 3 * 900
+    gate.on_turn_end(runs[2])
+    # The largest idle one is enough: 6,700 of 10,000 tokens are left.
+    assert gate._on == {"a": {run for run in runs if run is not runs[2]}}
+    # Another start of it would exceed 85 %.
+    assert gate.place(runs[2], 3.0) is None
+    runs[2].due_at = 3.0
+    assert gate.place(runs[2], 3.0 + 1_799.0) is None
+    assert gate.place(runs[2], 3.0 + 1_800.0) == "a"
+
+
+def test_tool_pause_pauses_nothing_below_its_threshold() -> None:
+    gate = ToolPause([plan("a", "all", kv_tokens=10_000)])
+    runs = [started(number, 1_050, 100) for number in range(8)]
+    assert all(gate.place(run, 0.0) == "a" for run in runs)
+    for run in runs:
+        run_turn(run, 0, 1.0)
+        gate.on_turn_end(run)
+    # 92 % are used.
+    assert gate._on["a"] == set(runs)
+
+
+def test_tool_pause_forgets_completed_programs() -> None:
+    gate = ToolPause([plan("a", "all", kv_tokens=10_000)])
+    first, second = started(0, 8_000, turns=1), started(1, 8_000)
+    assert [gate.place(run, 0.0) for run in (first, second)] == ["a", None]
+    run_turn(first, 0, 1.0)
+    gate.on_turn_end(first)
+    assert gate.place(second, 1.0) == "a"
+
+
+def test_tool_pause_resumes_on_the_least_used_engine() -> None:
+    gate = ToolPause([plan("a", "all", kv_tokens=10_000), plan("b", "all", kv_tokens=4_000)])
+    runs = [started(number, 1_000) for number in range(4)]
+    # By the share of the cache: a has 0, then 10, 10, 20 and b 0, 0, 25, 25 percent.
+    assert [gate.place(run, 0.0) for run in runs] == ["a", "b", "a", "a"]
+
+
+def test_a_program_larger_than_the_cache_is_started_alone_by_tool_pause() -> None:
+    gate = ToolPause([plan("a", "all", kv_tokens=4_000)])
+    assert gate.place(started(0, 20_000), 0.0) == "a"
+
+
+def test_turns_of_one_program_follow_each_other() -> None:
+    result = play("tool-pause", small_programs(6, turns=5), fleet=fleet(3_008, replicas=1))
+    records = by_turn(result.records)
+    for number in range(6):
+        turns = [records[f"chain-5#{number}", index] for index in range(5)]
+        assert all(one.finished_at <= other.arrived_at for one, other in pairwise(turns))
