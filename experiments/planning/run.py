@@ -13,11 +13,13 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
+from experiments.planning.closed_forms import ClosedForm, closed_form
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.settings_base import settings
-from serve_app.lab.planning.fleets import CostTable
-from serve_app.lab.planning.plan import Effort, FleetOptions, make_plan
+from serve_app.lab.planning.fleets import POOLS, CostTable
+from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan
+from serve_app.lab.planning.queueing import LengthMix
 from serve_app.lab.planning.report import plan_as_json
 from serve_app.lab.planning.verification import Workload
 from serve_app.lab.simulation.workload import TraceChoice
@@ -206,14 +208,27 @@ def _planned(case: PlanCase, trace: str, seeds: Sequence[int], jobs: int) -> dic
     effort = Effort(seeds=seeds, max_simulated_replicas=case.stand_in_replicas, jobs=jobs)
     plan = make_plan(case.options(), case.demand(trace), CostTable.load(), effort)
     found = plan_as_json(plan.result)
+    fleets = {fleet.pop("name"): fleet for fleet in found["fleets"]}
+    for name, form in closed_forms(plan).items():
+        fleets[POOLS]["savings"][name]["closed_form"] = form.as_json()
     return {
-        "fleets": {fleet.pop("name"): fleet for fleet in found["fleets"]},
+        "fleets": fleets,
         "verdict": found["verdict"],
         "share": plan.verifier.share,
         "requests": plan.demand.trace.requests,
         "dropped": plan.workload.dropped,
         "runs": plan.verifier.played,
         "meets_at_double_scale": {name: one.meets for name, one in plan.double_scale.items()},
+    }
+
+
+def closed_forms(plan: Plan) -> dict[str, ClosedForm]:
+    """Return the closed forms of the chosen pools against each baseline, by its name."""
+    mix, pools = LengthMix.of(plan.workload.trace, output_known=plan.demand.output_known), plan.result.pools
+    return {
+        one.plan.name: closed_form(one.plan, pools.plan, mix, plan.demand.slo, CostTable.load())
+        for one in (plan.result.worst_case, plan.result.paged)
+        if one is not None and pools is not None
     }
 
 

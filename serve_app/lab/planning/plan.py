@@ -15,7 +15,7 @@ from serve_app.errors import SettingsError
 from serve_app.lab.planning import fleets
 from serve_app.lab.planning.fleets import CostTable, Counts, FleetPlan, PoolPlan
 from serve_app.lab.planning.queueing import LengthMix
-from serve_app.lab.planning.sizing import ClosedForm, SizedPool, closed_form, size, sized_pool
+from serve_app.lab.planning.sizing import SizedPool, size, sized_pool
 from serve_app.lab.planning.verification import (
     Verification,
     Verifier,
@@ -115,7 +115,6 @@ class PlanResult:
     Attributes:
         modelled: the best two-pool fleet by the model, for each `B_short`.
         simulated: all fleets that were sized by simulation.
-        against_paged, against_worst_case: closed forms of the chosen pools.
     """
 
     worst_case: SizedFleet | None
@@ -123,8 +122,6 @@ class PlanResult:
     pools: SizedFleet | None
     modelled: tuple[Candidate, ...]
     simulated: tuple[SizedFleet, ...]
-    against_paged: ClosedForm | None
-    against_worst_case: ClosedForm | None
 
 
 # A pool with a smaller share of the requests does not justify its reserve.
@@ -266,15 +263,12 @@ class Planner:
         paged = self._simulated(verifier, undivided, seeds)
         ranked = sorted(modelled, key=lambda one: one.rank)[: self._options.candidates]
         pools = self._simulated(verifier, ranked, seeds)
-        best_paged, best_pools = _cheapest(paged), _cheapest(pools)
         return PlanResult(
             worst_case=_cheapest(worst_case),
-            paged=best_paged,
-            pools=best_pools,
+            paged=_cheapest(paged),
+            pools=_cheapest(pools),
             modelled=tuple(modelled),
             simulated=(*worst_case, *paged, *pools),
-            against_paged=self._closed_form(best_paged, best_pools),
-            against_worst_case=self._closed_form(_cheapest(worst_case), best_pools),
         )
 
     def _with_plain_first(self, undivided: list[Candidate]) -> list[Candidate]:
@@ -316,11 +310,6 @@ class Planner:
             },
             gpus=candidate.plan.gpus(counts),
         )
-
-    def _closed_form(self, undivided: SizedFleet | None, divided: SizedFleet | None) -> ClosedForm | None:
-        if undivided is None or divided is None:
-            return None
-        return closed_form(undivided.plan, divided.plan, self._mix, self._demand.slo, self._costs)
 
 
 def _cheapest(fleets_found: Sequence[SizedFleet]) -> SizedFleet | None:

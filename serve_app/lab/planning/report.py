@@ -62,18 +62,10 @@ def plan_as_json(result: PlanResult) -> dict[str, Any]:
 def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
     verification = one.verification
     savings: dict[str, Any] = {}
-    for baseline, terms in (
-        (result.worst_case, result.against_worst_case),
-        (result.paged, result.against_paged),
-    ):
-        if baseline is None or baseline is one:
-            continue
-        measured = saving(one, baseline)
-        savings[baseline.plan.name] = {
-            "simulated": measured.ratio,
-            "resolution": measured.resolution,
-            "closed_form": terms.as_json() if terms is not None and one is result.pools else None,
-        }
+    for baseline in (result.worst_case, result.paged):
+        if baseline is not None and baseline is not one:
+            measured = saving(one, baseline)
+            savings[baseline.plan.name] = {"simulated": measured.ratio, "resolution": measured.resolution}
     return _simulated(one) | {
         "replicas": sum(one.counts.values()),
         "per_pool": {pool: _pool(one, pool) for pool in one.plan.pools},

@@ -81,7 +81,7 @@ def test_the_cheapest_fleet_is_written_and_one_pool_where_several_cost_the_same(
 
     def result(**fleets: SizedFleet | None) -> PlanResult:
         others: dict[str, Any] = {"modelled": (), "simulated": ()}
-        none = dict.fromkeys(("worst_case", "paged", "pools", "against_paged", "against_worst_case"))
+        none = dict.fromkeys(("worst_case", "paged", "pools"))
         return PlanResult(**{**none, **others, **fleets})
 
     assert best_fleet(result(paged=one, pools=split)) is split

@@ -15,12 +15,10 @@ from serve_app.lab.planning.fleets import (
 )
 from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
 from serve_app.lab.planning.report import fleets_table, plan_as_json, saving, verdict
-from serve_app.lab.planning.sizing import ClosedForm
 from serve_app.lab.planning.verification import PoolFigures, RunFigures, Verification
 from tests.lab.planning.builders import demand
 
 LARGE = PoolPlan(profile="llama2-70b-h100-tp4")
-FORM = ClosedForm(short_request_ratio=0.9, short_work_ratio=0.5, rho_short=2.0, rho_long=0.5)
 
 
 def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
@@ -62,8 +60,6 @@ def result(*, paged: int | None = 10, pools: tuple[int, int] | None = (5, 3)) ->
         pools=two,
         modelled=(),
         simulated=tuple(fleet for fleet in (worst_case, one, two) if fleet is not None),
-        against_paged=FORM if one and two else None,
-        against_worst_case=FORM if two else None,
     )
 
 
@@ -78,14 +74,9 @@ def test_the_json_has_its_documented_fields() -> None:
     assert {pool: one["replicas"] for pool, one in pools["per_pool"].items()} == {"short": 5, "long": 3}
     saved = pools["savings"]
     assert saved["paged-homogeneous"]["simulated"] == pytest.approx(0.2)
-    form = saved["paged-homogeneous"]["closed_form"]
-    assert (form["by_requests"], form["by_work"], form["by_both_pools"]) == (0.45, 0.25, -0.25)
     assert saved["worst-case-homogeneous"]["simulated"] == pytest.approx(0.6)
     (of_paged,) = fleets["paged-homogeneous"]["savings"].values()
     assert of_paged["simulated"] == pytest.approx(0.5)
-    (of_worst,) = fleets["worst-case-homogeneous"]["savings"].values()
-    assert of_paged["closed_form"] is None
-    assert of_worst["closed_form"] is None
     assert pools["verification"]["p99_ttft_s"]["n"] == 3
     assert pools["preemptions"] == 3
 
