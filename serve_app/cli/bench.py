@@ -16,11 +16,11 @@ import uvloop
 
 from serve_app.cli.command import (
     Command,
+    add_number,
     add_report_argument,
+    add_whole,
     arguments_as_json,
     command_line,
-    positive_float,
-    positive_int,
     print_result,
     progress_bar,
     warn,
@@ -88,12 +88,11 @@ def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
         help="second endpoint, which receives the same requests in alternation with the first: print the "
         "differences with 95 %% confidence intervals",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--slice-s",
-        type=positive_float,
-        default=10.0,
-        help="seconds of the trace per slice, after which the other "
-        "endpoint receives the requests (default: %(default)s)",
+        "seconds of the trace per slice, after which the other endpoint receives the requests",
+        10.0,
     )
     group.add_argument("--compare-model", help="model of the second endpoint (default: that of the first)")
     group.add_argument(
@@ -107,10 +106,10 @@ def _configure_workload(group: "argparse._ArgumentGroup") -> None:
         required=True,
         help="azure-code, azure-conv, lmsys, paper-mix or a trace file; names joined by + are merged",
     )
-    group.add_argument("--rate", type=positive_float, help="requests per second (default: the trace's rate)")
+    add_number(group, "--rate", "requests per second (default: the trace's rate)")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--duration", type=positive_float, help="duration of the arrivals in seconds")
-    size.add_argument("--requests", type=positive_int, help="number of requests")
+    add_number(size, "--duration", "duration of the arrivals in seconds")
+    add_whole(size, "--requests", "number of requests")
     group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
     group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
     group.add_argument("--traces-folder", type=Path, help="folder of trace files (default: EWSJF_TRACES)")
@@ -138,12 +137,7 @@ def _configure_requests(group: "argparse._ArgumentGroup") -> None:
         help="emulated: exact token counts in extra fields; "
         "text: prompts for real engines (default: %(default)s)",
     )
-    group.add_argument(
-        "--bytes-per-token",
-        type=positive_float,
-        default=5.0,
-        help="bytes per token of --body text (default: %(default)s)",
-    )
+    add_number(group, "--bytes-per-token", "bytes per token of --body text", 5.0)
     group.add_argument(
         "--max-tokens",
         type=int,
@@ -157,34 +151,15 @@ def _configure_requests(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--no-stream", action="store_true", help="request complete responses instead of streams"
     )
-    group.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=600.0,
-        help="time limit of a request (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-in-flight",
-        type=positive_int,
-        default=4096,
-        help="maximum concurrent requests (default: %(default)s)",
-    )
+    add_number(group, "--timeout-s", "time limit of a request", 600.0)
+    add_whole(group, "--max-in-flight", "maximum concurrent requests", 4096)
 
 
 def _configure_results(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--warm-up-s", type=float, default=0.0, help="exclude requests that arrive earlier")
-    group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=2.0, help="TTFT limit of goodput (default: %(default)s)"
-    )
-    group.add_argument(
-        "--slo-tpot-s", type=positive_float, default=0.08, help="TPOT limit of goodput (default: %(default)s)"
-    )
-    group.add_argument(
-        "--short-at",
-        type=positive_int,
-        default=SHORT_AT_TOKENS,
-        help="maximum tokens of a short prompt (default: %(default)s)",
-    )
+    add_number(group, "--slo-ttft-s", "TTFT limit of goodput", 2.0)
+    add_number(group, "--slo-tpot-s", "TPOT limit of goodput", 0.08)
+    add_whole(group, "--short-at", "maximum tokens of a short prompt", SHORT_AT_TOKENS)
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
     group.add_argument(
         "--records", type=Path, metavar="OUT", help="write raw records, one JSON object per line"

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, positive_int, print_result, progress_bar, warn, write_json
+from serve_app.cli.command import Command, add_whole, print_result, progress_bar, warn, write_json
 from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
@@ -40,24 +40,19 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replica", metavar="NAME", help="replica to fit, if the records are of several")
     parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml", help="profile to write")
-    parser.add_argument(
-        "--fit-first",
-        type=positive_int,
-        metavar="N",
-        help="number of requests to fit, by arrival (default: two thirds)",
+    add_whole(
+        parser, "--fit-first", "number of requests to fit, by arrival (default: two thirds)", metavar="N"
     )
     parser.add_argument(
         "--json", type=Path, metavar="OUT", help="also write the profile and its errors as JSON"
     )
     limits = parser.add_argument_group("limits of the engine", "default: those of --profile")
     limits.add_argument("--profile", metavar="NAME", help="profile that provides the limits")
-    limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS", help="capacity of the KV cache")
-    limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS", help="context limit")
-    limits.add_argument("--max-num-seqs", type=positive_int, metavar="N", help="maximum batch size")
-    limits.add_argument(
-        "--max-num-batched-tokens", type=positive_int, metavar="TOKENS", help="token budget per iteration"
-    )
-    limits.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs per engine")
+    add_whole(limits, "--kv-tokens", "capacity of the KV cache", metavar="TOKENS")
+    add_whole(limits, "--max-model-len", "context limit", metavar="TOKENS")
+    add_whole(limits, "--max-num-seqs", "maximum batch size", metavar="N")
+    add_whole(limits, "--max-num-batched-tokens", "token budget per iteration", metavar="TOKENS")
+    add_whole(limits, "--gpus", "GPUs per engine", metavar="N")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ())
     return f"{words[0]} {shlex.join(words[1:])}"
 
 
-def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+def add_report_argument(group: "argparse._ActionsContainer") -> None:
     """Add the argument `--report`."""
     group.add_argument("--report", type=_page, metavar="FILE", help="write a report, as one HTML file")
 
@@ -135,6 +135,47 @@ def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return str(value) if isinstance(value, Path) or value == math.inf else value
+
+
+def add_whole(
+    group: "argparse._ActionsContainer",
+    name: str,
+    text: str,
+    default: int | None = None,
+    metavar: str | None = None,
+) -> None:
+    """Add an option with a whole number of at least 1. Its help ends with the default, if it has one."""
+    stated = _with_default(text, default)
+    group.add_argument(name, type=positive_int, default=default, metavar=metavar, help=stated)
+
+
+def add_number(
+    group: "argparse._ActionsContainer",
+    name: str,
+    text: str,
+    default: float | None = None,
+    metavar: str | None = None,
+) -> None:
+    """Add an option with a number above 0, otherwise as `add_whole`."""
+    stated = _with_default(text, default)
+    group.add_argument(name, type=positive_float, default=default, metavar=metavar, help=stated)
+
+
+def add_jobs(group: "argparse._ActionsContainer", more: str = "") -> None:
+    """Add the number of processes."""
+    jobs = os.cpu_count() or 1
+    text = f"processes (default: one per core){more}"
+    group.add_argument("--jobs", type=positive_int, default=jobs, help=text)
+
+
+def add_settings(group: "argparse._ActionsContainer", what: str) -> None:
+    """Add `--set`, which `workload_arguments.settings_of` reads."""
+    text = f"{what}, such as backpressure.target_waiting=5; may be repeated"
+    group.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=text)
+
+
+def _with_default(text: str, default: float | None) -> str:
+    return text if default is None else f"{text} (default: %(default)s)"
 
 
 def positive_float(text: str) -> float:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, positive_float, positive_int, print_result, warn
+from serve_app.cli.command import Command, add_number, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import SettingsError
@@ -108,7 +108,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--tenant", help="tenant of the key; required to create one")
     group.add_argument("--name", default="", help="description")
-    group.add_argument("--weight", type=positive_float, help="weight of the tenant in fair sharing")
+    add_number(group, "--weight", "weight of the tenant in fair sharing")
     group.add_argument(
         "--highest-class",
         choices=[each.value for each in PriorityClass],
@@ -123,9 +123,7 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
             group.add_argument(
                 f"--{limit.replace('_', '-')}", type=kind, help=f"limit of {text} (default: no limit)"
             )
-    group.add_argument(
-        "--expires-in-days", type=positive_float, metavar="DAYS", help="lifetime in days (default: unlimited)"
-    )
+    add_number(group, "--expires-in-days", "lifetime in days (default: unlimited)", metavar="DAYS")
     group.add_argument("--admin", action="store_true", help="may use the debug and admin endpoints")
     group.add_argument(
         "--may-act-for-tenants",

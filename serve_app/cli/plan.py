@@ -1,12 +1,15 @@
 """Command `plan`: sizes a fleet for a workload and its latency limits."""
 
 import argparse
-import os
 from pathlib import Path
 
 from serve_app.cli.command import (
     Command,
+    add_jobs,
+    add_number,
     add_report_argument,
+    add_settings,
+    add_whole,
     arguments_as_json,
     command_line,
     positive_float,
@@ -16,7 +19,7 @@ from serve_app.cli.command import (
     warn,
     write_json,
 )
-from serve_app.cli.workload_arguments import configure_max_output, configure_trace, parse_setting
+from serve_app.cli.workload_arguments import configure_max_output, configure_trace, settings_of
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.policies import POLICIES
 from serve_app.lab.planning.configuration import best_fleet, configuration
@@ -50,12 +53,8 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         "pattern scaled to the rate (default: %(default)s)",
     )
     group.add_argument("--rate", type=positive_float, required=True, help="peak rate in requests per second")
-    group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=2.0, help="limit of the P99 TTFT (default: %(default)s)"
-    )
-    group.add_argument(
-        "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (default: %(default)s)"
-    )
+    add_number(group, "--slo-ttft-s", "limit of the P99 TTFT", 2.0)
+    add_number(group, "--slo-tpot-s", "limit of the P99 TPOT", 0.08)
     configure_max_output(group)
 
 
@@ -98,34 +97,22 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--policy", default="ewsjf", choices=sorted(POLICIES), help="scheduling policy (default: %(default)s)"
     )
-    group.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="scheduler setting; may be repeated"
-    )
-    group.add_argument(
-        "--seeds", type=positive_int, default=3, help="number of seeds per final size (default: %(default)s)"
-    )
-    group.add_argument(
+    add_settings(group, "scheduler setting")
+    add_whole(group, "--seeds", "number of seeds per final size", 3)
+    add_whole(
+        group,
         "--requests",
-        type=positive_int,
-        help="requests per run (default: the arrivals of one minute, or of three times the longest response)",
+        "requests per run (default: the arrivals of one minute, or of three times the longest response)",
     )
-    group.add_argument(
+    add_whole(
+        group,
         "--max-simulated-replicas",
-        type=positive_int,
-        default=24,
+        "maximum number of replicas to simulate; a larger fleet is scaled down with its rate",
+        24,
         metavar="REPLICAS",
-        help="maximum number of replicas to simulate; a larger "
-        "fleet is scaled down with its rate (default: %(default)s)",
     )
-    group.add_argument(
-        "--candidates",
-        type=positive_int,
-        default=3,
-        help="fleets of each kind to simulate, best first according to the model (default: %(default)s)",
-    )
-    group.add_argument(
-        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (default: one per core)"
-    )
+    add_whole(group, "--candidates", "fleets of each kind to simulate, best first according to the model", 3)
+    add_jobs(group)
     group.add_argument("--json", type=Path, metavar="OUT", help="write the fleets and their provenance")
     group.add_argument(
         "--config",
@@ -164,7 +151,7 @@ def demand_of(args: argparse.Namespace) -> Workload:
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
         output_known=args.max_output == "known",
         policy=args.policy,
-        scheduler=dict(parse_setting(text, "--set") for text in args.set),
+        scheduler=settings_of(args),
     )
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_app.cli.command import Command, positive_int, print_result
+from serve_app.cli.command import Command, add_whole, print_result
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.instance import instance_at, running_instances
 from serve_app.errors import ServeAppError
@@ -55,12 +55,7 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
-    parser.add_argument(
-        "--sub-queues",
-        type=positive_int,
-        default=15,
-        help="maximum number of sub-queues to show (default: %(default)s)",
-    )
+    add_whole(parser, "--sub-queues", "maximum number of sub-queues to show", 15)
     tuner = parser.add_mutually_exclusive_group()
     tuner.add_argument(
         "--freeze-tuner",

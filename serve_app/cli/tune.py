@@ -1,7 +1,6 @@
 """Command `tune`: searches better settings for a trace in the digital twin."""
 
 import argparse
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import get_args
 
 from serve_app.cli.command import (
     Command,
+    add_jobs,
+    add_number,
+    add_settings,
+    add_whole,
     arguments_as_json,
-    positive_float,
-    positive_int,
     print_result,
     progress_bar,
     warn,
@@ -22,7 +23,7 @@ from serve_app.cli.workload_arguments import (
     configure_slo,
     configure_workload,
     fleet_of,
-    parse_setting,
+    settings_of,
     trace_choice,
 )
 from serve_app.core.metrics.targets import ClassTarget, ClassTargets
@@ -61,13 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--policy", default="ewsjf", help="policy to tune (default: %(default)s)")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="current scheduler setting, such as backpressure.target_waiting=5; may be repeated",
-    )
+    add_settings(group, "current scheduler setting")
     group.add_argument("--only", default="", metavar="NAME[,NAME...]", help="tune only these parameters")
     configure_replicas(group, b_short_help="with several pools: context of the first (default: 8192)")
 
@@ -89,27 +84,15 @@ def _configure_search(group: "argparse._ArgumentGroup") -> None:
         default="presets",
         help="candidates: presets, or presets and then those of a Bayesian search (default: %(default)s)",
     )
-    group.add_argument(
-        "--proposals",
-        type=positive_int,
-        default=_STUDY.proposals,
-        help="with tpe: maximum number of candidates after the presets (default: %(default)s)",
+    add_whole(
+        group, "--proposals", "with tpe: maximum number of candidates after the presets", _STUDY.proposals
     )
-    group.add_argument(
-        "--seconds", type=positive_float, help="time limit in seconds, including the confirmation"
-    )
+    add_number(group, "--seconds", "time limit in seconds, including the confirmation")
     group.add_argument(
         "--seed", type=int, default=0, help="seed of windows and proposals (default: %(default)s)"
     )
-    group.add_argument(
-        "--window",
-        type=positive_int,
-        default=_TWIN.window_requests,
-        help="requests per window (default: %(default)s)",
-    )
-    group.add_argument(
-        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (default: one per core)"
-    )
+    add_whole(group, "--window", "requests per window", _TWIN.window_requests)
+    add_jobs(group)
 
 
 def plan_of(args: argparse.Namespace) -> TwinPlan:
@@ -123,8 +106,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
         raise SettingsError(f"--seed must not be negative, got {args.seed}")
     fleet = fleet_of(args)
     max_b_short = max(fleet.b_short_tokens, fleet.plans()[0].engine.max_model_len)
-    given = dict(parse_setting(text, "--set") for text in args.set)
-    tunable = Tunable(scheduler=scheduler_settings(args.policy, fleet.routing, given))
+    tunable = Tunable(scheduler=scheduler_settings(args.policy, fleet.routing, settings_of(args)))
     run = RunSettings(
         policy=args.policy, fleet=fleet, trace=trace_choice(args), seed=args.seed, rate_per_s=args.rate
     )

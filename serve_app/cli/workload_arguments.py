@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +10,15 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import TypeAdapter
 
-from serve_app.cli.command import add_report_argument, positive_float, positive_int
+from serve_app.cli.command import (
+    add_jobs,
+    add_number,
+    add_report_argument,
+    add_settings,
+    add_whole,
+    positive_float,
+    positive_int,
+)
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.model.profiles import load_profile
@@ -43,10 +50,8 @@ def configure_workload(
     """Add the arguments that `trace_choice` reads, and the rate or the load; `programs` as above."""
     configure_trace(group, programs=programs)
     rate = group.add_mutually_exclusive_group()
-    rate.add_argument(
-        "--load", type=positive_float, help="share of the rate that saturates the fleet, such as 0.9"
-    )
-    rate.add_argument("--rate", type=positive_float, help="requests per second (default: the trace's rate)")
+    add_number(rate, "--load", "share of the rate that saturates the fleet, such as 0.9")
+    add_number(rate, "--rate", "requests per second (default: the trace's rate)")
     group.add_argument("--requests", type=positive_int, default=requests, help=requests_help)
     group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
     group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
@@ -83,27 +88,10 @@ def configure_trace(
 
 def configure_slo(group: "argparse._ArgumentGroup") -> None:
     """Add the longest short prompt, and the SLO limits for short and long prompts."""
-    group.add_argument(
-        "--short-at",
-        type=positive_int,
-        default=SHORT_AT_TOKENS,
-        help="maximum tokens of a short prompt (default: %(default)s)",
-    )
-    group.add_argument(
-        "--slo-ttft-s",
-        type=positive_float,
-        default=1.0,
-        help="TTFT limit of short prompts (default: %(default)s)",
-    )
-    group.add_argument(
-        "--slo-long-ttft-s",
-        type=positive_float,
-        default=10.0,
-        help="TTFT limit of other prompts (default: %(default)s)",
-    )
-    group.add_argument(
-        "--slo-tpot-s", type=positive_float, default=0.1, help="TPOT limit (default: %(default)s)"
-    )
+    add_whole(group, "--short-at", "maximum tokens of a short prompt", SHORT_AT_TOKENS)
+    add_number(group, "--slo-ttft-s", "TTFT limit of short prompts", 1.0)
+    add_number(group, "--slo-long-ttft-s", "TTFT limit of other prompts", 10.0)
+    add_number(group, "--slo-tpot-s", "TPOT limit", 0.1)
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:
@@ -124,9 +112,7 @@ def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -
         help="engine profile: name or YAML file (default: %(default)s)",
     )
     size = group.add_mutually_exclusive_group()
-    size.add_argument(
-        "--replicas", type=positive_int, default=4, help="replicas in one pool (default: %(default)s)"
-    )
+    add_whole(size, "--replicas", "replicas in one pool", 4)
     size.add_argument(
         "--pools",
         type=pools,
@@ -134,7 +120,7 @@ def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -
         help="replicas of several pools, by increasing context, such as short:3,long:1 or "
         "short:4:8192,mid:2:32768,long:1",
     )
-    group.add_argument("--b-short", type=positive_int, help=b_short_help)
+    add_whole(group, "--b-short", b_short_help)
 
 
 def trace_choice(args: argparse.Namespace) -> TraceChoice:
@@ -220,9 +206,7 @@ def _configure_workload(group: "argparse._ArgumentGroup") -> None:
     configure_workload(
         group, requests_help="number of requests (default: 1000, or all of a file)", programs=True
     )
-    group.add_argument(
-        "--seeds", type=positive_int, default=1, help="runs per policy, one per seed (default: %(default)s)"
-    )
+    add_whole(group, "--seeds", "runs per policy, one per seed", 1)
     group.add_argument("--first-seed", type=int, default=0, help="first seed (default: %(default)s)")
 
 
@@ -234,13 +218,7 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         help=f"policies: {', '.join(policy_names())} (default: %(default)s); direct: without a gateway; for "
         f"programs also {PREFIX_AFFINITY}",
     )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="scheduler setting, such as backpressure.target_waiting=5; may be repeated",
-    )
+    add_settings(group, "scheduler setting")
     group.add_argument(
         "--partition",
         default=LEARNED,
@@ -249,19 +227,8 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         "octave), or a YAML list of {min, max, mean, count} (default: %(default)s)",
     )
     configure_max_output(group)
-    group.add_argument(
-        "--queue-timeout-s",
-        type=positive_float,
-        default=math.inf,
-        help="queue timeout of all requests (default: %(default)s)",
-    )
-    group.add_argument(
-        "--report-interval",
-        type=positive_float,
-        default=0.2,
-        metavar="S",
-        help="interval of load reports (default: %(default)s)",
-    )
+    add_number(group, "--queue-timeout-s", "queue timeout of all requests", math.inf)
+    add_number(group, "--report-interval", "interval of load reports", 0.2, metavar="S")
     group.add_argument(
         "--control-latency",
         type=_share,
@@ -291,11 +258,7 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         "kv-tokens",
         "max-model-len",
     ):
-        group.add_argument(
-            f"--{name}",
-            type=positive_int,
-            help=f"{name.replace('-', '_')} of each engine (default: the profile's)",
-        )
+        add_whole(group, f"--{name}", f"{name.replace('-', '_')} of each engine (default: the profile's)")
     group.add_argument(
         "--scheduling-policy",
         type=SchedulingPolicy,
@@ -305,18 +268,9 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_programs(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--concurrency",
-        type=positive_int,
-        default=16,
-        help="programs in progress at a time (default: %(default)s)",
-    )
-    group.add_argument(
-        "--count", type=positive_int, help="number of programs (default: all of a file, 64 generated ones)"
-    )
-    group.add_argument(
-        "--max-gap-s", type=positive_float, help="cut longer gaps between turns (default: no limit)"
-    )
+    add_whole(group, "--concurrency", "programs in progress at a time", 16)
+    add_whole(group, "--count", "number of programs (default: all of a file, 64 generated ones)")
+    add_number(group, "--max-gap-s", "cut longer gaps between turns (default: no limit)")
     group.add_argument(
         "--hide-ids",
         action="store_true",
@@ -343,12 +297,7 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--log", type=Path, metavar="FILE", help="write the decision log, one JSON object per line"
     )
-    group.add_argument(
-        "--jobs",
-        type=positive_int,
-        default=os.cpu_count() or 1,
-        help="processes (default: one per core); --log uses one",
-    )
+    add_jobs(group, "; --log uses one")
 
 
 def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings]:
@@ -375,7 +324,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
             simulation=SimulationSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
-            scheduler=dict(parse_setting(text, "--set") for text in args.set),
+            scheduler=settings_of(args),
             partition=partition,
             slo=_slo(args),
             short_at_tokens=args.short_at,
@@ -422,7 +371,7 @@ def program_runs(args: argparse.Namespace) -> list[tuple[ProgramSettings, Progra
                 tenants=tenants,
                 states_ids=not args.hide_ids,
                 seed=seed,
-                scheduler=dict(parse_setting(text, "--set") for text in args.set),
+                scheduler=settings_of(args),
                 report_interval_s=args.report_interval,
             ),
             choice,
@@ -492,12 +441,15 @@ def _slo(args: argparse.Namespace) -> SloByLength:
     )
 
 
-def parse_setting(text: str, option: str) -> tuple[str, object]:
-    """Parse `PATH=VALUE` with a YAML value."""
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{option} must be PATH=VALUE, got {text!r}")
-    return path.strip(), yaml.safe_load(value)
+def settings_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return the values of `--set PATH=VALUE`, which are YAML, by path."""
+    found = {}
+    for text in args.set:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--set must be PATH=VALUE, got {text!r}")
+        found[path.strip()] = yaml.safe_load(value)
+    return found
 
 
 def _share(text: str) -> float:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.prompt import IntPrompt, Prompt
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, positive_int, print_result, program, warn
+from serve_app.cli.command import Command, add_whole, positive_int, print_result, program, warn
 from serve_app.cli.init.document import (
     DEFAULT_CONTEXT,
     Emulated,
@@ -110,23 +110,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--servers", nargs="+", metavar="URL", help="run in front of these vLLM servers")
     parser.add_argument("--model", help="with --gpus: name on the model hub, or folder")
-    parser.add_argument(
+    add_whole(
+        parser,
         "--max-model-len",
-        type=positive_int,
-        help="with --gpus: context limit in tokens (default: that of the model, or 32768)",
+        "with --gpus: context limit in tokens (default: that of the model, or 32768)",
     )
-    parser.add_argument(
-        "--gpus-per-engine",
-        type=positive_int,
-        default=1,
-        help="with --gpus: GPUs per engine, for tensor parallelism (default: %(default)s)",
-    )
+    add_whole(parser, "--gpus-per-engine", "with --gpus: GPUs per engine, for tensor parallelism", 1)
     parser.add_argument("--api-key-env", help="with --servers: environment variable with their API key")
-    parser.add_argument(
-        "--max-num-seqs",
-        type=positive_int,
-        help="with --servers: max_num_seqs that they were started with",
-    )
+    add_whole(parser, "--max-num-seqs", "with --servers: max_num_seqs that they were started with")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -137,7 +128,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="require no keys, because a proxy in front authenticates clients",
     )
-    parser.add_argument("--port", type=positive_int, help=f"port to listen on (default: {_PORT})")
+    add_whole(parser, "--port", f"port to listen on (default: {_PORT})")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, positive_int, program
+from serve_app.cli.command import Command, add_whole, program
 from serve_app.cli.init.document import (
     ListenAddress,
     Servers,
@@ -152,10 +152,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-env", help="with --endpoints: environment variable with the servers' API key"
     )
-    parser.add_argument(
+    add_whole(
+        parser,
         "--port",
-        type=positive_int,
-        help="port to listen on (default: that of the configuration; with --endpoints "
+        "port to listen on (default: that of the configuration; with --endpoints "
         f"{DEFAULT_PORT}, at 127.0.0.1)",
     )
 
