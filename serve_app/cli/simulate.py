@@ -173,9 +173,8 @@ def _heading(result: RunResult) -> str:
     settings, trace = result.settings, result.workload.trace
     pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
     load = "" if settings.load is None else f", load {settings.load:.3g}"
-    rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
     return (
-        f"{trace.title}: {len(trace.requests):,} requests {rate}{load}; {settings.fleet.profile}, {pools}; "
+        f"{trace.title}: {len(trace.requests):,} requests {trace.pace}{load}; {settings.fleet.profile}, {pools}; "
         f"short: at most {settings.short_at_tokens} tokens; means over seeds ± 95 % interval"
     )
 

@@ -160,9 +160,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _heading(plan: TwinPlan) -> str:
     trace = plan.traffic
-    rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
     return (
-        f"{trace.title}: {len(trace.requests):,} requests {rate}, windows of "
+        f"{trace.title}: {len(trace.requests):,} requests {trace.pace}, windows of "
         f"{plan.settings.window_requests:,}; {len(plan.engines)} engines; objective {plan.objective.kind}"
     )
 

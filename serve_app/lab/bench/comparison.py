@@ -207,7 +207,7 @@ class EndpointComparison:
         }
 
 
-_LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
+LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
     "ttft_s": lambda record: record.ttft_s,
     "tpot_s": lambda record: record.tpot_s,
     "e2e_s": lambda record: record.e2e_s,
@@ -224,7 +224,7 @@ def compare(pairs: Sequence[RecordPair]) -> EndpointComparison:
         raise ValueError("no request was sent to both endpoints, so there is nothing to compare")
     completed = [pair for pair in pairs if pair.base.completed and pair.other.completed]
     latencies = {}
-    for name, latency in _LATENCIES.items():
+    for name, latency in LATENCIES.items():
         slices = _slices(completed, latency)
         if slices:
             latencies[name] = _differences(slices, _latency_figures, ("mean", "p50", "p99"))
@@ -343,7 +343,7 @@ def comparison_warnings(found: EndpointComparison) -> Iterator[str]:
 
 
 _A, _B = "A", "B"
-_LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
+LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "P99"}
 _ERRORS = "error rate"
 # Figures in the verdict.
@@ -385,10 +385,9 @@ def comparison_report(run: ComparedRun, origin: Origin, warnings: Sequence[str])
 
 def _facts(run: ComparedRun) -> Iterator[tuple[str, str]]:
     args, trace, found = run.args, run.trace, run.found
-    rate = "" if trace.rate_per_s is None else f" at {trace.rate_per_s:.2f} requests/s"
     yield "A, the baseline", args.url
     yield "B", args.compare
-    yield "workload", f"{trace.title}: {len(trace.requests):,} requests{rate}"
+    yield "workload", f"{trace.title}: {len(trace.requests):,} requests {trace.pace}"
     yield "source", trace.source
     yield (
         "measured",
@@ -402,7 +401,7 @@ def _facts(run: ComparedRun) -> Iterator[tuple[str, str]]:
 def _shown_differences(found: EndpointComparison) -> Iterator[FigureDifference]:
     for latency, figures in found.latencies.items():
         for name, each in figures.items():
-            yield _difference(f"{_FIGURES[name]} {_LATENCY_NAMES[latency]}", each, 1_000, "ms")
+            yield _difference(f"{_FIGURES[name]} {LATENCY_NAMES[latency]}", each, 1_000, "ms")
     yield _difference(_ERRORS, found.errors, 100, "%")
 
 

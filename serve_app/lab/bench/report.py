@@ -18,7 +18,7 @@ from serve_app.core.metrics.confidence import ConfidenceInterval
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.core.metrics.summary import Distribution, Summary, SummaryRules
-from serve_app.lab.bench.comparison import Figures, half_widths
+from serve_app.lab.bench.comparison import LATENCIES, LATENCY_NAMES, Figures, half_widths
 from serve_app.lab.bench.load import LATE_AFTER_S, LoadResult
 from serve_app.lab.reports.document import (
     Cell,
@@ -140,12 +140,10 @@ def _figures(values: Figures) -> Figures:
 
 
 _LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
-    "ttft_s": lambda record: record.ttft_s,
-    "tpot_s": lambda record: record.tpot_s,
-    "e2e_s": lambda record: record.e2e_s,
+    **LATENCIES,
     "queue_wait_s": lambda record: record.queue_wait_s,
 }
-_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "queue_wait_s": "queue time"}
+_NAMES = {**LATENCY_NAMES, "queue_wait_s": "queue time"}
 _MAX_TENANTS = 20
 
 
@@ -164,7 +162,7 @@ def bench_report(run: BenchRun, origin: Origin, warnings: Sequence[str]) -> Resu
     intervals = _intervals(run)
     return ResultReport(
         title=f"{run.trace.name} at {run.args.url}",
-        question=f"How does {run.args.url} serve {run.trace.title}{_at_rate(run.trace)}?",
+        question=f"How does {run.args.url} serve {run.trace.title} {run.trace.pace}?",
         facts=list(_facts(run)),
         verdict=list(_verdict(run, intervals)),
         notes=[
@@ -176,10 +174,6 @@ def bench_report(run: BenchRun, origin: Origin, warnings: Sequence[str]) -> Resu
         sections=list(_sections(run, intervals)),
         origin=origin,
     )
-
-
-def _at_rate(trace: Trace) -> str:
-    return "" if trace.rate_per_s is None else f" at {trace.rate_per_s:.2f} requests/s"
 
 
 _Intervals = Mapping[tuple[str, str], Mapping[str, ConfidenceInterval]]
@@ -209,7 +203,7 @@ def _intervals(run: BenchRun) -> dict[tuple[str, str], dict[str, ConfidenceInter
 def _facts(run: BenchRun) -> Iterator[tuple[str, str]]:
     args, trace = run.args, run.trace
     yield "endpoint", args.url
-    yield "workload", f"{trace.title}: {len(trace.requests):,} requests{_at_rate(trace)}"
+    yield "workload", f"{trace.title}: {len(trace.requests):,} requests {trace.pace}"
     yield "source", trace.source
     yield (
         "requests",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from serve_app.core.metrics.confidence import ConfidenceInterval, paired_difference_95
 from serve_app.lab.reports.tables import table_text
@@ -77,39 +78,28 @@ class FigureDifference:
         return f"{self.scale * value:{sign},.{self.decimals}f}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedFigure:
-    """Values of one figure on the same seeds, for a baseline and for a candidate; None if one has none."""
+def paired_difference(
+    base: Sequence[float | None], other: Sequence[float | None], **figure: Any
+) -> FigureDifference | None:
+    """Return the difference over the seeds with both values, or None without any.
 
-    figure: str
-    base: Sequence[float | None]
-    other: Sequence[float | None]
-    lower_is_better: bool = True
-    decimals: int = 2
-    unit: str = ""
-
-    def difference(self) -> FigureDifference | None:
-        """Return the difference over the seeds with both values, or None without any."""
-        pairs = [
-            (other, base)
-            for base, other in zip(self.base, self.other, strict=True)
-            if other is not None and base is not None
-        ]
-        if not pairs:
-            return None
-        other, base = zip(*pairs, strict=True)
-        found = paired_difference_95(other, base)
-        return FigureDifference(
-            figure=self.figure,
-            base=sum(base) / len(base),
-            other=sum(other) / len(other),
-            difference=found.mean,
-            low=found.low,
-            high=found.high,
-            lower_is_better=self.lower_is_better,
-            decimals=self.decimals,
-            unit=self.unit,
-        )
+    Args:
+        base, other: values of the baseline and of the candidate on the same seeds; None if one has none.
+        figure: name and format, as in `FigureDifference`.
+    """
+    pairs = [(b, o) for b, o in zip(base, other, strict=True) if b is not None and o is not None]
+    if not pairs:
+        return None
+    of_base, of_other = zip(*pairs, strict=True)
+    found = paired_difference_95(of_other, of_base)
+    return FigureDifference(
+        base=sum(of_base) / len(pairs),
+        other=sum(of_other) / len(pairs),
+        difference=found.mean,
+        low=found.low,
+        high=found.high,
+        **figure,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +241,6 @@ def figures_of(one: FigureDifference) -> list[Cell]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Text to copy, line by line."""
-
-    caption: str
-    text: str
-
-
 class Unit(StrEnum):
     """Format of the values of an axis."""
 
@@ -275,22 +257,18 @@ class PlotAxis:
 
     Attributes:
         logarithmic: the initial choice; None for a linear axis without a choice.
-        from_zero: whether a linear axis without negative values begins at zero; not if only differences
-            count.
     """
 
     label: str
     unit: Unit = Unit.NUMBER
     logarithmic: bool | None = False
     base: int = 10
-    from_zero: bool = True
 
 
 class LineStyle(StrEnum):
     """Drawing style of a series."""
 
     LINE = "line"
-    STEP = "step"
     DASHED = "dashed"
     POINTS = "points"
     BASELINE = "baseline"
@@ -345,7 +323,7 @@ class Plot:
         )
 
 
-Block = ReportTable | DifferenceTable | Listing | Plot
+Block = ReportTable | DifferenceTable | Plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

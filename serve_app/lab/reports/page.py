@@ -21,7 +21,6 @@ from serve_app.lab.reports.document import (
     DifferenceTable,
     FigureDifference,
     LineStyle,
-    Listing,
     Origin,
     Plot,
     PlotAxis,
@@ -176,7 +175,6 @@ def _axis(axis: PlotAxis) -> dict[str, object]:
         "unit": axis.unit.value,
         "logarithmic": bool(axis.logarithmic),
         "base": axis.base,
-        "fromZero": axis.from_zero,
     }
 
 
@@ -328,9 +326,7 @@ def _section(number: int, section: ReportSection) -> str:
     )
 
 
-def _block(block: ReportTable | DifferenceTable | Listing) -> str:
-    if isinstance(block, Listing):
-        return f"<p>{escape(block.caption)}</p><pre><code>{escape(block.text)}</code></pre>"
+def _block(block: ReportTable | DifferenceTable) -> str:
     return _table(block) if isinstance(block, ReportTable) else _differences(block)
 
 

@@ -12,7 +12,6 @@ from serve_app.lab.reports.document import (
     DifferenceTable,
     FigureDifference,
     Origin,
-    PairedFigure,
     Plot,
     ReportSection,
     ReportTable,
@@ -20,6 +19,7 @@ from serve_app.lab.reports.document import (
     Sample,
     interval_cell,
     number_cell,
+    paired_difference,
     verdict_of,
 )
 from serve_app.lab.reports.plots import distribution_plot, length_plots, waiting_plot
@@ -433,14 +433,14 @@ def _comparable(*policies: str) -> list[Figure]:
 
 def _difference(figure: Figure, base: Sequence[Row], other: Sequence[Row]) -> FigureDifference | None:
     unit = figure.heading.rpartition(" ")[2]
-    return PairedFigure(
+    return paired_difference(
+        [figure.value(row) for row in base],
+        [figure.value(row) for row in other],
         figure=figure.name,
-        base=[figure.value(row) for row in base],
-        other=[figure.value(row) for row in other],
         lower_is_better=figure.lower_is_better,
         decimals=figure.decimals,
         unit=unit,
-    ).difference()
+    )
 
 
 # -- sections ----------------------------------------------------------------------------------------------

@@ -77,6 +77,12 @@ class Trace:
         return (len(self.requests) - 1) / self.span_s if self.span_s > 0 else None
 
     @property
+    def pace(self) -> str:
+        """Its rate in words."""
+        rate_per_s = self.rate_per_s
+        return "at once" if rate_per_s is None else f"at {rate_per_s:.2f} requests/s"
+
+    @property
     def title(self) -> str:
         """Name for a caption, which states if generated lengths replace those of a file."""
         if not self.synthetic:

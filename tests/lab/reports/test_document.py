@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.lab.reports.document import FigureDifference, Judgement, PairedFigure, Sample, verdict_of
+from serve_app.lab.reports.document import FigureDifference, Judgement, Sample, paired_difference, verdict_of
 from tests.lab.reports.builders import DIFFERENCE
 
 SEEDS = Sample(4, "seed", "seeds", "raise --seeds")
@@ -10,13 +10,13 @@ ONE_SEED = Sample(1, "seed", "seeds", "raise --seeds")
 
 
 def paired(base: list[float | None], other: list[float | None], name: str = "TTFT") -> FigureDifference:
-    found = PairedFigure(figure=name, base=base, other=other).difference()
+    found = paired_difference(base, other, figure=name)
     assert found is not None
     return found
 
 
 def goodput(base: list[float | None], other: list[float | None]) -> FigureDifference:
-    found = PairedFigure(figure="goodput", base=base, other=other, lower_is_better=False).difference()
+    found = paired_difference(base, other, figure="goodput", lower_is_better=False)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def test_a_higher_good_figure_is_better() -> None:
 def test_seeds_without_the_figure_on_one_side_are_left_out() -> None:
     found = paired([1.0, None, 3.0], [2.0, 5.0, 4.0])
     assert (found.base, found.other, found.difference) == (2.0, 3.0, 1.0)
-    assert PairedFigure(figure="TTFT", base=[None], other=[1.0]).difference() is None
+    assert paired_difference([None], [1.0], figure="TTFT") is None
 
 
 def test_the_interval_is_that_of_the_paired_differences() -> None:

@@ -145,7 +145,7 @@
       if (this.data.y.unit === "share" && low >= 0 && high > 0.5 && high <= 1 && !this.isZoomed()) return [0, 1.01];
       const pad = 0.05 * (high - low || Math.abs(high) || 1);
       // Durations and counts begin at zero unless the reader zooms in.
-      return [low >= 0 && this.data.y.fromZero && !this.isZoomed() ? 0 : low - pad, high + pad];
+      return [low >= 0 && !this.isZoomed() ? 0 : low - pad, high + pad];
     }
 
     isZoomed() {
@@ -185,7 +185,7 @@
         width: isPoints ? 0 : 2,
         dash,
         spanGaps: false,
-        paths: isPoints ? () => null : one.style === "step" ? uPlot.paths.stepped({ align: 1 }) : undefined,
+        paths: isPoints ? () => null : undefined,
         points: isPoints
           ? { show: true, size: 10, fill: stroke, stroke }
           : { show: this.data.positions.length < 40 && !isLevel, size: 6, fill: stroke, stroke },
