@@ -8,12 +8,13 @@ from typing import Annotated, Any
 from experiments.common.experiment import Context, Measurement
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
+from experiments.policies.disturbances import FlippedMix, LengthNoise
 from serve_app.cli.command import progress_bar, warn
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.batch import run_all, saturated_rates
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
-from serve_app.lab.simulation.run import LengthNoise, RunResult, RunSettings, SloByLength, policy_names
+from serve_app.lab.simulation.run import RunResult, RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
@@ -46,7 +47,7 @@ class PolicyCase:
         profiles, variants: subsets of the grid's; empty for all.
         requests, replicas: None for the grid's numbers.
         short_at_tokens: longest prompt that counts as short, in the figures only.
-        length_noise: see `estimate_noise.LengthNoise`.
+        length_noise: see `disturbances.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
 
@@ -156,7 +157,7 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         ),
         trace=_trace(grid, case),
         seed=seed,
-        noise=LengthNoise(relative_error=case.length_noise),
+        estimator=LengthNoise(relative_error=case.length_noise) if case.length_noise else None,
         simulation=case.world,
         scheduler=variant.scheduler,
         partition=LearnedPartitions(
@@ -173,7 +174,7 @@ def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
         requests=case.requests or grid.requests,
         tenants=case.tenants,
         arrivals=case.arrivals,
-        flip_mix_at=case.short_at_tokens if case.flip_mix else None,
+        change=FlippedMix(case.short_at_tokens) if case.flip_mix else None,
     )
 
 

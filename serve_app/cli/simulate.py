@@ -174,8 +174,8 @@ def _heading(result: RunResult) -> str:
     pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
     load = "" if settings.load is None else f", load {settings.load:.3g}"
     return (
-        f"{trace.title}: {len(trace.requests):,} requests {trace.pace}{load}; {settings.fleet.profile}, {pools}; "
-        f"short: at most {settings.short_at_tokens} tokens; means over seeds ± 95 % interval"
+        f"{trace.title}: {len(trace.requests):,} requests {trace.pace}{load}; {settings.fleet.profile}, "
+        f"{pools}; short: at most {settings.short_at_tokens} tokens; means over seeds ± 95 % interval"
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
+from experiments.policies.disturbances import LengthNoise
 from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, cells_of, planned
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.fleet import EngineChanges
@@ -41,7 +42,8 @@ def test_every_variant_meets_every_load_with_every_seed_at_one_rate() -> None:
         assert [run.seed for run in runs] == [0, 1]
         for run in runs:
             assert run.name == cell.variant
-            assert run.noise.relative_error == (0.3 if cell.case.title == "noisy" else 0.0)
+            expected = LengthNoise(relative_error=0.3) if cell.case.title == "noisy" else None
+            assert run.estimator == expected
             rates.setdefault((cell.case.title, cell.load, run.seed), set()).add(run.rate_per_s)
     assert all(len(one) == 1 for one in rates.values())
     (half,), (full,) = rates["paper-mix", 0.5, 0], rates["paper-mix", 1.0, 0]

@@ -8,12 +8,10 @@ would hide the requests that a policy has delayed.
 
 import contextlib
 import gc
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.decision_log import Decision, RunHeader
@@ -22,7 +20,7 @@ from serve_app.core.metrics.slo import Slo
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.core.policies import learns_queues, make_policy
 from serve_app.core.policies.length_queues import Partition
-from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.errors import SettingsError
@@ -41,45 +39,16 @@ from serve_app.lab.simulation.workload import (
     fit,
     requests_of,
 )
-from serve_app.lab.workloads.generators import plain_stream
-from serve_app.request import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthNoise:
-    """Error of estimated prompt lengths.
+class EstimatorSource(Protocol):
+    """Factory of estimators that replace the scheduler's; a plain value that can be sent to processes."""
 
-    Attributes:
-        relative_error: standard deviation of the logarithm of estimate over truth: at 0.3, two of three
-            estimates are between 0.74 and 1.35 times the truth. The median estimate is right. 0 is exact.
-    """
-
-    relative_error: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.relative_error < math.inf:
-            raise ValueError(f"relative_error must be 0 (exact) or more, got {self.relative_error}")
-
-    def factors(self, request_ids: Iterable[str], rng: Random) -> dict[str, float]:
-        """Return estimate over truth for each request, drawn in the order given."""
-        return {one: math.exp(rng.gauss(0.0, self.relative_error)) for one in request_ids}
-
-
-class NoisyEstimator(TokenEstimator):
-    """Estimator that multiplies each exact prompt length by the request's factor: estimate over truth."""
-
-    def __init__(self, settings: EstimatorSettings, factors: Mapping[str, float]) -> None:
-        super().__init__(settings)
-        self._factors = factors
-
-    def estimate(self, request: Request) -> TokenEstimate:
-        """Return the exact estimate, times the factor of the request."""
-        exact = super().estimate(request)
-        factor = self._factors[request.request_id]
-        seen = max(1, round(exact.expected_prompt_tokens * factor))
-        # A real estimator's lower bound is below the truth, so that no request that fits is rejected.
-        least = min(seen, exact.least_prompt_tokens)
-        return replace(exact, prompt_tokens=seen, expected_prompt_tokens=seen, least_prompt_tokens=least)
+    def estimator(
+        self, settings: EstimatorSettings, requests: Sequence[SimulatedRequest], seed: int
+    ) -> TokenEstimator:
+        """Return the estimator of one run."""
+        ...
 
 
 DIRECT = "direct"
@@ -119,6 +88,7 @@ class RunSettings:
     Attributes:
         rate_per_s: mean arrival rate; None for the trace's own.
         load: the rate as a share of the saturated one, for readers of results; None if unknown.
+        estimator: replaces the scheduler's estimates of lengths; None for those of production.
         scheduler: settings that differ from the defaults, by dotted path (`backpressure.target_waiting`).
         partition: source of the queues for a policy that learns them; None for the prior.
         warm_up_ratio: share of requests, by arrival, that is excluded from measurement.
@@ -132,7 +102,7 @@ class RunSettings:
     rate_per_s: float | None = None
     load: float | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
-    noise: LengthNoise = field(default_factory=LengthNoise)
+    estimator: EstimatorSource | None = None
     simulation: SimulationSettings = field(default_factory=SimulationSettings)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     partition: PartitionSource | None = None
@@ -231,11 +201,9 @@ def run_header(settings: RunSettings) -> RunHeader:
     Raises:
         SettingsError: a setting is unknown or out of range.
     """
-    noisy = settings.noise.relative_error > 0
     return RunHeader(
         settings=_scheduler_settings(settings),
         run={"policy": settings.policy, "label": settings.name, "seed": settings.seed},
-        not_replayable="its prompt lengths had noise, which the log does not contain" if noisy else "",
     )
 
 
@@ -261,7 +229,9 @@ def _play(
     learner = None
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner(settings.policy)
-    estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
+    estimator = None
+    if settings.estimator is not None:
+        estimator = settings.estimator.estimator(scheduler.estimator, requests, settings.seed)
     simulation = Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator)
     return simulation.run(requests), tuple(simulation.partitions)
 
@@ -273,11 +243,3 @@ def _requests(
     if settings.policy == ORACLE:
         disclosure = replace(disclosure, output_known=True)
     return list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
-
-
-def _noisy_estimator(
-    settings: RunSettings, scheduler: SchedulerSettings, requests: list[SimulatedRequest]
-) -> NoisyEstimator:
-    ids = (simulated.request.request_id for simulated in requests)
-    factors = settings.noise.factors(ids, plain_stream(settings.seed, "length noise"))
-    return NoisyEstimator(scheduler.estimator, factors)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from serve_app.lab.workloads.trace import (
     PREFIX_BLOCK_TOKENS,
     Trace,
     TraceError,
-    TraceRequest,
     scale_to_rate,
 )
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
@@ -61,37 +61,15 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
     raise TraceError(f"unknown arrivals {pattern!r}: use poisson, gamma:3.5 or on-off:400,300")
 
 
-def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generator) -> Trace:
-    """Exchange the shares of short and long prompts in the second half of a trace.
-
-    Args:
-        short_at_tokens: longest prompt that counts as short.
-
-    Raises:
-        TraceError: all prompts are of one kind.
-    """
-    short = [one for one in trace.requests if one.prompt_tokens <= short_at_tokens]
-    long = [one for one in trace.requests if one.prompt_tokens > short_at_tokens]
-    if not short or not long:
-        raise TraceError(
-            f"cannot flip the mix: all prompts of {trace.name!r} are on one side of {short_at_tokens} tokens"
-        )
-    middle = len(trace.requests) // 2
-    flipped = trace.requests[:middle] + tuple(
-        _sized_like(one, long if one.prompt_tokens <= short_at_tokens else short, rng)
-        for one in trace.requests[middle:]
-    )
-    return replace(trace, requests=flipped, source=f"{trace.source}, mix flipped from request {middle:,} on")
-
-
-def _sized_like(one: TraceRequest, models: list[TraceRequest], rng: np.random.Generator) -> TraceRequest:
-    model = models[int(rng.integers(len(models)))]
-    return replace(
-        one, prompt_tokens=model.prompt_tokens, output_tokens=model.output_tokens, prefix=model.prefix
-    )
-
-
 MODEL = "simulated"
+
+
+class TraceChange(Protocol):
+    """Modification of a trace; a plain value that can be hashed and sent to processes."""
+
+    def __call__(self, trace: Trace, seed: int) -> Trace:
+        """Return the modified trace of a seed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +82,7 @@ class TraceChoice:
         tenants, priorities: shares, as in `lab.workloads.catalog`.
         folder: folder of trace files; None for the default folder.
         arrivals: pattern that replaces the trace's own, see `with_arrivals`.
-        flip_mix_at: longest short prompt, to exchange the shares of short and long prompts half-way; None for
-            no exchange.
+        change: a further modification, before that of the arrivals.
     """
 
     name: str
@@ -114,7 +91,7 @@ class TraceChoice:
     priorities: str | None = None
     folder: Path | None = None
     arrivals: str | None = None
-    flip_mix_at: int | None = None
+    change: TraceChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +140,8 @@ def choose_trace(choice: TraceChoice, seed: int) -> Trace:
             folder=choice.folder,
         )
     )
-    if choice.flip_mix_at is not None:
-        trace = with_flipped_mix(trace, choice.flip_mix_at, stream(seed, "flip"))
+    if choice.change is not None:
+        trace = choice.change(trace, seed)
     if choice.arrivals is not None:
         trace = with_arrivals(trace, choice.arrivals, stream(seed, "arrival pattern"))
     return trace

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.policies.disturbances import LengthNoise
 from serve_app.cli import main
 from serve_app.core.decision_log import Decision
 from serve_app.core.events import PartitionChanged
@@ -19,7 +20,7 @@ from serve_app.lab.simulation.partitions import (
     read_partition,
     write_partition,
 )
-from serve_app.lab.simulation.run import LengthNoise, RunResult, RunSettings, simulate
+from serve_app.lab.simulation.run import RunResult, RunSettings, simulate
 from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 
@@ -63,7 +64,7 @@ def test_queues_are_learned_from_the_first_arrivals_and_used_from_then_on() -> N
 
 
 def test_the_learner_sees_the_lengths_that_the_scheduler_takes_them_for() -> None:
-    exact, noisy = simulate(RUN), simulate(replace(RUN, noise=LengthNoise(relative_error=0.5)))
+    exact, noisy = simulate(RUN), simulate(replace(RUN, estimator=LengthNoise(relative_error=0.5)))
     (_, of_exact), (_, of_noisy) = exact.partitions[0], noisy.partitions[0]
     longest = max(record.prompt_tokens for record in exact.records[:100])
     assert of_exact.intervals[-1].max_tokens == longest

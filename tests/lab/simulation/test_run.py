@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import LengthNoise, RunSettings, SloByLength, policy_names, simulate
+from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names, simulate
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
@@ -97,32 +96,6 @@ def test_two_pools_keep_long_prompts_out_of_the_short_one() -> None:
     assert {record.pool for record in result.records} == {"short", "long"}
     assert all(record.pool == "long" for record in result.records if record.prompt_tokens > 1_500)
     assert result.whole.completed == 300
-
-
-def test_noise_changes_what_the_scheduler_sees_and_nothing_that_engines_do() -> None:
-    exact, noisy = (
-        simulate(settings("fcfs", noise=LengthNoise(relative_error=error))) for error in (0.0, 0.5)
-    )
-    true_lengths = [record.prompt_tokens for record in exact.records]
-    assert [record.prompt_tokens for record in noisy.records] == true_lengths
-    assert noisy.whole.completed == 300
-    ratios = sorted(
-        (mistaken.estimated_tokens or 0) / (right.estimated_tokens or 1)
-        for mistaken, right in zip(noisy.records, exact.records, strict=True)
-    )
-    assert ratios[0] < 0.95
-    assert ratios[-1] > 1.05
-
-
-def test_noise_is_log_normal_around_the_truth() -> None:
-    from random import Random
-
-    factors = LengthNoise(relative_error=0.3).factors(map(str, range(4_000)), Random(1))
-    logs = [math.log(factor) for factor in factors.values()]
-    mean = sum(logs) / len(logs)
-    deviation = math.sqrt(sum((one - mean) ** 2 for one in logs) / len(logs))
-    assert mean == pytest.approx(0.0, abs=0.02)
-    assert deviation == pytest.approx(0.3, rel=0.05)
 
 
 def test_known_output_lengths_are_disclosed_and_unknown_ones_are_not() -> None:

@@ -7,7 +7,6 @@ from serve_app.lab.simulation.workload import (
     choose_trace,
     requests_of,
     with_arrivals,
-    with_flipped_mix,
 )
 from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest
 
@@ -65,17 +64,3 @@ def test_gamma_arrivals_are_as_bursty_as_requested() -> None:
 def test_a_pattern_that_cannot_be_read_is_named(pattern: str) -> None:
     with pytest.raises(TraceError, match=pattern.partition(":")[0]):
         with_arrivals(TRACE, pattern, rng())
-
-
-def test_a_flipped_mix_exchanges_shares_after_the_middle() -> None:
-    flipped = with_flipped_mix(TRACE, 256, rng())
-    halves = flipped.requests[:2_000], flipped.requests[2_000:]
-    shares = [sum(one.prompt_tokens > 256 for one in half) / 2_000 for half in halves]
-    assert shares == pytest.approx([0.2, 0.8], abs=0.03)
-    assert halves[0] == TRACE.requests[:2_000]
-    assert [one.arrival_s for one in flipped.requests] == [one.arrival_s for one in TRACE.requests]
-
-
-def test_a_trace_of_one_kind_has_no_mix_to_flip() -> None:
-    with pytest.raises(TraceError, match="cannot flip the mix"):
-        with_flipped_mix(TRACE, 10, rng())
