@@ -27,7 +27,7 @@ _SHOWN = frozenset(
             "QueueRejection",
         ),
         *("SettingsError", "ServeAppError", "KeysFileError", "PortError", "StateError"),
-        *("EngineError", "EndpointUnreachableError", "ApiError", "StatusError"),
+        *("EngineError", "EndpointUnreachableError", "ApiError", "ApplicationError"),
         *("ArgumentTypeError", "TraceError", "BenchError", "RecordingError"),
     }
 )

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from serve_app.cli.application import ApplicationClient, UnreachableError, add_address
 from serve_app.cli.command import Command, print_result, program, progress_bar, warn
-from serve_app.cli.http_client import ConnectionFailedError, FileForm, HttpResponse, download, request
-from serve_app.cli.status import add_address, api_key_for, default_url
+from serve_app.cli.http_client import FileForm
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
 
@@ -26,7 +26,7 @@ _TIMEOUT_S = 600.0
 
 
 class BatchCommandError(ServeAppError):
-    """The application rejects the request, or a file cannot be read or written."""
+    """A file cannot be read or written, or a batch is not in the required state."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +59,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    url = args.url or default_url()
-    client = _Client(url, api_key_for(url, args.api_key))
+    client = ApplicationClient(args)
     if args.action == "list":
         _list(client, as_json=args.json)
         return 0
@@ -79,41 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Client:
-    """Client of the application."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._url, self._api_key = url.rstrip("/"), api_key
-
-    def document(self, path: str, **options: Any) -> Mapping[str, Any]:
-        """Return the JSON document of a successful response.
-
-        Raises:
-            BatchCommandError: it is an error.
-            ConnectionFailedError: the application does not answer.
-        """
-        found = self.response(path, **options).document()
-        if found is None:
-            raise BatchCommandError(f"{self._url}{path} did not return JSON")
-        return found
-
-    def response(self, path: str, **options: Any) -> HttpResponse:
-        """Return a successful response."""
-        return self._checked(path, request(self._url + path, self._api_key, timeout_s=_TIMEOUT_S, **options))
-
-    def save(self, path: str, out: IO[bytes]) -> None:
-        """Write the body of a successful response."""
-        self._checked(path, download(self._url + path, self._api_key, out, _TIMEOUT_S))
-
-    def _checked(self, path: str, answer: HttpResponse) -> HttpResponse:
-        if answer.is_success:
-            return answer
-        error = (answer.document() or {}).get("error")
-        message = error.get("message") if isinstance(error, dict) else None
-        raise BatchCommandError(str(message or f"{self._url}{path} returned {answer}"))
-
-
-def _submit(client: _Client, args: argparse.Namespace) -> int:
+def _submit(client: ApplicationClient, args: argparse.Namespace) -> int:
     path = Path(args.target)
     endpoint = args.endpoint or _endpoint_of(path)
     megabytes = max(1, os.path.getsize(path) // 1_000_000)  # noqa: PTH202 - checked by _endpoint_of
@@ -126,9 +91,9 @@ def _submit(client: _Client, args: argparse.Namespace) -> int:
             advance(sent // 1_000_000 - before // 1_000_000)
 
         form = FileForm(path, {"purpose": "batch"}, on_piece)
-        file = client.document("/v1/files", method="POST", content=form)
+        file = client.document("/v1/files", method="POST", content=form, timeout_s=_TIMEOUT_S)
     content = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
-    batch = client.document("/v1/batches", method="POST", content=content)
+    batch = client.document("/v1/batches", method="POST", content=content, timeout_s=_TIMEOUT_S)
     if not args.wait or batch["status"] == "failed":
         print_result(json.dumps(batch, indent=1) if args.json else _line(batch))
         if batch["status"] != "failed":
@@ -158,7 +123,7 @@ def _endpoint_of(path: Path) -> str:
         raise BatchCommandError(f"{path}: the first line must be a request such as {example}") from None
 
 
-def _wait(client: _Client, batch: Batch) -> Batch:
+def _wait(client: ApplicationClient, batch: Batch) -> Batch:
     reached_at = time.monotonic()
     with progress_bar("requests", batch["request_counts"]["total"]) as advance:
         done = 0
@@ -173,13 +138,13 @@ def _wait(client: _Client, batch: Batch) -> Batch:
             try:
                 batch = client.document(f"/v1/batches/{batch['id']}")
                 reached_at = time.monotonic()
-            except ConnectionFailedError as error:
+            except UnreachableError as error:
                 if time.monotonic() - reached_at > _UNREACHABLE_S:
-                    message = f"the application cannot be reached: {error}. The batch {batch['id']} remains"
+                    message = f"{error}. The batch {batch['id']} remains"
                     raise BatchCommandError(message) from error
 
 
-def _fetch(client: _Client, batch: Batch, path: Path) -> int:
+def _fetch(client: ApplicationClient, batch: Batch, path: Path) -> int:
     if batch["status"] in _OPEN:
         raise BatchCommandError(f"{batch['id']} is {batch['status']}: its results exist once it has ended")
     errors = path.with_name(
@@ -188,7 +153,7 @@ def _fetch(client: _Client, batch: Batch, path: Path) -> int:
     for file_id, place in ((batch["output_file_id"], path), (batch["error_file_id"], errors)):
         if file_id is not None:
             with _written(place) as out:
-                client.save(f"/v1/files/{file_id}/content", out)
+                client.save(f"/v1/files/{file_id}/content", out, _TIMEOUT_S)
             warn(f"written: {place}")
     print_result(_line(batch))
     return _report_errors(batch)
@@ -212,7 +177,7 @@ def _report_errors(batch: Batch) -> int:
     return 1 if batch["errors"] or batch["request_counts"]["failed"] else 0
 
 
-def _list(client: _Client, *, as_json: bool) -> None:
+def _list(client: ApplicationClient, *, as_json: bool) -> None:
     batches: list[Batch] = []
     after = ""
     while True:

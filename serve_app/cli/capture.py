@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result, program
-from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
 
 
 class CaptureError(ServeAppError):
-    """There is nothing to capture, or the application rejects the request."""
+    """There is nothing to capture, or the file cannot be written."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +20,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    url = args.url or default_url()
-    answer = get_response(url, "/debug/capture", api_key_for(url, args.api_key))
-    if not answer.is_success:
-        hint = ": pass an admin key with --api-key" if answer.is_denied else ""
-        raise CaptureError(f"the application returned {answer}{hint}")
-    lines = answer.body
+    lines = ApplicationClient(args).response("/debug/capture").body
     count = lines.count(b"\n")
     if not count:
         raise CaptureError(

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result, program
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
-from serve_app.cli.status import add_address, api_key_for, default_url
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.scheduler.findings import Document, Finding, Severity, queue_findings, status_findings
 from serve_app.settings.checking.machine import listening_process
@@ -363,10 +363,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
+    client = ApplicationClient(args)
+    url = client.url
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--url must begin with http:// or https://, got {url!r}")
-    findings = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
+    findings = diagnose(url, client.api_key, list(running_instances()))
     if not findings:
         print_result(f"{url}: no problems found")
         return 0

@@ -6,9 +6,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result, progress_bar
-from serve_app.cli.http_client import HttpResponse
-from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
 from serve_app.tuning.counterfactuals.recording import (
@@ -150,7 +149,7 @@ _MAX_NAME = 30
 
 
 class ExplainError(ServeAppError):
-    """The application has no such request, or rejects the query."""
+    """The application has no such request, or the arguments contradict each other."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -213,28 +212,17 @@ def _with_name(result: Mapping[str, Any], args: argparse.Namespace) -> Mapping[s
 
 def _fetch(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
     """Return the application's answer for the request, or for the request `of`."""
-    url = args.url or default_url()
+    client = ApplicationClient(args)
     name = urllib.parse.quote(of or args.request_id or args.program, safe="")
-    kind = "requests" if args.program is None else "programs"
-    answer = get_response(url, f"/debug/{kind}/{name}{part}", api_key_for(url, args.api_key))
-    if not answer.is_success:
-        raise ExplainError(_why(answer, args.request_id))
-    return answer.body
-
-
-def _why(answer: HttpResponse, request_id: str | None) -> str:
-    if answer.is_denied:
-        return "receipts need an admin key: pass --api-key"
-    if answer.status == 404 and request_id is not None:
-        return (
-            f"no receipt of {request_id!r}: receipts of the last 20,000 requests are available for ten "
+    path = f"/debug/{'requests' if args.program is None else 'programs'}/{name}{part}"
+    answer = client.answer(path)
+    if answer.status == 404 and args.request_id is not None:
+        raise ExplainError(
+            f"no receipt of {args.request_id!r}: receipts of the last 20,000 requests are available for ten "
             "minutes after a request's end, until the scheduler restarts. Requests that a gateway itself "
             "rejects (invalid body, key or model) have none: see the response and the gateway's log line"
         )
-    if answer.status in (404, 409):
-        message: str = json.loads(answer.body)["error"]["message"]
-        return message
-    return f"the application returned {answer}"
+    return client.checked(path, answer).body
 
 
 def format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, add_number, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
-from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import SettingsError
 from serve_app.lab.reports.tables import table_text
 from serve_app.request import PriorityClass
@@ -28,10 +28,9 @@ def show_usage(args: argparse.Namespace) -> int:
     """Print the usage ledgers of an application. The exit status is 1 if a scheduler did not answer.
 
     Raises:
-        StatusError: the application does not answer, or rejects the query.
+        ApplicationError: the application does not answer, or rejects the query.
     """
-    url = args.url or default_url()
-    models = get_document(url, "/debug/usage", api_key_for(url, args.api_key))["models"]
+    models = ApplicationClient(args).models("/debug/usage")
     for model in models:
         if "error" in model:
             warn(f"{model['model']}: {model['error']}")

@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result
-from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
 
@@ -45,15 +45,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.share is not None and args.mode != "active":
         raise ServeAppError("--share needs `mode active`")
-    url = args.url or default_url()
-    key = api_key_for(url, args.api_key)
+    client = ApplicationClient(args)
     if args.mode is None:
-        models = get_document(url, _PATH, key)["models"]
+        models = client.models(_PATH)
     else:
         share = 0.0 if args.mode == "observe" else 1.0 if args.share is None else args.share
-        models = get_document(
-            url, _PATH, key, method="POST", content={"active_share": share, "model": args.model}
-        )["models"]
+        models = client.models(_PATH, method="POST", content={"active_share": share, "model": args.model})
     if args.json:
         print_result(json.dumps({"models": models}, indent=1))
     else:

@@ -2,55 +2,18 @@
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from serve_app.cli.application import ApplicationClient, Document, add_address
 from serve_app.cli.command import Command, add_whole, print_result
-from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
-from serve_app.cli.serve.instance import instance_at, running_instances
-from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
-from serve_app.serving.access import read_admin_key
 from serve_app.serving.scheduler.findings import endpoints_down
 
-Document = Mapping[str, Any]
-
-_LOCAL_URL = "http://127.0.0.1:8000"
-_KEY_VARIABLE = "EWSJF_API_KEY"
 _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
 _MAX_PROGRAM_NAME = 40
-
-
-class StatusError(ServeAppError):
-    """The application rejects the query, or its answer is invalid."""
-
-
-class UnreachableError(StatusError):
-    """The application does not answer at the address."""
-
-
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for an application's address and API key."""
-    parser.add_argument(
-        "--url",
-        help="URL of the application (default: the one that "
-        f"`serve` runs on this machine, else {_LOCAL_URL})",
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get(_KEY_VARIABLE),
-        help=f"admin key (default: {_KEY_VARIABLE}, else the key that `serve` created on this machine)",
-    )
-
-
-def api_key_for(url: str, given: str | None) -> str | None:
-    """Return the given key, or the one that `serve` created if the application runs on this machine."""
-    own = instance_at(url, running_instances())
-    return given or (None if own is None else read_admin_key(Path(own.folder)))
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -66,86 +29,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the application's documents as JSON")
 
 
-def default_url() -> str:
-    """Return the default address: that of the application on this machine.
-
-    Raises:
-        StatusError: several applications run.
-    """
-    running = list(running_instances())
-    if len(running) > 1:
-        known = ", ".join(f"{each.url} ({each.config})" for each in running)
-        raise StatusError(f"several applications run here, choose one with --url: {known}")
-    return running[0].url if running else _LOCAL_URL
-
-
 def _run(args: argparse.Namespace) -> int:
-    url = args.url or default_url()
-    try:
-        return _print_state(url, args)
-    except UnreachableError as error:
-        if args.url:
-            raise
-        raise UnreachableError(
-            f"{error}; this is the default address: start the application there, or pass --url"
-        ) from error
-
-
-def _print_state(url: str, args: argparse.Namespace) -> int:
-    api_key = api_key_for(url, args.api_key)
+    client = ApplicationClient(args)
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
-        models = get_document(url, f"/debug/tuner/{word}", api_key, method="POST")["models"]
+        models = client.models(f"/debug/tuner/{word}", method="POST")
         for model in models:
             print_result(f"{model['model']}: {model.get('error') or model.get('message', word)}")
         return 1 if any("error" in model for model in models) else 0
-    status = get_document(url, "/debug/status", api_key)
-    queue = get_document(url, "/debug/queue", api_key)
-    costs = get_document(url, "/debug/costs", api_key)
+    status, queue, costs = (client.models(f"/debug/{name}") for name in ("status", "queue", "costs"))
     if args.json:
-        print_result(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
+        documents = {"status": status, "queue": queue, "costs": costs}
+        print_result(json.dumps({name: {"models": each} for name, each in documents.items()}, indent=1))
         return 0
-    pages = Pages(status["models"], queue["models"], costs["models"])
-    for part in rendered(pages, args.sub_queues):
+    for part in rendered(Pages(status, queue, costs), args.sub_queues):
         print_result(part)
     return 0
-
-
-def get_response(
-    url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
-) -> HttpResponse:
-    """Return an application's response, whatever its status.
-
-    Raises:
-        UnreachableError: the application does not answer.
-    """
-    try:
-        return request(url.rstrip("/") + path, api_key, method=method, content=content)
-    except ConnectionFailedError as error:
-        raise UnreachableError(f"{url} does not respond: {error}") from error
-
-
-def get_document(
-    url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
-) -> Document:
-    """Return a document of the application.
-
-    Args:
-        content: sent as JSON.
-
-    Raises:
-        UnreachableError: the application does not answer.
-        StatusError: it rejects the request, or returns something else.
-    """
-    address = url.rstrip("/") + path
-    answer = get_response(url, path, api_key, method, content)
-    if not answer.is_success:
-        hint = f"; --api-key or {_KEY_VARIABLE} must be an admin key" if answer.is_denied else ""
-        raise StatusError(f"{address} returned {answer}{hint}")
-    document = answer.document()
-    if document is None or not isinstance(document.get("models"), list):
-        raise StatusError(f"{address} is not a gateway of this project: its response has no list of models")
-    return document
 
 
 class Pages(NamedTuple):

@@ -1,5 +1,6 @@
 """`ewsjf status` on documents with a live scheduler's fields."""
 
+import argparse
 import json
 import socket
 from collections.abc import Iterator
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli import main, status
+from serve_app.cli import main
+from serve_app.cli.application import ApplicationClient, ApplicationError
 from serve_app.cli.serve.instance import Instance
-from serve_app.cli.status import StatusError, api_key_for, get_document
 from tests.cli.pages import answering
 
 STATUS: dict[str, Any] = {
@@ -184,13 +185,17 @@ def test_a_key_without_admin_is_rejected_with_the_remedy(
     assert "admin" in message
 
 
+def client(url: str, api_key: str | None = None) -> ApplicationClient:
+    return ApplicationClient(argparse.Namespace(url=url, api_key=api_key))
+
+
 def test_an_address_without_a_gateway_is_rejected(url: str) -> None:
-    with pytest.raises(StatusError, match="not a gateway of this project"):
-        get_document(f"{url}/other", "/debug/status", "k1")
-    with pytest.raises(StatusError, match="http://"):
-        get_document("file:///etc/passwd", "/x", None)
-    with pytest.raises(StatusError, match="does not respond"):
-        get_document("http://127.0.0.1:9", "/debug/status", None)
+    with pytest.raises(ApplicationError, match="not a gateway of this project"):
+        client(f"{url}/other", "k1").models("/debug/status")
+    with pytest.raises(ApplicationError, match="http://"):
+        client("file:///etc/passwd").models("/x")
+    with pytest.raises(ApplicationError, match="does not respond"):
+        client("http://127.0.0.1:9").models("/debug/status")
 
 
 def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,17 +213,17 @@ def test_the_key_that_serve_made_is_used_for_its_application_alone(
     monkeypatch.delenv("EWSJF_API_KEY", raising=False)
     (tmp_path / "admin-key").write_text("k1")
     here = Instance(pid=1, started_at=0.0, url=url, config="x.yaml", folder=str(tmp_path))
-    monkeypatch.setattr("serve_app.cli.status.running_instances", lambda: iter([here]))
+    monkeypatch.setattr("serve_app.cli.application.running_instances", lambda: iter([here]))
     assert main(["status", "--url", url]) == 0
     assert main(["status", "--url", url.replace("127.0.0.1", "localhost") + "/"]) == 0
     assert main(["status", "--url", url, "--api-key", "k2"]) == 2
-    assert api_key_for("http://127.0.0.1:1", None) is None
+    assert client("http://127.0.0.1:1").api_key is None
 
 
 def test_without_an_address_the_local_application_is_queried(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status, "default_url", lambda: url)
+    monkeypatch.setattr("serve_app.cli.application._LOCAL_URL", url)
     assert main(["status", "--api-key", "k1"]) == 0
     assert "other requests have precedence" in capsys.readouterr().out
 
@@ -229,7 +234,7 @@ def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setattr(status, "default_url", lambda: nowhere)
+        monkeypatch.setattr("serve_app.cli.application._LOCAL_URL", nowhere)
         assert main(["status"]) == 2
         (guessed,) = capsys.readouterr().err.splitlines()
         assert main(["status", "--url", nowhere]) == 2

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.cli import application, main
 from serve_app.cli import doctor as command
-from serve_app.cli import main, status
 from serve_app.cli.command import program
 from serve_app.cli.init.document import PACKAGED_CONFIG
 from serve_app.cli.serve.instance import Instance
@@ -326,11 +326,11 @@ def test_the_one_application_of_this_machine_needs_no_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running() as url:
-        monkeypatch.setattr(status, "running_instances", lambda: iter([instance(url, tmp_path)]))
+        monkeypatch.setattr(application, "running_instances", lambda: iter([instance(url, tmp_path)]))
         assert main(["doctor"]) == 0
         assert capsys.readouterr().out == f"{url}: no problems found\n"
     two = [instance(f"http://127.0.0.1:{port}", tmp_path) for port in (1, 2)]
-    monkeypatch.setattr(status, "running_instances", lambda: iter(two))
+    monkeypatch.setattr(application, "running_instances", lambda: iter(two))
     assert main(["doctor"]) == 2
     assert "choose one with --url: http://127.0.0.1:1 (a.yaml), http://127.0.0.1:2" in capsys.readouterr().err
 

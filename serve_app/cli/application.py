@@ -1,0 +1,117 @@
+"""Client of the running application that the options `--url` and `--api-key` select."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, download, request
+from serve_app.cli.serve.instance import instance_at, running_instances
+from serve_app.errors import ServeAppError
+from serve_app.serving.access import read_admin_key
+
+Document = Mapping[str, Any]
+
+_LOCAL_URL = "http://127.0.0.1:8000"
+_KEY_VARIABLE = "EWSJF_API_KEY"
+
+
+class ApplicationError(ServeAppError):
+    """The application rejects a request, or its answer is invalid."""
+
+
+class UnreachableError(ApplicationError):
+    """The application does not answer at the address."""
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `ApplicationClient` reads."""
+    parser.add_argument(
+        "--url",
+        help="URL of the application (default: the one that "
+        f"`serve` runs on this machine, else {_LOCAL_URL})",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(_KEY_VARIABLE),
+        help=f"admin key (default: {_KEY_VARIABLE}, else the key that `serve` created on this machine)",
+    )
+
+
+class ApplicationClient:
+    """Client of one application.
+
+    Attributes:
+        url: address without `/v1`.
+        api_key: the given key, or the one that `serve` created if the application runs on this machine.
+
+    Raises:
+        ApplicationError: several applications run here, and no address is given.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        running = list(running_instances())
+        if not args.url and len(running) > 1:
+            known = ", ".join(f"{each.url} ({each.config})" for each in running)
+            raise ApplicationError(f"several applications run here, choose one with --url: {known}")
+        self._is_given = bool(args.url)
+        chosen = args.url or (running[0].url if running else _LOCAL_URL)
+        self.url = chosen.rstrip("/").removesuffix("/v1")
+        own = instance_at(self.url, running)
+        self.api_key = args.api_key or (None if own is None else read_admin_key(Path(own.folder)))
+
+    def answer(self, path: str, **options: Any) -> HttpResponse:
+        """Return the response to a request, whatever its status; `options` are those of `request`.
+
+        Raises:
+            UnreachableError: the application does not answer.
+        """
+        try:
+            return request(self.url + path, self.api_key, **options)
+        except ConnectionFailedError as error:
+            hint = "; this is the default address: start the application there, or pass --url"
+            raise UnreachableError(
+                f"{self.url} does not respond: {error}{'' if self._is_given else hint}"
+            ) from error
+
+    def response(self, path: str, **options: Any) -> HttpResponse:
+        """Return a successful response.
+
+        Raises:
+            UnreachableError: the application does not answer.
+            ApplicationError: it rejects the request.
+        """
+        return self.checked(path, self.answer(path, **options))
+
+    def document(self, path: str, **options: Any) -> Document:
+        """Return the JSON object of a successful response; raise as `response`, or if it is none."""
+        found = self.response(path, **options).document()
+        if found is None:
+            raise ApplicationError(f"{self.url}{path} did not return JSON: is it a gateway of this project?")
+        return found
+
+    def models(self, path: str, **options: Any) -> Sequence[Document]:
+        """Return the models of a document, otherwise as `document`."""
+        found = self.document(path, **options).get("models")
+        if not isinstance(found, list):
+            raise ApplicationError(
+                f"{self.url}{path} is not a gateway of this project: its response has no list of models"
+            )
+        return found
+
+    def save(self, path: str, out: IO[bytes], timeout_s: float) -> None:
+        """Write the body of a successful response to a file."""
+        self.checked(path, download(self.url + path, self.api_key, out, timeout_s))
+
+    def checked(self, path: str, answer: HttpResponse) -> HttpResponse:
+        """Return a successful response; raise `ApplicationError` with the message of any other."""
+        if answer.is_success:
+            return answer
+        if answer.is_denied:
+            raise ApplicationError(
+                f"{self.url}{path} returned {answer}; --api-key or {_KEY_VARIABLE} must be an admin key"
+            )
+        error = (answer.document() or {}).get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        raise ApplicationError(str(message or f"{self.url}{path} returned {answer}"))
