@@ -57,7 +57,7 @@ PURE_LIBRARIES = {
 
 # Places where the heavy libraries may be imported.
 HOMES = {
-    "ray": ("serving", "app.py", "cli/serve/changes.py", "cli/serve/cluster.py", "cli/serve/draining.py"),
+    "ray": ("serving", "app.py", "cli/serve/changes.py", "cli/serve/cluster.py"),
     "vllm": ("engines/vllm/library.py",),
     "sklearn": ("tuning",),
     "scipy": ("lab/calibration",),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from experiments.common.light_endpoint import LightServers, started_light_servers
+from experiments.common.ports import is_free
 from experiments.common.processes import CpuMeter
-from serve_app.cli.serve.environment import is_free
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 from serve_app.lab.bench.connection import BenchError
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.cli.serve.environment import is_free
+from experiments.common.ports import is_free
 from tests.e2e.served import serve, wait_for
 
 POOL = {

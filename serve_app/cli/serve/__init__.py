@@ -5,7 +5,7 @@ separate session, so a closed terminal or Ctrl-C does not reach Ray's processes 
 have ended. They exchange `messages`, one per line.
 
 - `command`: checks the configuration and runs the `supervisor`, which starts the `host`.
-- `cluster`: Ray and Ray Serve for the host; `draining` drains the gateways, `failures` diagnoses a start.
+- `cluster`: Ray and Ray Serve for the host, and the drain of gateways; `failures` diagnoses a start.
 - `environment`: environment of Ray's processes; `processes`: cleanup of all processes.
 - `instance`: registry of running applications; `terminal`: output for the user.
 """

@@ -13,6 +13,7 @@ import msgspec
 import ray
 from ray import serve
 from ray.serve import Application, RunTarget
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -21,9 +22,8 @@ from ray.serve.schema import (
 )
 
 from serve_app.cli.http_client import ConnectionFailedError, request
-from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drain_gateways
 from serve_app.cli.serve.failures import Stages, StartDeaths, engine_cause, is_process_death, reason_of
-from serve_app.cli.serve.messages import HostJob, HostMessage, Progress, Stop
+from serve_app.cli.serve.messages import Draining, HostJob, HostMessage, Progress, Stop
 from serve_app.errors import ServeAppError
 from serve_app.serving._ray import (
     SERVE_CONTROLLER_NAME,
@@ -44,6 +44,11 @@ GATEWAY = "gateway"
 _GATEWAY_TIMEOUT_S = 120.0
 # A controller that is being replaced does not answer for some seconds.
 _ANSWER_TIMEOUT_S = 10.0
+
+_CALL_TIMEOUT_S = 10.0
+# Gateways abort the remaining requests themselves at the deadline. The margin is for their response.
+_DRAIN_MARGIN_S = 5.0
+_DRAIN_POLL_S = 0.5
 
 
 class Cluster:
@@ -229,7 +234,7 @@ class Cluster:
         name = self._application.name
         aborted = 0
         try:
-            aborted = drain_gateways(self._gateway, stop, on_progress)
+            aborted = _drain_gateways(self._gateway, stop, on_progress)
         except Exception as exc:  # noqa: BLE001 - dead gateways have no in-flight requests
             print(f"drain: {exc!r}", flush=True)  # noqa: T201 - into the host's log
         for deployment in serve.status().applications[name].deployments:
@@ -247,13 +252,13 @@ class Cluster:
     def connect(self) -> None:
         """Connect to the gateways, so that a stop takes effect immediately."""
         self._gateway = serve.get_app_handle(self._application.name)
-        self._gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
+        self._gateway.broadcast("open_requests").results(timeout_s=_CALL_TIMEOUT_S)
 
     def _save(self, deployment: str) -> None:
         """Persist a scheduler's learned state a last time. Tuners save after each step."""
         try:
             handle = serve.get_deployment_handle(deployment, self._application.name)
-            handle.save.remote().result(timeout_s=CALL_TIMEOUT_S)
+            handle.save.remote().result(timeout_s=_CALL_TIMEOUT_S)
         except Exception as exc:  # noqa: BLE001 - the shutdown must continue
             print(f"save of {deployment}: {exc!r}", flush=True)  # noqa: T201 - into the host's log
 
@@ -287,7 +292,28 @@ def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage],
     if not ours:
         raise ServeAppError(f"the Ray cluster at {address} runs no application of this project")
     gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
-    return sum(drain_gateways(gateway, stop, on_progress) for gateway in gateways)
+    return sum(_drain_gateways(gateway, stop, on_progress) for gateway in gateways)
+
+
+def _drain_gateways(
+    gateway: "DeploymentHandle[Any]", stop: Stop, on_progress: Callable[[HostMessage], None]
+) -> int:
+    """Drain every gateway and report the progress to `on_progress`.
+
+    Returns:
+        The number of in-flight requests that were aborted with an error at the deadline.
+    """
+    deadline = time.monotonic() + stop.drain_s
+    # A broadcast is sent only when its results are requested, so the drain itself must not be awaited here.
+    gateway.broadcast("begin_drain", stop.drain_s, stop.retry_after_s).results(timeout_s=_CALL_TIMEOUT_S)
+    while True:
+        remaining_s = max(0.0, deadline - time.monotonic())
+        counts = gateway.broadcast("open_requests").results(timeout_s=_CALL_TIMEOUT_S)
+        on_progress(Draining(sum(counts), remaining_s))
+        if not sum(counts) or not remaining_s:
+            break
+        time.sleep(min(_DRAIN_POLL_S, remaining_s))
+    return sum(gateway.broadcast("end_drain").results(timeout_s=_DRAIN_MARGIN_S))
 
 
 def connect(address: str) -> dict[str, ApplicationStatusOverview]:

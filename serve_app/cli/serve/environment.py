@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,15 +36,3 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     # sets.
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)
     return default_settings() | inherited
-
-
-def is_free(port: int) -> bool:
-    """Return whether a port of this machine is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True

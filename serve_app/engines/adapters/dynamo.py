@@ -10,7 +10,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     listed_context,
 )
 from serve_app.errors import EngineError
@@ -54,7 +53,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         kind="Dynamo",
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path="/metrics",
         reader=read,
     )

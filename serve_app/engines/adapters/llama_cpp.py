@@ -12,7 +12,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     listed_context,
     parse_nothing,
     positive_int,
@@ -71,7 +70,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         version=await pages.string_field("/props", "build_info"),
         models=await pages.models(),
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path=path,
         reader=reader,
     )

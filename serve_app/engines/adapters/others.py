@@ -6,7 +6,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     positive_int,
 )
 
@@ -48,7 +47,7 @@ async def describe_tgi(pages: ControlPages) -> EngineServer:
         version=await pages.string_field("/info", "version"),
         models=await pages.models(),
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path="/metrics" if answer.status == 200 else None,
         reader=read_tgi,
     )
@@ -76,7 +75,6 @@ async def describe_ollama(pages: ControlPages) -> EngineServer:
         version=await pages.string_field(_OLLAMA_VERSION, "version"),
         models=await pages.models(),
         limits=limits,
-        limitations=limitations_of(limits, EngineReading()),
         health_path=_OLLAMA_VERSION,
     )
 
@@ -91,6 +89,5 @@ async def describe_unknown(pages: ControlPages) -> EngineServer:
         kind="OpenAI-compatible",
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, EngineReading()),
         health_path="/v1/models",
     )

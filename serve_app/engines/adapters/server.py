@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve_app.errors import EngineError
@@ -95,6 +95,17 @@ def parse_nothing(_page: bytes) -> EngineReading:
     return EngineReading()
 
 
+_LIMITATIONS = {
+    "waiting": "queue length: in-flight requests are limited by the starts of their answers instead",
+    "running": "batch size: in-flight requests are counted instead",
+    "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
+    "token_gaps": "time per output token: it is measured from streamed responses",
+    "max_model_len": "context limit (max_model_len): it is learned from requests that the server rejects",
+    "kv_tokens": "KV cache size (kv_tokens): it is learned if the queue is not exposed either",
+    "max_num_seqs": "maximum batch size (max_num_seqs): it is learned while the server is saturated",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
     """A server's description of itself.
@@ -103,7 +114,7 @@ class EngineServer:
         kind: the software, such as `vLLM`.
         version: the software's version; None if not reported.
         models: names that the server serves, base models before LoRA adapters.
-        limitations: what the server does not expose, and what is used instead, in plain words.
+        reading: its first load, from which it is known what the server exposes.
         metrics_path: page with the load; None if there is none.
         health_path: page that returns 200 while the server can serve requests.
         reader: parser of that page; call `read` instead.
@@ -114,11 +125,22 @@ class EngineServer:
     version: str | None = None
     models: tuple[ModelListing, ...] = ()
     limits: ReportedLimits = ReportedLimits()
-    limitations: tuple[str, ...] = ()
+    reading: EngineReading = field(default=EngineReading(), compare=False)
     metrics_path: str | None = None
     health_path: str = "/health"
     reader: Callable[[bytes], EngineReading] = parse_nothing
     names_responses: bool = False
+
+    @property
+    def limitations(self) -> tuple[str, ...]:
+        """What the server does not expose, and what is used instead, in plain words."""
+        reported = {
+            each.name
+            for source in (self.limits, self.reading)
+            for each in fields(source)
+            if getattr(source, each.name) is not None
+        }
+        return tuple(words for name, words in _LIMITATIONS.items() if name not in reported)
 
     def read(self, page: bytes) -> EngineReading:
         """Parse the page at `metrics_path`.
@@ -131,28 +153,6 @@ class EngineServer:
     def __repr__(self) -> str:
         names = ", ".join(listing.model for listing in self.models)
         return f"<EngineServer {self.kind} {self.version or '?'} serves {names or 'nothing'}>"
-
-
-_LIMITATIONS = {
-    "waiting": "queue length: in-flight requests are limited by the starts of their answers instead",
-    "running": "batch size: in-flight requests are counted instead",
-    "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
-    "token_gaps": "time per output token: it is measured from streamed responses",
-    "max_model_len": "context limit (max_model_len): it is learned from requests that the server rejects",
-    "kv_tokens": "KV cache size (kv_tokens): it is learned if the queue is not exposed either",
-    "max_num_seqs": "maximum batch size (max_num_seqs): it is learned while the server is saturated",
-}
-
-
-def limitations_of(limits: ReportedLimits, reading: EngineReading) -> tuple[str, ...]:
-    """Describe in plain words what neither the limits nor a reading of the load contain."""
-    reported = {
-        field.name
-        for source in (limits, reading)
-        for field in fields(source)
-        if getattr(source, field.name) is not None
-    }
-    return tuple(words for name, words in _LIMITATIONS.items() if name not in reported)
 
 
 def listed_context(listings: Iterable[ModelListing]) -> int | None:

@@ -15,7 +15,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     listed_context,
     parse_nothing,
     positive_int,
@@ -96,7 +95,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         version=version if isinstance(version, str) else None,
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path=path,
         reader=reader,
     )

@@ -12,7 +12,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     listed_context,
     parse_nothing,
 )
@@ -80,7 +79,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         version=await pages.string_field("/version", "version"),
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path=_PROMETHEUS if has_page else None,
         reader=read if has_page else parse_nothing,
     )
@@ -97,7 +96,7 @@ async def describe_triton(pages: ControlPages) -> EngineServer:
         kind="Triton",
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path="/metrics" if has_load else None,
         health_path="/health/ready",
         reader=read_triton if has_load else parse_nothing,

@@ -12,7 +12,6 @@ from serve_app.engines.adapters.server import (
     EngineReading,
     EngineServer,
     ReportedLimits,
-    limitations_of,
     listed_context,
 )
 from serve_app.errors import EngineError
@@ -79,7 +78,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         version=await pages.string_field("/version", "version"),
         models=listings,
         limits=limits,
-        limitations=limitations_of(limits, reading),
+        reading=reading,
         metrics_path="/metrics" if has_load else None,
         reader=read,
         names_responses=True,
