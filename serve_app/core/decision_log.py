@@ -35,14 +35,12 @@ class RunHeader:
     Attributes:
         learned: learned state of an earlier scheduler, see `learned_state`; None for none.
         run: labels of the run for readers (label, seed, incarnation).
-        not_replayable: why a replay may give other commands; empty if it must give the same.
     """
 
     settings: SchedulerSettings
     now: float = 0.0
     learned: Mapping[str, Any] | None = None
     run: Mapping[str, Any] = field(default_factory=dict)
-    not_replayable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +122,8 @@ def replay(
 
     Args:
         on_decision: called after each equal decision.
-
-    Raises:
-        DecisionLogError: the run is marked as not replayable.
     """
     header = run.header
-    if header.not_replayable:
-        raise DecisionLogError(f"this run cannot be replayed: {header.not_replayable}")
     scheduler = Scheduler(header.settings, now=header.now, policies=policies)
     if header.learned is not None:
         restore_state(scheduler, header.learned)
