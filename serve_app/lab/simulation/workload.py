@@ -1,11 +1,10 @@
 """Workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -64,14 +63,6 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
 MODEL = "simulated"
 
 
-class TraceChange(Protocol):
-    """Modification of a trace; a plain value that can be hashed and sent to processes."""
-
-    def __call__(self, trace: Trace, seed: int) -> Trace:
-        """Return the modified trace of a seed."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceChoice:
     """Choice of a trace, and its modifications.
@@ -82,7 +73,8 @@ class TraceChoice:
         tenants, priorities: shares, as in `lab.workloads.catalog`.
         folder: folder of trace files; None for the default folder.
         arrivals: pattern that replaces the trace's own, see `with_arrivals`.
-        change: a further modification, before that of the arrivals.
+        change: returns the modified trace of a seed, before the pattern of arrivals is applied. It must be
+            hashable, and possible to send to other processes.
     """
 
     name: str
@@ -91,7 +83,7 @@ class TraceChoice:
     priorities: str | None = None
     folder: Path | None = None
     arrivals: str | None = None
-    change: TraceChange | None = None
+    change: Callable[[Trace, int], Trace] | None = None
 
 
 @dataclass(frozen=True, slots=True)
