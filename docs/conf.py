@@ -52,6 +52,7 @@ CONTENTS = {
         "results",
         "results-scheduling",
         "results-fairness",
+        "results-batch",
         "results-capacity",
         "results-tuning",
         "results-overhead",

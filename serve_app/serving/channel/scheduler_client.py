@@ -35,6 +35,7 @@ class ReplicaAddress:
         path: prefix of an endpoint's API, without a trailing slash.
         api_key: bearer token for an endpoint; empty for none.
         names_responses: its engine accepts names for responses (`request_id` in the body).
+        max_model_len: context limit of its engine, as in `ReplicaSpec`; None if it is unknown.
     """
 
     replica_id: str
@@ -47,6 +48,7 @@ class ReplicaAddress:
     path: str = ""
     api_key: str = field(default="", repr=False)
     names_responses: bool = False
+    max_model_len: int | None = None
 
     @property
     def server(self) -> ServerAddress:

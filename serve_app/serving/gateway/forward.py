@@ -338,7 +338,7 @@ class ScheduledCall:
         try:
             is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
             if is_stream and self._job.assembles:
-                await self._forward_assembled(response)
+                await self._forward_assembled(response, grant)
             elif is_stream and isinstance(self._assembly, ContinuableStream):
                 await self._forward_continuable(response, grant, self._assembly)
             elif is_stream:
@@ -366,11 +366,14 @@ class ScheduledCall:
             self._assembly = None
             return []
         if self._assembly is None or not self._assembly.kept_tokens:
-            limit, is_chat = self._submission.spec.max_output_tokens, self._submission.spec.shape.messages > 0
+            spec, job = self._submission.spec, self._job
+            # That of another model, to which a route falls back, is not known here.
+            longest = job.longest_context if self._submission is job.submission else None
+            limit, is_chat = spec.max_output_tokens, spec.shape.messages > 0
             self._assembly = (
-                ContinuableAssembly(limit, is_chat=is_chat)
-                if self._job.assembles
-                else ContinuableStream(limit, is_chat=is_chat, hide_usage=self._job.hide_usage)
+                ContinuableAssembly(limit, is_chat=is_chat, longest=longest)
+                if job.assembles
+                else ContinuableStream(limit, is_chat=is_chat, longest=longest, hide_usage=job.hide_usage)
             )
         return self._assembly.begin_attempt()
 
@@ -399,7 +402,7 @@ class ScheduledCall:
         else:
             await send_body(self._send, response.status, headers, body)
 
-    async def _forward_assembled(self, response: UpstreamResponse) -> None:
+    async def _forward_assembled(self, response: UpstreamResponse, grant: Grant) -> None:
         """Forward a stream as a non-streamed answer. Failures can be retried until the end of the stream."""
         scanner, assembly = StreamScanner(hide_usage=False), self._assembly or AnswerAssembly()
         assembly.feed(await next_events(response, scanner))
@@ -408,6 +411,7 @@ class ScheduledCall:
             assembly.feed(await next_events(response, scanner))
         status, body = 200, assembly.error
         if body is None:
+            self._check_outgrown(grant)
             body = assembly.whole()
         elif scanner.is_engine_error:
             self._check_retry(engine_failure(scanner))
@@ -434,6 +438,7 @@ class ScheduledCall:
             itl.observe(monotonic() - last_at)
             last_at = monotonic()
         if scanner.error is None:
+            self._check_outgrown(grant)
             events = stream.end()
             self._conclude_stream(scanner)
         else:
@@ -444,6 +449,11 @@ class ScheduledCall:
         if self._wants_receipt:
             events += self._times.receipt_comment(grant.dispatch)
         await self._send_events(response, events, is_last=True)
+
+    def _check_outgrown(self, grant: Grant) -> None:
+        """Raise `UpstreamError` if an engine with a longer context can continue the answer."""
+        if self._assembly is not None and self._assembly.outgrows(grant.address.max_model_len):
+            raise UpstreamError(DispatchFailure.TOO_LONG, "the answer outgrew the engine's context")
 
     async def _send_events(self, response: UpstreamResponse, events: bytes, *, is_last: bool = False) -> None:
         """Send events of a continuable stream, after its head if it has not begun."""

@@ -363,6 +363,7 @@ class Endpoint:
     def _registered(self) -> ReplicaClient:
         assert self._identity is not None, "it registers once it is known"
         shared = self._shared
+        spec = self._spec(self._identity)
         address = ReplicaAddress(
             replica_id=self.replica_id,
             pool=shared.pool,
@@ -374,8 +375,8 @@ class Endpoint:
             path=self.url.path,
             api_key=shared.api_key,
             names_responses=self._identity.server.names_responses,
+            max_model_len=spec.max_model_len,
         )
-        spec = self._spec(self._identity)
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
 
     def _spec(self, identity: EndpointIdentity) -> ReplicaSpec:

@@ -297,6 +297,7 @@ class FakeDispatcher:
         revoke: revokes the grant of the last request; None if that is not revocable.
         generated_tokens: tokens with which each put-back request continues.
         names_responses: as in the addresses of grants.
+        max_model_len: likewise.
     """
 
     ports: list[int]
@@ -313,6 +314,7 @@ class FakeDispatcher:
     revoke: Callable[[], None] | None = None
     generated_tokens: list[int] = field(default_factory=list)
     names_responses: bool = False
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -410,6 +412,7 @@ class FakeDispatcher:
             port=step,
             token=TOKEN,
             names_responses=self.names_responses,
+            max_model_len=self.max_model_len,
         )
         return Grant(dispatch, address)
 

@@ -49,6 +49,7 @@ class Continuing(Engine):
         ignores: it answers as an engine that does not know ids as prompt.
         rejects: it answers prompts of ids with 400.
         dies: the pause ends with a broken connection.
+        context: its context limit, once.
     """
 
     def __init__(self, pauses_at: int | None = None) -> None:
@@ -56,6 +57,7 @@ class Continuing(Engine):
         self.pauses_at = pauses_at
         self.go, self.paused = asyncio.Event(), asyncio.Event()
         self.ignores = self.rejects = self.dies = False
+        self.context: int | None = None
 
     def body(self, number: int) -> Any:
         return json.loads(self.bodies[number])
@@ -73,7 +75,8 @@ class Continuing(Engine):
         await start_stream(send)
         begin = len(ids) - len(PROMPT)
         limit = parsed.get("max_completion_tokens") or parsed.get("max_tokens") or len(WORDS)
-        end = min(len(WORDS), begin + limit)
+        end = min(len(WORDS), begin + limit, (self.context or 1_000) - len(PROMPT))
+        self.context = None
         prompt = {"prompt_token_ids": ids} if "return_token_ids" in parsed else {}
         common = {"id": f"answer-{len(self.bodies)}", "object": "chat.completion.chunk", "model": MODEL}
         if is_chat:
@@ -399,7 +402,7 @@ async def test_answers_that_nobody_has_begun_to_read_are_revocable(
 @pytest.fixture
 async def resuming(engine: Continuing) -> AsyncIterator[Stage]:
     dispatcher = FakeDispatcher([], names_responses=True)
-    models = (ServedModel(name=MODEL, resume_streams=True),)
+    models = (ServedModel(name=MODEL, resume_streams=True, max_model_len=100),)
     async with staged(dispatcher, engine=engine, models=models) as made:
         yield made
         assert not dispatcher.held
@@ -524,3 +527,45 @@ async def test_other_streams_are_passed_on_as_usual(
     *_, error = await stream(resuming, **changes)
     assert "the engine failed during its answer" in error["error"]["message"]
     assert b"return_token_ids" not in engine.bodies[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_an_answer_that_outgrows_its_engine_continues_on_another(
+    resuming: Stage, engine: Continuing, path: str, is_streamed: bool
+) -> None:
+    resuming.dispatcher.max_model_len = engine.context = len(PROMPT) + 3
+    if is_streamed:
+        events = await stream(resuming, path)
+        assert text_of(events) == TEXT
+        reasons = [each["choices"][0].get("finish_reason") for each in events[:-1]]
+        assert [each for each in reasons if each] == ["stop"]
+    else:
+        answer = await resuming.http.post(path, json=asked(path), headers=BATCH)
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert (choice.get("text") or choice["message"]["content"]) == TEXT
+        assert answer.json()["usage"] == usage_json(3, 5)
+    assert put_backs(resuming) == [DispatchFailure.TOO_LONG]
+    # The last word came with the end.
+    assert resuming.dispatcher.generated_tokens == [2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "context", "stated"),
+    [
+        # The client's own limit, the engine's longest context, and another limit of the engine.
+        (3, 6, 6),
+        (None, 100, 100),
+        (None, 6, 50),
+        (None, 6, None),
+    ],
+)
+async def test_an_answer_that_ends_at_another_limit_is_complete(
+    resuming: Stage, engine: Continuing, limit: int | None, context: int, stated: int | None
+) -> None:
+    engine.context, resuming.dispatcher.max_model_len = context, stated
+    changes: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
+    events = await stream(resuming, **changes)
+    assert text_of(events) == "".join(WORDS[: 3 if context == 6 else 5])
+    assert put_backs(resuming) == []

@@ -13,6 +13,7 @@ The answer must be that of an uninterrupted request:
 - A parser of reasoning must find its state in the prompt. If the first text is not of the kind of the last
   one, the answer is begun anew, too.
 - Usage is that of one request: the prompt of the first part, and the output of all parts.
+- An answer that ends at the context limit of its engine continues on one with a longer context.
 - A client of a stream receives only what need not be generated again. What follows the last word is held back
   until the next one, or the end.
 
@@ -51,14 +52,16 @@ class ContinuableAssembly(AnswerAssembly):
 
     Args:
         limit: maximum number of output tokens; None for no limit.
+        longest: longest context of any engine of the model, in tokens; None if it is unknown.
 
     Attributes:
         kept_tokens: output tokens with which the next attempt continues; 0 to begin anew with a new assembly.
     """
 
-    def __init__(self, limit: int | None, *, is_chat: bool) -> None:
+    def __init__(self, limit: int | None, *, is_chat: bool, longest: int | None = None) -> None:
         super().__init__()
         self.kept_tokens = 0
+        self._longest = longest or 0
         self._limit = limit
         self._is_chat = is_chat
         # Ids as JSON, without brackets.
@@ -98,6 +101,14 @@ class ContinuableAssembly(AnswerAssembly):
             name = b"max_completion_tokens" if self._is_chat else b"max_tokens"
             fields.append(b'"%b":%d' % (name, self._limit - kept))
         return fields
+
+    def outgrows(self, context_tokens: int | None) -> bool:
+        """Return whether the answer ended at its engine's context limit, and may be longer elsewhere."""
+        if not (self.is_complete and self.kept_tokens) or self._choices[0].finish_reason != "length":
+            return False
+        output = len(self._output)
+        used = self._prompt_tokens + output
+        return output != self._limit and context_tokens in (used, used + 1) and used + 1 < self._longest
 
     def counted(self, usage: Usage | None) -> Usage | None:
         """Return the usage of all parts, from that of the last one."""
@@ -167,8 +178,10 @@ class ContinuableAssembly(AnswerAssembly):
 class ContinuableStream(ContinuableAssembly):
     """The events of a stream that outlives the attempts of its request; `hide_usage` as in `ForwardJob`."""
 
-    def __init__(self, limit: int | None, *, is_chat: bool, hide_usage: bool) -> None:
-        super().__init__(limit, is_chat=is_chat)
+    def __init__(
+        self, limit: int | None, *, is_chat: bool, longest: int | None = None, hide_usage: bool
+    ) -> None:
+        super().__init__(limit, is_chat=is_chat, longest=longest)
         self._hide_usage = hide_usage
         # Events that the client may receive, and those that might be generated again.
         self._ready: list[bytes] = []

@@ -47,9 +47,10 @@ class _ChoiceParts:
         self._logprobs: dict[str, list[Any]] | None = None
 
     @property
-    def is_complete(self) -> bool:
-        """True if the engine has sent the finish reason."""
-        return self._fields["finish_reason"] is not None
+    def finish_reason(self) -> str | None:
+        """Reason for the end; None before it."""
+        reason: str | None = self._fields["finish_reason"]
+        return reason
 
     def add(self, chunk: dict[str, Any]) -> None:
         """Add the choice's part of one event."""
@@ -114,7 +115,7 @@ class AnswerAssembly:
     @property
     def is_complete(self) -> bool:
         """True if all choices that have begun are complete."""
-        return bool(self._choices) and all(choice.is_complete for choice in self._choices.values())
+        return bool(self._choices) and all(choice.finish_reason for choice in self._choices.values())
 
     def feed(self, events: bytes) -> None:
         """Add the next bytes of the stream.

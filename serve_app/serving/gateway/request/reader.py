@@ -286,6 +286,7 @@ class RequestReader:
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
             continues=continues,
+            longest_context=found.models[0].model.max_model_len,
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
