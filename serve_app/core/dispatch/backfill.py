@@ -122,7 +122,7 @@ class _Load:
         prefill_s: seconds of batch prefills, per second.
         batch: batch requests in the order of dispatch.
         movable: revocable requests above the batch class.
-        revoked: those of them whose revocation is in transit.
+        revoked: requests whose revocation is in transit.
     """
 
     prefill_s: DecayingRate
