@@ -220,10 +220,16 @@ def test_the_key_that_serve_made_is_used_for_its_application_alone(
     assert client("http://127.0.0.1:1").api_key is None
 
 
+def only_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a default address, whatever other tests run on this machine."""
+    monkeypatch.setattr("serve_app.cli.application.running_instances", lambda: iter(()))
+    monkeypatch.setattr("serve_app.cli.application._LOCAL_URL", url)
+
+
 def test_without_an_address_the_local_application_is_queried(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("serve_app.cli.application._LOCAL_URL", url)
+    only_at(url, monkeypatch)
     assert main(["status", "--api-key", "k1"]) == 0
     assert "other requests have precedence" in capsys.readouterr().out
 
@@ -234,7 +240,7 @@ def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setattr("serve_app.cli.application._LOCAL_URL", nowhere)
+        only_at(nowhere, monkeypatch)
         assert main(["status"]) == 2
         (guessed,) = capsys.readouterr().err.splitlines()
         assert main(["status", "--url", nowhere]) == 2

@@ -107,7 +107,8 @@ class IterationTime:
         spread = sum(weight * (x - mean_x) ** 2 for weight, x, _ in points)
         slope = sum(weight * (x - mean_x) * (y - mean_y) for weight, x, y in points) / spread
         if slope <= 0.0:
-            return _MOST_TO_DOUBLE
+            # Noise is larger than the effect.
+            return _PRIOR_TO_DOUBLE
         return min(max(mean_y / slope - mean_x, _FEWEST_TO_DOUBLE), _MOST_TO_DOUBLE)
 
 

@@ -269,10 +269,15 @@ def test_the_duration_of_an_iteration_is_learned_beside_prefills() -> None:
     assert time.to_double() == pytest.approx(80, rel=0.1)
 
 
-def test_an_iteration_without_a_slope_has_a_bound() -> None:
+def test_the_effect_of_a_sequence_has_bounds() -> None:
     time = IterationTime()
     assert time.to_double() == PRIOR
-    for running in (2, 60):
-        time.observe(running, 0.01)
+    for running, tpot_s in ((2, 0.01), (60, 0.010_001)):
+        time.observe(running, tpot_s)
     assert time.to_double() == 256
     assert repr(time) == "<IterationTime doubled by 256 sequences>"
+    for _ in range(100):
+        time.observe(2, 0.02)
+        time.observe(60, 0.01)
+    # Noise that hides the effect does not allow more.
+    assert time.to_double() == PRIOR
