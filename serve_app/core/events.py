@@ -81,6 +81,11 @@ class DispatchFailed:
     stated_context: int | None = None
     generated_tokens: int = 0
 
+    @property
+    def is_after_service(self) -> bool:
+        """True if the replica has served the request in part."""
+        return self.failure is DispatchFailure.REVOKED or self.generated_tokens > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:

@@ -90,6 +90,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.revoked: set[str] = set()
         self.concluded: dict[str, int] = {}
         self.expires_at: dict[str, float] = {}
+        self.timeout_s: dict[str, float] = {}
         self.no_wait: set[str] = set()
         self.gateway_of: dict[str, str] = {}
         self.replicas: dict[str, KnownReplica] = {}
@@ -181,6 +182,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.submitted.add(request_id)
         self.gateway_of[request_id] = gateway_id
         self.expires_at[request_id] = self.now + timeout_s
+        self.timeout_s[request_id] = timeout_s
         return request_id
 
     def pass_time(self, seconds: float) -> None:

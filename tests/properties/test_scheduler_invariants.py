@@ -137,6 +137,8 @@ class SchedulerMachine(RecordingMachine):
         self.waiting.add(request_id)
         self.returning = request_id
         generated = 20 if failure is ev.DispatchFailure.REVOKED else 0
+        if generated:
+            self.expires_at[request_id] = self.now + self.timeout_s[request_id]
         self.feed(ev.DispatchFailed(request_id, replica_id, failure, generated_tokens=generated))
         self.returning = ""
         return multiple() if request_id in self.concluded else request_id

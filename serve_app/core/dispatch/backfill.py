@@ -60,8 +60,6 @@ _ENOUGH_REPORTS = 100
 _RUNNING_WEIGHT = 0.2
 # Time constant of the share of batch prefills.
 _PREFILL_WINDOW_S = 5.0
-# A request that would soon expire in the queue is not revoked.
-_LEAST_TIME_LEFT_S = 60.0
 # Tokens of a waiting request whose account states none: accounts of short requests do not.
 _LEAST_TOKENS = 4_096
 # Time per output token of a replica that has reported none.
@@ -296,7 +294,6 @@ def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[Sche
         if each.request.submission.revocable
         and not (each.is_guaranteed or each.bypassed)
         and each not in load.revoked
-        and each.expires_at - now > _LEAST_TIME_LEFT_S
     ]
     return sorted(candidates, key=lambda each: (computed_tokens(each), -each.sequence))
 

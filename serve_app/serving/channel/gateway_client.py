@@ -69,6 +69,7 @@ class PendingRequest:
         put_back: end of the last grant; None before the first one, and while it runs.
         on_outlook: subscriber of queue updates; None without one.
         on_revoke: called when its current grant is revoked; None if it is not revocable.
+        timed_since: start of its queue timeout: its arrival, or a put-back after it was served in part.
     """
 
     submission: Submission
@@ -81,6 +82,10 @@ class PendingRequest:
     put_back: PutBack | None = None
     on_outlook: Callable[[RequestOutlook | None], None] | None = None
     on_revoke: Callable[[], None] | None = None
+    timed_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.timed_since = self.arrived_at
 
     @property
     def request_id(self) -> str:
@@ -494,7 +499,8 @@ class GatewayClient:
         overdue = [
             pending
             for pending in self._pending.values()
-            if pending.is_waiting and now - pending.arrived_at > self._timeout_s(pending.submission) + grace_s
+            if pending.is_waiting
+            and now - pending.timed_since > self._timeout_s(pending.submission) + grace_s
         ]
         for pending in overdue:
             self._expire(pending, now)
@@ -534,6 +540,8 @@ class GatewayClient:
         self, pending: PendingRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
     ) -> None:
         put_back = pending.release_grant(failure, message, generated_tokens)
+        if put_back.is_after_service:
+            pending.timed_since = self._loop.time()
         if self._link is not None:
             self._link.send(put_back)
         self._subscribe(pending)
@@ -570,7 +578,7 @@ class GatewayClient:
         pending.answer_with(rejection)
 
     def _expire(self, pending: PendingRequest, now: float) -> None:
-        waited_s, timeout_s = now - pending.arrived_at, self._timeout_s(pending.submission)
+        waited_s, timeout_s = now - pending.timed_since, self._timeout_s(pending.submission)
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))

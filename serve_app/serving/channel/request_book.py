@@ -143,14 +143,16 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
     waits = isinstance(message, Submit)
     if not 0 <= age_s < math.inf:
         raise ChannelError(f"invalid age of a request: {age_s} s")
-    failure = message.put_back.failure if isinstance(message, Submit) and message.put_back else None
+    put_back = message.put_back if isinstance(message, Submit) else None
+    failure = None if put_back is None else put_back.failure
+    # As in `PendingRequest.timed_since`; the time since the put-back is short, and not known here.
+    timed_s = 0.0 if put_back is not None and put_back.is_after_service else age_s
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(
         submission=submission,
         gateway_id=gateway_id,
         arrived_at=now - age_s,
-        # Counted from arrival, regardless of earlier dispatches.
-        expires_at=now - age_s + timeout_s,
+        expires_at=now - timed_s + timeout_s,
         attempts=_attempts(message.grants if waits else message.grants - 1, failure),
         lost=failure is DispatchFailure.LOST,
     )

@@ -11,7 +11,7 @@ from serve_app.core.dispatch.backpressure import ALONE_FACTOR, BackpressureSetti
 from serve_app.core.dispatch.starvation import ClassFloorSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from tests.builders import ManualDriver, dispatched, one_replica
+from tests.builders import ManualDriver, concluded, dispatched, one_replica
 
 BATCH, INTERACTIVE = PriorityClass.BATCH, PriorityClass.INTERACTIVE
 # No growth by pace and a long engine queue, so only the rules for batch work apply.
@@ -161,13 +161,11 @@ def test_requests_with_the_most_progress_are_not_revoked() -> None:
     assert {"b0", "b1", "b2", "b3", "b4", "b5"} < set(again)
 
 
-def test_only_revocable_batch_requests_with_time_left_are_revoked() -> None:
+def test_only_revocable_batch_requests_are_revoked() -> None:
     driver = make_driver(slowdown=0.0)
     driver.arrive("no gateway", priority=BATCH, prompt_tokens=1)
-    driver.arrive("expires", priority=BATCH, prompt_tokens=1, revocable=True, expires_at=30.0)
     run_batch(driver, 2)
-    for request_id in ("no gateway", "expires"):
-        driver.feed(ev.FirstToken(request_id))
+    driver.feed(ev.FirstToken("no gateway"))
     assert revoked(driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)) == ["b1", "b0"]
 
 
@@ -281,3 +279,27 @@ def test_the_effect_of_a_sequence_has_bounds() -> None:
         time.observe(60, 0.01)
     # Noise that hides the effect does not allow more.
     assert time.to_double() == PRIOR
+
+
+@pytest.mark.parametrize(
+    ("failure", "generated", "expired"),
+    [
+        (ev.DispatchFailure.REVOKED, 0, False),
+        (ev.DispatchFailure.LOST, 50, False),
+        (ev.DispatchFailure.LOST, 0, True),
+    ],
+)
+def test_the_queue_timeout_begins_again_after_a_part_of_the_answer(
+    failure: ev.DispatchFailure, generated: int, expired: bool
+) -> None:
+    driver = make_driver()
+    driver.arrive("s", priority=INTERACTIVE, revocable=True, expires_at=60.0)
+    driver.feed(ev.FirstToken("s"))
+    # The answer takes longer than the request may have waited.
+    driver.now = 100.0
+    driver.report("r1", received=1, running=1)
+    event = ev.DispatchFailed("s", "r1", failure, generated_tokens=generated)
+    commands = driver.feed(event)
+    assert concluded(commands) == ([("s", "expired")] if expired else [])
+    if not expired:
+        assert driver.find("s").expires_at == 160.0

@@ -94,6 +94,28 @@ async def test_a_request_that_waits_is_not_revoked(world: Simulation) -> None:
     waits.cancel()
 
 
+@pytest.mark.parametrize(
+    ("failure", "tokens", "expires"),
+    [(DispatchFailure.REVOKED, 0, False), (DispatchFailure.LOST, 7, False), (DispatchFailure.BUSY, 0, True)],
+)
+async def test_the_gateway_does_not_expire_a_request_that_was_served_in_part(
+    world: Simulation, failure: DispatchFailure, tokens: int, expires: bool
+) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1", seats=1)
+    answer = await gateway.acquire(submission("r1", **BATCH, queue_timeout_s=60.0))
+    assert isinstance(answer, Grant)
+    pending = gateway._pending["r1"]
+    pending.arrived_at = pending.timed_since = pending.arrived_at - 100.0
+    gateway.on_disconnected()
+    waits = asyncio.create_task(gateway.put_back("r1", "s1", failure, "", tokens))
+    await asyncio.sleep(0)
+    gateway.on_heartbeat()
+    await asyncio.sleep(0)
+    assert waits.done() is expires
+    waits.cancel()
+
+
 async def test_a_request_that_cannot_be_revoked_is_left_alone(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
@@ -126,6 +148,7 @@ async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
     entry = host.core.find("r1")
     assert entry is not None
     assert (entry.returned, entry.put_backs) == (False, 0)
+    assert entry.expires_at > host.now() + 12.0
     assert host.sessions.book["r1"].grants == 3
 
 
