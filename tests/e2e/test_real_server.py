@@ -102,7 +102,7 @@ async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served,
         ended.append(name)
 
     async with clients(app) as http:
-        flood = asyncio.gather(*(noted("batch", priority=5, max_tokens=LONG_TOKENS) for _ in range(BACKLOG)))
+        flood = asyncio.gather(*(noted("flood", max_tokens=LONG_TOKENS) for _ in range(BACKLOG)))
         await until(lambda: waiting(server), more_than=TARGET)
         before = len(ended)
         await noted("urgent", priority=-1, max_tokens=2)
