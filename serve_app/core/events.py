@@ -63,6 +63,10 @@ class DispatchFailure(enum.StrEnum):
     REVOKED = "revoked"
     """The scheduler has revoked the grant, so the gateway stopped the request."""
 
+    def is_after_service(self, generated_tokens: int) -> bool:
+        """Return whether the replica has served the request in part; see `DispatchFailed`."""
+        return self is DispatchFailure.REVOKED or generated_tokens > 0
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchFailed:
@@ -71,7 +75,7 @@ class DispatchFailed:
     Attributes:
         stated_context: context limit in tokens that the engine states when it rejects a request as too long;
             None if it states none.
-        generated_tokens: output tokens so far with which a revoked request continues; 0 if it starts again.
+        generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
     """
 
     request_id: str
@@ -80,11 +84,6 @@ class DispatchFailed:
     message: str = ""
     stated_context: int | None = None
     generated_tokens: int = 0
-
-    @property
-    def is_after_service(self) -> bool:
-        """True if the replica has served the request in part."""
-        return self.failure is DispatchFailure.REVOKED or self.generated_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)

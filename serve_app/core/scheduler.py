@@ -333,9 +333,9 @@ class Scheduler:
         is_revoked = event.failure is ev.DispatchFailure.REVOKED
         cause = WaitCause.REVOKED if is_revoked else WaitCause.EARLIER_ATTEMPT
         record_attempt(scheduled, cause, now)
-        if event.generated_tokens > scheduled.generated:
+        if event.generated_tokens != scheduled.generated:
             scheduled.generated = event.generated_tokens
-            scheduled.estimate = self.estimator.estimate(scheduled.request).after(scheduled.generated)
+            scheduled.estimate = self.estimator.estimate(scheduled.request).after(event.generated_tokens)
         record_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=is_revoked)
         self.programs.on_release(scheduled, event.replica_id)

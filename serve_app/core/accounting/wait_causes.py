@@ -43,7 +43,7 @@ class WaitCause(enum.StrEnum):
     EARLIER_ATTEMPT = "earlier_attempt"
     """It was in flight on a replica that put it back."""
     REVOKED = "revoked"
-    """It ran on a replica until a request of a higher class needed its capacity. It continues its answer."""
+    """It ran on a replica until a request of a higher class needed its capacity, or the replica drained."""
     BEFORE_SCHEDULER = "before_scheduler"
     """Time before this scheduler received it, for example in the queue of the scheduler it replaced."""
 
@@ -69,7 +69,7 @@ _MEANINGS = {
     WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures or hung",
     WaitCause.BACKOFF: "it was in backoff after put-backs",
     WaitCause.EARLIER_ATTEMPT: "it was on a replica that put it back",
-    WaitCause.REVOKED: "it ran until requests of a higher class needed its capacity",
+    WaitCause.REVOKED: "it ran until its replica drained, or requests of a higher class needed its capacity",
     WaitCause.BEFORE_SCHEDULER: "it was in transit or queued in another scheduler",
 }
 

@@ -60,7 +60,7 @@ _ENOUGH_REPORTS = 100
 _RUNNING_WEIGHT = 0.2
 # Time constant of the share of batch prefills.
 _PREFILL_WINDOW_S = 5.0
-# Tokens of a waiting request whose account states none: accounts of short requests do not.
+# Tokens for which there must be room if an account of short requests waits, whose lengths it does not state.
 _LEAST_TOKENS = 4_096
 # Time per output token of a replica that has reported none.
 _LIKELY_TPOT_S = 0.03
@@ -119,8 +119,9 @@ class _Load:
         shared_until: end of the time for which it counts as shared.
         running: mean number of running sequences over the time for which engines report the mean TPOT.
         prefill_s: seconds of batch prefills, per second.
-        batch: batch requests in the order of dispatch.
-        movable: revocable requests above the batch class.
+        batch: number of the batch class.
+        revocable: batch requests that may be revoked.
+        movable: requests above the batch class that may be revoked while the replica drains.
         revoked: requests whose revocation is in transit.
     """
 
@@ -128,7 +129,8 @@ class _Load:
     running: float = 0.0
     others: int = 0
     shared_until: float = -math.inf
-    batch: dict[ScheduledRequest, None] = field(default_factory=dict)
+    batch: int = 0
+    revocable: dict[ScheduledRequest, None] = field(default_factory=dict)
     movable: dict[ScheduledRequest, None] = field(default_factory=dict)
     revoked: set[ScheduledRequest] = field(default_factory=set)
 
@@ -145,26 +147,30 @@ class Backfill:
         self._prefill_costs = prefill_costs
         self._loads: dict[str, _Load] = {}
         self._iterations: dict[str, IterationTime] = {}
-        self._running = 0
-        # Replicas on which batch requests may have to be revoked.
+        # Replicas on which batch requests may have to be revoked, and those with any to revoke or revoked.
         self._crowded: set[str] = set()
+        self._with_revocable: dict[str, None] = {}
 
     def __repr__(self) -> str:
-        return f"<Backfill {self._running} on {len(self._loads)} replicas>"
+        batch = sum(load.batch for load in self._loads.values())
+        return f"<Backfill {batch} on {len(self._loads)} replicas>"
 
     def on_dispatch(self, scheduled: ScheduledRequest, replica_id: str, hold: Hold, now: float) -> None:
         """Count a request before its replica holds it."""
         load = self._loads.get(replica_id)
         if load is None:
             load = self._loads[replica_id] = _Load(DecayingRate(_PREFILL_WINDOW_S, now))
+        is_revocable = scheduled.request.submission.revocable
         if scheduled.request.priority is PriorityClass.BATCH:
             pool = "" if hold.use is None else hold.use.pool
             load.prefill_s.add(self._prefill_costs.of(pool).per_token_s * hold.prefill_tokens, now)
-            load.batch[scheduled] = None
-            self._running += 1
+            load.batch += 1
+            if is_revocable and not (scheduled.is_guaranteed or scheduled.bypassed):
+                load.revocable[scheduled] = None
+                self._with_revocable[replica_id] = None
             return
         load.others += 1
-        if scheduled.request.submission.revocable:
+        if is_revocable:
             load.movable[scheduled] = None
         if load.batch:
             self._crowded.add(replica_id)
@@ -173,12 +179,14 @@ class Backfill:
         """Remove a request before its replica releases it."""
         load = self._loads[replica_id]
         load.revoked.discard(scheduled)
+        load.revocable.pop(scheduled, None)
+        load.movable.pop(scheduled, None)
+        if not (load.revocable or load.revoked):
+            self._with_revocable.pop(replica_id, None)
         if scheduled.request.priority is PriorityClass.BATCH:
-            del load.batch[scheduled]
-            self._running -= 1
+            load.batch -= 1
             return
         load.others -= 1
-        load.movable.pop(scheduled, None)
         load.shared_until = now + self._settings.linger_s
 
     def on_report(self, replica: ReplicaState, report: ReplicaReport) -> None:
@@ -208,7 +216,7 @@ class Backfill:
         if load is None or not replica.in_flight:
             return True
         if load.is_shared(now):
-            slowdown = self._slowdown(replica, load, len(load.batch) + 1) if load.batch else 0.0
+            slowdown = self._slowdown(replica, load, load.batch + 1) if load.batch else 0.0
             return slowdown + load.prefill_s.per_s(now) <= self._settings.max_slowdown
         places, reserve = replica.max_num_seqs, self._settings.reserve
         if places is not None and replica.in_flight >= places - math.ceil(reserve * places):
@@ -223,21 +231,21 @@ class Backfill:
         Args:
             waiting: accounts of the queued requests.
         """
-        if not (self._running or self._crowded):
-            return
         crowded, self._crowded = self._crowded, set()
         for replica_id in sorted(crowded):
-            if (replica := ledger.get(replica_id)) is not None:
-                load = self._loads[replica_id]
-                chosen = _cheapest_first(replica, load, now)
-                if replica.report is not None and replica.report.draining:
-                    movable = [each for each in load.movable if each not in load.revoked]
-                    chosen = [each for each in (*chosen, *movable) if _has_other(ledger, each)]
-                else:
-                    chosen = chosen[: max(0, self._excess(replica, load))]
-                for scheduled in chosen:
-                    load.revoked.add(scheduled)
-                    yield scheduled, replica_id
+            if (replica := ledger.get(replica_id)) is None:
+                continue
+            load = self._loads[replica_id]
+            if replica.report is not None and replica.report.draining:
+                chosen = [each for each in (*load.revocable, *load.movable) if _has_other(ledger, each)]
+            elif (excess := self._excess(replica, load)) > 0:
+                chosen = _cheapest_first(replica, load, now)[:excess]
+            else:
+                continue
+            for scheduled in chosen:
+                yield _revoke(load, scheduled), replica_id
+        if not self._with_revocable:
+            return
         for account in waiting:
             if account.priority is not PriorityClass.BATCH and account.pool and account.cause in _CAPACITY:
                 yield from self._make_room(ledger, account, now)
@@ -246,31 +254,33 @@ class Backfill:
         self, ledger: ReplicaLedger, account: WaitAccount, now: float
     ) -> Iterator[tuple[ScheduledRequest, str]]:
         """Yield batch requests of one replica that must end before a waiting request of an account fits."""
+        limit = ledger.context_limit(account.pool)
+        assert limit is not None, "an account waits for a pool with a usable replica"
+        tokens = min(limit, max(_LEAST_TOKENS, 2 * account.tokens))
         found: tuple[int, ReplicaState, _Load] | None = None
-        for replica in ledger.of_pool(account.pool):
-            load = self._loads.get(replica.spec.replica_id)
-            if load is None or not load.batch or not replica.is_usable:
+        for replica_id in self._with_revocable:
+            replica, load = ledger.get(replica_id), self._loads[replica_id]
+            if replica is None or replica.spec.pool != account.pool or not replica.is_usable:
                 continue
-            if not _lacking(replica, load, account):
+            if not _lacks(replica, load, tokens):
                 # It fits as soon as earlier revocations have arrived, or waits for something else.
                 return
-            held = sum(each.hold.tokens for each in load.batch)
+            held = sum(each.hold.tokens for each in load.revocable)
             if found is None or held > found[0]:
                 found = held, replica, load
         if found is None:
             return
         _, replica, load = found
         for scheduled in _cheapest_first(replica, load, now):
-            load.revoked.add(scheduled)
-            yield scheduled, replica.spec.replica_id
-            if not _lacking(replica, load, account):
+            yield _revoke(load, scheduled), replica.spec.replica_id
+            if not _lacks(replica, load, tokens):
                 return
 
     def _excess(self, replica: ReplicaState, load: _Load) -> int:
         """Return how many batch requests to revoke on a shared replica. One may always stay."""
-        left = len(load.batch) - len(load.revoked)
         slowdown_of_one = self._slowdown(replica, load, 1)
-        return left - max(1, int(self._settings.max_slowdown / slowdown_of_one))
+        most = max(1, int(self._settings.max_slowdown / slowdown_of_one))
+        return load.batch - len(load.revoked) - most
 
     def _slowdown(self, replica: ReplicaState, load: _Load, running: int) -> float:
         """Return by which share so many batch requests lengthen an iteration of the others."""
@@ -288,14 +298,15 @@ def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[Sche
             return 0.0
         return scheduled.estimate.expected_prompt_tokens + (now - scheduled.started_at) / tpot_s
 
-    candidates = [
-        each
-        for each in load.batch
-        if each.request.submission.revocable
-        and not (each.is_guaranteed or each.bypassed)
-        and each not in load.revoked
-    ]
-    return sorted(candidates, key=lambda each: (computed_tokens(each), -each.sequence))
+    return sorted(load.revocable, key=lambda each: (computed_tokens(each), -each.sequence))
+
+
+def _revoke(load: _Load, scheduled: ScheduledRequest) -> ScheduledRequest:
+    """Mark a request as revoked, and return it."""
+    load.revocable.pop(scheduled, None)
+    load.movable.pop(scheduled, None)
+    load.revoked.add(scheduled)
+    return scheduled
 
 
 def _has_other(ledger: ReplicaLedger, scheduled: ScheduledRequest) -> bool:
@@ -303,9 +314,9 @@ def _has_other(ledger: ReplicaLedger, scheduled: ScheduledRequest) -> bool:
     return any(ledger.has_usable(pool) for pool in scheduled.pools)
 
 
-def _lacking(replica: ReplicaState, load: _Load, account: WaitAccount) -> bool:
-    """Return whether a replica lacks KV cache or a place for a waiting request, after its revocations."""
+def _lacks(replica: ReplicaState, load: _Load, tokens: int) -> bool:
+    """Return whether a replica lacks KV cache or a place for a request, after its revocations."""
     freed = sum(each.hold.tokens for each in load.revoked)
     places = replica.max_num_seqs
     lacks_place = places is not None and replica.in_flight - len(load.revoked) >= places
-    return lacks_place or replica.free_tokens + freed < max(_LEAST_TOKENS, 2 * account.tokens)
+    return lacks_place or replica.free_tokens + freed < tokens

@@ -468,16 +468,13 @@ class Simulation:
         if sequence.first_token_at is not None:
             simulated.computed_tokens = sequence.prompt_tokens + generated
         simulated.sequence = None
-        event = ev.DispatchFailed(
-            command.request_id,
-            command.replica_id,
-            ev.DispatchFailure.REVOKED,
-            generated_tokens=simulated.generated_tokens,
-        )
-        self._after_latency(Phase.FEEDBACK, partial(self.feed, event))
+        self._put_back(simulated.request, replica, ev.DispatchFailure.REVOKED)
 
     def _put_back(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
-        event = ev.DispatchFailed(request.request_id, replica.spec.replica_id, failure)
+        generated = self._live[request.request_id].generated_tokens
+        event = ev.DispatchFailed(
+            request.request_id, replica.spec.replica_id, failure, generated_tokens=generated
+        )
         self._after_latency(Phase.FEEDBACK, lambda: self.feed(event))
 
     def _conclude(self, command: Conclude) -> None:

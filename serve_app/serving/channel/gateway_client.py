@@ -540,7 +540,7 @@ class GatewayClient:
         self, pending: PendingRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
     ) -> None:
         put_back = pending.release_grant(failure, message, generated_tokens)
-        if put_back.is_after_service:
+        if failure.is_after_service(generated_tokens):
             pending.timed_since = self._loop.time()
         if self._link is not None:
             self._link.send(put_back)

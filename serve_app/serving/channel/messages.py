@@ -111,11 +111,6 @@ class PutBack(Message, frozen=True):
     grant: int
     generated_tokens: int = 0
 
-    @property
-    def is_after_service(self) -> bool:
-        """True if the replica has served the request in part, as in `DispatchFailed`."""
-        return self.failure is DispatchFailure.REVOKED or self.generated_tokens > 0
-
 
 class Submit(Message, frozen=True):
     """A request that waits; in a snapshot, with its history.

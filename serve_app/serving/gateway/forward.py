@@ -309,6 +309,9 @@ class ScheduledCall:
         Raises:
             UpstreamError: the replica failed or the grant was revoked, and the client has received nothing.
         """
+        if not self._submission.revocable:
+            await self._attempt(grant)
+            return
         # The grant may have been revoked before this task has run.
         deadline = asyncio.timeout(0 if self._revoked else None)
         try:
@@ -323,7 +326,7 @@ class ScheduledCall:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise UpstreamError(DispatchFailure.REVOKED, "the scheduler needed the capacity") from error
+            raise UpstreamError(DispatchFailure.REVOKED, "the scheduler revoked the grant") from error
         finally:
             self._deadline = None
 

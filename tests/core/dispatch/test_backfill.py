@@ -192,7 +192,7 @@ def test_a_waiting_request_revokes_as_much_kv_cache_as_it_needs() -> None:
     commands = driver.arrive("i", priority=INTERACTIVE, prompt_tokens=900, max_output_tokens=50)
     assert not dispatched(commands)
     stopped = revoked(commands)
-    assert 3 <= len(stopped) <= 5
+    assert 1 <= len(stopped) <= 2
     found = [put_back(driver, request_id, generated=10) for request_id in stopped]
     assert ("i", "r1") in [each for commands in found for each in dispatched(commands)]
 
@@ -303,3 +303,33 @@ def test_the_queue_timeout_begins_again_after_a_part_of_the_answer(
     assert concluded(commands) == ([("s", "expired")] if expired else [])
     if not expired:
         assert driver.find("s").expires_at == 160.0
+
+
+def test_a_request_that_begins_anew_is_estimated_from_its_beginning() -> None:
+    driver = make_driver()
+    run_batch(driver, 20, prompt_tokens=10, max_output_tokens=500)
+    driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
+    before = driver.find("b19").estimate
+    put_back(driver, "b19", generated=200)
+    driver.feed(ev.Cancelled("i"))
+    driver.report("r1", after_s=3.0, received=1_000)
+    assert driver.find("b19").replica_id == "r1"
+    # The engine could not continue it, and it has generated less when it is revoked again.
+    put_back(driver, "b19", generated=0)
+    assert (driver.find("b19").estimate, driver.find("b19").generated) == (before, 0)
+
+
+def test_a_request_that_waits_for_something_else_revokes_nothing() -> None:
+    driver = one_replica(
+        limits={"kv_tokens": 4_000, "max_num_seqs": 100, "max_model_len": 1_000},
+        class_floors=ClassFloorSettings(batch_share=0.0),
+        backpressure=BackpressureSettings(lag_factor=0.0, target_waiting=2),
+        backfill=BackfillSettings(max_slowdown=1.0),
+    )
+    assert run_batch(driver, 2, prompt_tokens=200) == ["b0", "b1"]
+    for number in range(4):
+        commands = driver.arrive(f"i{number}", prompt_tokens=100, priority=INTERACTIVE)
+        assert not revoked(commands)
+    # Two wait for the engine's queue, and the free KV cache exceeds what any request can need.
+    assert [driver.find(f"i{number}").queued for number in range(4)] == [False, False, True, True]
+    assert 1_000 < driver.scheduler.ledger["r1"].free_tokens < 4_096

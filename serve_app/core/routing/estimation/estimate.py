@@ -64,6 +64,8 @@ class TokenEstimate:
 
     def after(self, generated: int) -> "TokenEstimate":
         """Return the estimate of the rest of an answer whose first tokens became a part of the prompt."""
+        if not generated:
+            return self
         output = self.output.after(generated)
         return TokenEstimate(
             prompt_tokens=self.prompt_tokens + generated,

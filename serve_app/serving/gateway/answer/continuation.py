@@ -26,12 +26,10 @@ from typing import Any
 
 import msgspec
 
-from serve_app.core.events import DispatchFailure
 from serve_app.errors import ServeAppError
 from serve_app.request import Usage
 from serve_app.serving.gateway.answer.responses import encode
 from serve_app.serving.gateway.answer.stream import AnswerAssembly
-from serve_app.serving.gateway.upstream import UpstreamError
 
 CONTINUABLE_FIELDS = frozenset(
     [
@@ -204,10 +202,7 @@ class ContinuableStream(ContinuableAssembly):
         Raises:
             UpstreamError: the stream ended before the answer did.
         """
-        if not self.is_complete:
-            raise UpstreamError(
-                DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
-            )
+        self._check_complete()
         return self.take() + b"".join(self._held) + b"data: [DONE]\n\n"
 
     def _assemble(self, chunk: dict[str, Any]) -> None:

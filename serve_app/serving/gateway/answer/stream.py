@@ -135,12 +135,15 @@ class AnswerAssembly:
         Raises:
             UpstreamError: the stream ended before all choices did.
         """
+        self._check_complete()
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
+
+    def _check_complete(self) -> None:
         if not self.is_complete:
             raise UpstreamError(
                 DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
             )
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
 
     def _add(self, data: bytes) -> None:
         try:
