@@ -11,6 +11,7 @@ from experiments.common.application import Application
 from experiments.common.processes import titled
 from serve_app.cli.serve.instance import read_instance
 from serve_app.lab.bench.connection import BenchError
+from serve_app.serving.access import ray_token
 
 _TIMEOUT_S = 240.0
 # In a separate process: this one may use several clusters in succession.
@@ -48,7 +49,7 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
     Raises:
         BenchError: it cannot be deployed, or takes too long.
     """
-    deploy(gcs_address(served), config, {"RAY_AUTH_MODE": "token"}, timeout_s)
+    deploy(gcs_address(served), config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)}, timeout_s)
 
 
 def deploy(
