@@ -289,7 +289,7 @@ class PrefillTracker:
         while self._assumed and self._assumed[0][0] <= now:
             _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)
             if scheduled.dispatch_number == dispatch_number:
-                self._end(scheduled, now)
+                self._end(scheduled)
 
     def next_at(self) -> float | None:
         """Return the next assumed end of a prefill, or None."""
@@ -303,8 +303,8 @@ class PrefillTracker:
             token_s = self.costs.of(replica.spec.pool).per_token_s
             self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)
 
-    def _end(self, scheduled: ScheduledRequest, now: float) -> None:
+    def _end(self, scheduled: ScheduledRequest) -> None:
         hold = scheduled.hold
         if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
             scheduled.hold = hold.without_prefill()
-            self._ledger.end_prefill(scheduled.replica_id, hold, now)
+            self._ledger.end_prefill(scheduled.replica_id, hold)

@@ -189,13 +189,12 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """Return when time alone changes something, or None if only an event can."""
-        timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        routing, prefill, programs = (
-            self._routing.next_at(),
-            self._prefills.next_at(),
-            self.programs.next_at(),
-        )
+        routing = self._routing.next_at()
+        if not self.queue.waiting:
+            return earliest(report, outage, routing)
+        timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
+        prefill, programs = self._prefills.next_at(), self.programs.next_at()
         return earliest(timeout, backoff, report, outage, routing, prefill, programs)
 
     @property
@@ -378,7 +377,7 @@ class Scheduler:
         self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
-        self.ledger.lose(event.replica_id, now)
+        self.ledger.lose(event.replica_id)
         self.affinity.lose(event.replica_id)
         self._backfill.on_loss(self.ledger)
         for scheduled in self.programs.on_replica_loss(event.replica_id):
@@ -396,7 +395,7 @@ class Scheduler:
             self.programs.on_replica_change()
         if state is not None and (silent_s := state.hang_detector.check(now)) is not None:
             self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
-            self.ledger.open.update(state, now)
+            self.ledger.open.update(state)
         self.admission.outages.observe(self.ledger.has_alive, now)
 
     # Time
@@ -425,14 +424,14 @@ class Scheduler:
         if self._policy.replace_partition(event.partition):
             self.queue.reassign_length_queues()
 
-    def _on_retune(self, event: ev.Retuned, now: float) -> None:
+    def _on_retune(self, event: ev.Retuned, _now: float) -> None:
         """Apply retunable settings. The ledger's copies of limits are not among them."""
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)
         self.queue.retune(settings.delay_bound)
         self._backpressure.retune(settings.effective_backpressure)
-        self.ledger.on_limits_changed(now)
+        self.ledger.on_limits_changed()
 
     def _release_parked(self, now: float) -> None:
         for scheduled in self.programs.release(now):

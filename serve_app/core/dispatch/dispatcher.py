@@ -229,7 +229,7 @@ class Dispatcher:
         ledger. Each pool first serves requests whose home it is, then requests that spill, in the
         order of their preference.
         """
-        self.reservations.prune(now)
+        self.reservations.prune()
         return self._round(now) if self._queue.waiting else ()
 
     def _round(self, now: float) -> Iterator[DispatchChoice]:
@@ -256,7 +256,7 @@ class Dispatcher:
         It bypasses the queue, because there is nothing to compare with. Returns None if the request fits
         nowhere now, and for batch work, which has more rules: these requests join the queue.
         """
-        self.reservations.prune(now)
+        self.reservations.prune()
         if scheduled.request.priority is PriorityClass.BATCH:
             return None
         limits = self._limits(scheduled, now)
@@ -308,7 +308,7 @@ class Dispatcher:
                 self._on_dispatch(choice.scheduled, now)
 
     def _on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        capacity_was_reserved = self.reservations.on_dispatch(scheduled, now)
+        capacity_was_reserved = self.reservations.on_dispatch(scheduled)
         self._policy.on_dispatch(scheduled)
         if self._promotion is not None:
             self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
@@ -324,7 +324,7 @@ class Dispatcher:
         # Optimisation: a head with the same limits and at least as many tokens as one that did not fit does
         # not fit either.
         misfits: dict[tuple[tuple[int, ...], bool], float] = {}
-        first = None if position else self.reservations.release_for_trial(pool, now)
+        first = None if position else self.reservations.release_for_trial(pool)
         first = first or self._promoted(pool, now, position=position)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
         candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
@@ -376,7 +376,7 @@ class Dispatcher:
         # A request that waits for something else, such as isolation, retains its reservation.
         has_reservation = reservation is not None and reservation.scheduled is head
         if has_reservation or self._ledger.open.best(_bound(head, CapacityQuery(pool, tokens)), now) is None:
-            self.reservations.reserve(head, pool, tokens, now)
+            self.reservations.reserve(head, pool, tokens)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
         """Return the limits on long prefills in flight for a replica of this request."""

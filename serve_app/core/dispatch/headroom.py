@@ -113,9 +113,8 @@ class TenantHeadroom:
         if light < _MIN_LIGHT:
             return 0
         requests = math.log(_MISSES) / math.log(min(light, 0.99))
-        replicas = self._ledger.of_pool(pool)
-        budget = min((state.kv_budget for state in replicas), default=0)
-        return int(min(_MAX_RATIO * budget, use.light_mean * max(1.0, requests / max(1, len(replicas)))))
+        replicas, budget = len(self._ledger.of_pool(pool)), self._ledger.smallest_kv_budget(pool)
+        return int(min(_MAX_RATIO * budget, use.light_mean * max(1.0, requests / max(1, replicas))))
 
     def _share(self, tenant: str) -> float:
         return self._weights.of(tenant) / max(self._active_weight, self._weights.of(tenant))

@@ -1,7 +1,6 @@
 """Requests in flight on replicas: held capacity, learning from answers, put-backs and suspensions."""
 
 import zlib
-from dataclasses import replace
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
@@ -60,7 +59,7 @@ class InFlight:
         """Hold capacity for a request sent to a replica, or resumed there by a new scheduler."""
         known, choices = self._ledger.get(replica_id), max(1, scheduled.request.spec.choices)
         use = KvUse(scheduled.estimate, choices, "" if known is None else known.spec.pool)
-        hold = replace(hold, use=use)
+        hold = Hold(hold.tokens, hold.prefill_class, hold.prefill_tokens, hold.quarantined, use)
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
@@ -308,7 +307,7 @@ class Suspensions:
             else 0.0
         )
         state.suspensions += 1
-        self._ledger.suspend(state, now + suspension_s, now)
+        self._ledger.suspend(state, now + suspension_s)
 
     def __repr__(self) -> str:
         suspended = [state.spec.replica_id for state in self._ledger if state.suspended]

@@ -130,15 +130,15 @@ class CapacityReservations:
         """Return the reservation of a pool, or None."""
         return self._by_pool.get(pool)
 
-    def prune(self, now: float) -> None:
+    def prune(self) -> None:
         """Remove the reservations of requests that no longer wait or have another home pool."""
         if not self._by_pool:
             return
         for pool, reservation in list(self._by_pool.items()):
             if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
-                self._drop(pool, now)
+                self._drop(pool)
 
-    def release_for_trial(self, pool: str, now: float) -> ScheduledRequest | None:
+    def release_for_trial(self, pool: str) -> ScheduledRequest | None:
         """Release the reserved tokens to test whether their request fits now. Return that request.
 
         The caller reserves the tokens again if it does not fit.
@@ -146,10 +146,10 @@ class CapacityReservations:
         reservation = self._by_pool.get(pool)
         if reservation is None:
             return None
-        self._ledger.reserve(reservation.replica, 0, now)
+        self._ledger.reserve(reservation.replica, 0)
         return reservation.scheduled
 
-    def reserve(self, scheduled: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
+    def reserve(self, scheduled: ScheduledRequest, pool: str, tokens: int) -> None:
         """Reserve tokens for a request on the same replica as before, or where it lacks the fewest.
 
         Replaces a reservation of the pool for another request.
@@ -158,24 +158,24 @@ class CapacityReservations:
         if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
             replica = self._ledger.most_free(pool, scheduled.destination)
             if reservation is not None:
-                self._drop(pool, now)
+                self._drop(pool)
             if replica is None:
                 return
             reservation = self._by_pool[pool] = CapacityReservation(scheduled, replica, tokens)
         reservation.tokens = tokens
-        self._ledger.reserve(reservation.replica, tokens, now)
+        self._ledger.reserve(reservation.replica, tokens)
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
+    def on_dispatch(self, scheduled: ScheduledRequest) -> bool:
         """Remove the reservations of a dispatched request. Return whether it had any."""
         if not self._by_pool:
             return False
         pools = [pool for pool, each in self._by_pool.items() if each.scheduled is scheduled]
         for pool in pools:
-            self._drop(pool, now)
+            self._drop(pool)
         return bool(pools)
 
-    def _drop(self, pool: str, now: float) -> None:
-        self._ledger.reserve(self._by_pool.pop(pool).replica, 0, now)
+    def _drop(self, pool: str) -> None:
+        self._ledger.reserve(self._by_pool.pop(pool).replica, 0)
 
 
 # Class floors: the minimum share of dispatches of a lower class while it has queued requests.

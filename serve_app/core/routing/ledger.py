@@ -61,7 +61,8 @@ class ReplicasByAdapter:
 #
 # A replica is *open* if it may accept one more request. Open replicas are in heaps, those with the most free
 # tokens first. A heap entry is valid only while its version is the replica's current one, and every change of
-# a replica's capacity creates a new version. An update costs O(log replicas).
+# a replica's capacity creates a new version. The next search inserts the replicas that have changed since the
+# last one, in O(log replicas) each, so that several changes in between cost one insertion.
 #
 # There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few.
 # A replica may be open to short requests and closed to longer ones, and short requests are served better
@@ -146,18 +147,31 @@ class OpenReplicas:
         self._replicas = replicas
         self._by_adapter = by_adapter
         self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
+        # Replicas with a new version that is not in a heap, as keys.
+        self._changed: dict[ReplicaState, None] = {}
+        # Until the first query for batch work, all replicas are in `_OTHERS`: it costs less.
+        self._had_backfill = False
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
         """Return whether the replica may accept one more request, regardless of its free tokens."""
         return state.is_usable and not state.gated and self._backpressure.admits(state, now)
 
-    def update(self, state: ReplicaState, now: float) -> None:
-        """Insert a replica again after its capacity has changed, if it is open."""
+    def update(self, state: ReplicaState) -> None:
+        """Note that the capacity of a replica has changed."""
         state.version += 1
-        if not self.is_open(state, now):
-            return
+        self._changed[state] = None
+
+    def _insert_changed(self, now: float) -> None:
+        """Insert the changed replicas that are open."""
+        for state in self._changed:
+            if self.is_open(state, now):
+                self._insert(state, now)
+        self._changed.clear()
+
+    def _insert(self, state: ReplicaState, now: float) -> None:
         heaps = self._heaps_of(state.spec.pool, state.long_prefills)
-        heap = heaps[_BACKFILL if self._backpressure.admits_backfill(state, now) else _OTHERS]
+        admits_backfill = self._had_backfill and self._backpressure.admits_backfill(state, now)
+        heap = heaps[_BACKFILL if admits_backfill else _OTHERS]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
@@ -167,6 +181,12 @@ class OpenReplicas:
         """Return the best replica for a request, preferring few long prefills, or None if it fits none."""
         if query.is_restricted:
             return self._best_restricted(query, now)
+        if query.is_backfill and not self._had_backfill:
+            self._had_backfill = True
+            for state in self._replicas.values():
+                self.update(state)
+        if self._changed:
+            self._insert_changed(now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_BACKFILL] or heaps[_OTHERS]) and query.allows(long_prefills):
                 entry = self._freest(heaps, now, backfill=query.is_backfill)
@@ -193,6 +213,8 @@ class OpenReplicas:
 
     def has_any(self, pool: str, now: float) -> bool:
         """Return whether any replica of `pool` is open."""
+        if self._changed:
+            self._insert_changed(now)
         for _, heaps in self._heaps.get(pool, ()):
             if (heaps[_BACKFILL] and self._top(heaps[_BACKFILL], now)) or (
                 heaps[_OTHERS] and self._top(heaps[_OTHERS], now)
@@ -228,6 +250,7 @@ class OpenReplicas:
 
     def _first_that_fits(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """Return the first replica in the order of the heaps that the request may use."""
+        self._insert_changed(now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if not query.allows(long_prefills):
                 continue
@@ -371,6 +394,8 @@ class ReplicaLedger:
         # Caches of a live and a usable replica of each pool; checked before use.
         self._alive: dict[str, ReplicaState | None] = {}
         self._usable: dict[str, ReplicaState | None] = {}
+        # Cache of `smallest_kv_budget`.
+        self._smallest_budgets: dict[str, int] = {}
         self._next_order = 0
 
     # Replicas
@@ -393,9 +418,9 @@ class ReplicaLedger:
             state.batch = LearnedBatch() if unknown else None
             state.context = None if spec.has_known_context else LearnedContext()
             state.observed = ObservedLimits() if unknown else None
-        state.kv_budget = _kv_budget(spec)
+        self._set_kv_budget(state, _kv_budget(spec))
         self._fresh.pop(spec.replica_id, None)
-        self.open.update(state, now)
+        self.open.update(state)
         self.contexts.update(state)
 
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
@@ -421,24 +446,24 @@ class ReplicaLedger:
         self._forecast(state, now)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
-        self.open.update(state, now)
+        self.open.update(state)
         return was_stale
 
-    def lose(self, replica_id: str, now: float) -> None:
+    def lose(self, replica_id: str) -> None:
         """Close a lost replica. The holds of its requests remain until each is released."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return
         state.joined = False
         self._fresh.pop(replica_id, None)
-        self.open.update(state, now)
+        self.open.update(state)
         self._remove_if_done(state)
         self.contexts.update(state)
 
-    def suspend(self, state: ReplicaState, until: float, now: float) -> None:
+    def suspend(self, state: ReplicaState, until: float) -> None:
         """Send no requests to a replica until its first report at or after `until`."""
         state.suspended, state.suspended_until = True, until
-        self.open.update(state, now)
+        self.open.update(state)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
         """Close replicas whose report is stale. Return each with the age of its report in seconds."""
@@ -453,7 +478,7 @@ class ReplicaLedger:
             del self._fresh[replica_id]
             state = self._replicas[replica_id]
             state.stale = True
-            self.open.update(state, now)
+            self.open.update(state)
             expired.append((replica_id, now - reported_at))
         return expired
 
@@ -477,9 +502,9 @@ class ReplicaLedger:
             self._forecast(state, now)
             limits.on_full(start.running, max(0, state.kv.used() - unstarted_tokens), now)
         if state.spec.kv_tokens is None:
-            state.kv_budget = _NO_LIMIT if limits.kv_tokens is None else int(limits.kv_tokens)
+            self._set_kv_budget(state, _NO_LIMIT if limits.kv_tokens is None else int(limits.kv_tokens))
         self._forecast(state, now)
-        self.open.update(state, now)
+        self.open.update(state)
 
     def observe_whole_answer(self, replica_id: str, tokens: int, seconds: float, now: float) -> None:
         """Learn from an answer that was not streamed; see `observed.ObservedLimits`."""
@@ -487,7 +512,7 @@ class ReplicaLedger:
         if state.adaptive_limits is not None:
             in_flight = state.unstarted - state.hang_detector.outstanding
             state.adaptive_limits.on_whole_answer(tokens, seconds, now, in_flight=in_flight)
-            self.open.update(state, now)
+            self.open.update(state)
 
     # Requests
 
@@ -514,7 +539,7 @@ class ReplicaLedger:
         state.quarantined += hold.quarantined
         state.unstarted += not started
         state.unseen += not seen
-        self.open.update(state, now)
+        self.open.update(state)
 
     def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
         """End the prefill and quarantine of a request whose answer has started. Return its remaining hold."""
@@ -524,14 +549,14 @@ class ReplicaLedger:
         _count_prefill(state, hold, -1)
         state.starts.add(1.0, now)
         self._clamp_unseen(state)
-        self.open.update(state, now)
+        self.open.update(state)
         return Hold(hold.tokens, use=hold.use)
 
-    def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
+    def end_prefill(self, replica_id: str, hold: Hold) -> None:
         """End the prefill of one hold, observed or assumed."""
         state = self._replicas[replica_id]
         _count_prefill(state, hold, -1)
-        self.open.update(state, now)
+        self.open.update(state)
 
     def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
         """Remove the hold of one request.
@@ -553,19 +578,19 @@ class ReplicaLedger:
         self._clamp_unseen(state)
         if not state.in_flight:
             # An idle engine accepts any request, whatever size its cache was learned to have.
-            state.kv_budget = _kv_budget(state.spec)
-        self.open.update(state, now)
+            self._set_kv_budget(state, _kv_budget(state.spec))
+        self.open.update(state)
         self._remove_if_done(state)
 
-    def reserve(self, state: ReplicaState, tokens: int, now: float) -> None:
+    def reserve(self, state: ReplicaState, tokens: int) -> None:
         """Reserve tokens of a replica for a queued request; 0 removes the reservation."""
         state.reserved_tokens = tokens
-        self.open.update(state, now)
+        self.open.update(state)
 
-    def on_limits_changed(self, now: float) -> None:
+    def on_limits_changed(self) -> None:
         """Check all replicas again after a change of the backpressure limits."""
         for state in self._replicas.values():
-            self.open.update(state, now)
+            self.open.update(state)
 
     # Queries
 
@@ -597,6 +622,14 @@ class ReplicaLedger:
         """Return the replicas of one pool."""
         members = self._by_pool.get(pool)
         return () if members is None else members.values()
+
+    def smallest_kv_budget(self, pool: str) -> int:
+        """Return the smallest KV cache of a pool's replicas in tokens, or 0 if it has none."""
+        known = self._smallest_budgets.get(pool)
+        if known is None:
+            known = min((state.kv_budget for state in self.of_pool(pool)), default=0)
+            self._smallest_budgets[pool] = known
+        return known
 
     @property
     def connected_count(self) -> int:
@@ -637,6 +670,7 @@ class ReplicaLedger:
         self._next_order += 1
         self._replicas[spec.replica_id] = state
         self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
+        self._smallest_budgets.pop(spec.pool, None)
         self.by_adapter.add(state)
         return state
 
@@ -645,9 +679,15 @@ class ReplicaLedger:
         if state.spec.pool != spec.pool:
             del self._by_pool[state.spec.pool][spec.replica_id]
             self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
+            self._smallest_budgets.clear()
         self.by_adapter.remove(state)
         state.spec = spec
         self.by_adapter.add(state)
+
+    def _set_kv_budget(self, state: ReplicaState, tokens: int) -> None:
+        if state.kv_budget != tokens:
+            state.kv_budget = tokens
+            self._smallest_budgets.pop(state.spec.pool, None)
 
     def _forecast(
         self, state: ReplicaState, now: float, *, added: KvUse | None = None, removed: KvUse | None = None
@@ -690,6 +730,7 @@ class ReplicaLedger:
         if not state.joined and state.in_flight == 0:
             del self._replicas[state.spec.replica_id]
             del self._by_pool[state.spec.pool][state.spec.replica_id]
+            self._smallest_budgets.pop(state.spec.pool, None)
             self.by_adapter.remove(state)
 
 
@@ -711,9 +752,9 @@ def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
 
 def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
     """Count the start (1) or the end (-1) of a prefill."""
-    long, longest = state.long_prefills
-    is_long, is_longest = hold.prefill_class >= PrefillClass.LONG, hold.prefill_class is PrefillClass.LONGEST
-    state.long_prefills = (long + by * is_long, longest + by * is_longest)
     state.pending_prefill_tokens += by * hold.prefill_tokens
-    state.long_prefill_tokens += by * is_long * hold.prefill_tokens
     state.prefill_dispatched += hold.prefill_tokens if by > 0 else 0
+    if hold.prefill_class is not PrefillClass.SHORT:
+        long, longest = state.long_prefills
+        state.long_prefills = (long + by, longest + by * (hold.prefill_class is PrefillClass.LONGEST))
+        state.long_prefill_tokens += by * hold.prefill_tokens

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve_app.core.routing.kv_forecast import KvForecast, KvUse
 from serve_app.core.routing.observed import (
@@ -26,8 +27,7 @@ class PrefillClass(enum.IntEnum):
     LONGEST = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(NamedTuple):
     """The hold of one running request on a replica.
 
     Attributes:
@@ -42,7 +42,7 @@ class Hold:
     prefill_class: PrefillClass = PrefillClass.SHORT
     prefill_tokens: int = 0
     quarantined: bool = False
-    use: KvUse | None = field(default=None, compare=False)
+    use: KvUse | None = None
 
     def without_prefill(self) -> "Hold":
         """Return what remains held after the prefill."""

@@ -24,7 +24,7 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
     made.hold("a", Hold(10), 0.0)
     assert made.most_free("short") is made["b"]
     made.hold("b", Hold(20), 0.0)
-    made.suspend(made["c"], 0.0, 0.0)
+    made.suspend(made["c"], 0.0)
     assert made.most_free("short") is made["a"]
     assert made.most_free("nowhere") is None
 
@@ -32,9 +32,9 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
 def test_the_loss_of_a_lost_or_unknown_replica_is_ignored() -> None:
     made = ledger("a", "b")
     made.hold("a", Hold(10), 0.0)
-    made.lose("a", 1.0)
-    made.lose("a", 2.0)
-    made.lose("unknown", 2.0)
+    made.lose("a")
+    made.lose("a")
+    made.lose("unknown")
     assert made.connected_count == 1
     assert made["a"].joined is False
     made.release("a", Hold(10), 3.0, started=False)
@@ -44,20 +44,20 @@ def test_the_loss_of_a_lost_or_unknown_replica_is_ignored() -> None:
 def test_a_lost_replica_has_no_report_to_expire() -> None:
     made = ledger("a")
     assert made.next_report_expiry() == 10.0
-    made.lose("a", 1.0)
+    made.lose("a")
     assert made.next_report_expiry() is None
     assert made.expire_reports(100.0) == []
     # A replica that joined and never reported can leave, too.
     silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
     silent.join(spec("s"), 0.0)
-    silent.lose("s", 1.0)
+    silent.lose("s")
     assert silent.connected_count == 0
 
 
 def test_a_pool_is_alive_as_long_as_any_of_its_replicas_is() -> None:
     made = ledger("a", "b")
     assert made.has_alive("short")
-    made.lose("a", 1.0)
+    made.lose("a")
     assert made.has_alive("short")
     made.report("b", report(draining=True), 1.0)
     assert not made.has_alive("short")
@@ -76,7 +76,7 @@ def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: py
     # Only the last replica of each pool is alive: finding it must examine all others.
     made.report("l199", report(), 0.0)
     for number in range(199):
-        made.lose(f"s{number}", 0.0)
+        made.lose(f"s{number}")
     assert made.has_alive("short")
     assert made.has_alive("long")
     looks = 0
@@ -101,10 +101,25 @@ def test_the_smallest_context_limit_of_a_pool_follows_its_replicas() -> None:
     assert (made.context_limit("short"), made.contexts.changes) == (2_000, 2)
     made.join(spec("c", "short", max_model_len=9_000), 0.0)
     assert made.contexts.changes == 2
-    made.lose("b", 0.0)
+    made.lose("b")
     assert made.context_limit("short") == 4_000
     made.join(spec("a", "long", max_model_len=4_000), 0.0)
     assert (made.context_limit("short"), made.context_limit("long")) == (9_000, 4_000)
     assert [state.spec.replica_id for state in made.of_pool("long")] == ["a"]
-    made.lose("c", 0.0)
+    made.lose("c")
     assert made.context_limit("short") is None
+
+
+def test_the_smallest_kv_cache_of_a_pool_follows_its_replicas() -> None:
+    made = ledger()
+    assert made.smallest_kv_budget("short") == 0
+    made.join(spec("a", "short", kv_tokens=50_000, max_model_len=100), 0.0)
+    made.join(spec("b", "short", kv_tokens=20_000, max_model_len=100), 0.0)
+    assert made.smallest_kv_budget("short") == 20_000
+    # It restarts with a larger cache.
+    made.join(spec("b", "short", kv_tokens=90_000, max_model_len=100), 1.0)
+    assert made.smallest_kv_budget("short") == 50_000
+    made.join(spec("a", "long", kv_tokens=50_000, max_model_len=100), 2.0)
+    assert (made.smallest_kv_budget("short"), made.smallest_kv_budget("long")) == (90_000, 50_000)
+    made.lose("b")
+    assert made.smallest_kv_budget("short") == 0

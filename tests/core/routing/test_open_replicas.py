@@ -46,7 +46,7 @@ def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpress
     by_adapter = ReplicasByAdapter()
     by_adapter.add(state)
     found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, by_adapter)
-    found.update(state, 7.0)
+    found.update(state)
     fits = found.fits(state, asked, 7.0)
     assert (found.best(asked, 7.0) is state) == fits
     return fits
@@ -80,3 +80,36 @@ def test_each_condition_must_be_met(
     state = replica(long_prefills=(1, 0))
     expected = pool == "short" and tokens == 100 and limits == () and room and (empty or not needs)
     assert both(query(pool=pool, tokens=tokens, limits=limits, empty=needs), state, backpressure) is expected
+
+
+def test_several_changes_between_two_searches_cost_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = replica()
+    found = OpenReplicas(GivenBackpressure(), {state.spec.replica_id: state}, ReplicasByAdapter())
+    checks: list[float] = []
+
+    def admits(_backpressure: GivenBackpressure, _state: ReplicaState, now: float) -> bool:
+        checks.append(now)
+        return True
+
+    monkeypatch.setattr(GivenBackpressure, "admits", admits)
+    for _change in range(5):
+        found.update(state)
+    assert checks == []
+    assert found.best(query(), 7.0) is state
+    # Once when it is inserted, and once more because its pace may have fallen since.
+    assert checks == [7.0, 7.0]
+
+
+def test_the_first_search_for_batch_work_sorts_the_replicas_by_it() -> None:
+    backpressure = GivenBackpressure()
+    crowded, free = replica(), replica()
+    crowded.spec, free.spec, free.order = spec("crowded"), spec("free"), 1
+    backpressure.is_empty = False
+    found = OpenReplicas(backpressure, {"crowded": crowded, "free": free}, ReplicasByAdapter())
+    for state in (crowded, free):
+        found.update(state)
+    assert found.best(query(), 7.0) is not None
+    assert found.best(query(empty=True), 7.0) is None
+    backpressure.is_empty = True
+    found.update(free)
+    assert found.best(query(empty=True), 7.0) is free

@@ -126,6 +126,7 @@ class PromptLength:
         self._settings = settings
         self.weights: Sizes = _PRIOR_MEAN.copy()
         self._covariance: Sizes = np.diag(_PRIOR_VARIANCE)
+        self._variances = _diagonal(self._covariance)
         # Relative error and its weight in observations.
         self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_WEIGHT))
 
@@ -168,9 +169,8 @@ class PromptLength:
         clipped = min(max(innovation, -limit), limit)
         self.weights = np.maximum(self.weights + gains * (clipped / variance), 0.0)
         if clipped == innovation:
-            self._covariance -= np.outer(gains, gains / variance)
-        diagonal = np.einsum("ii->i", self._covariance)  # a view
-        diagonal += _DRIFT_VARIANCE * ((sizes > 0) & (diagonal < _PRIOR_VARIANCE))
+            self._covariance -= gains[:, None] * (gains / variance)
+        self._variances += _DRIFT_VARIANCE * ((sizes > 0) & (self._variances < _PRIOR_VARIANCE))
         if text > 0:
             # What the uncertainty of the weights and rounding do not explain.
             share = max(0.0, clipped * clipped - known - _ROUNDING_VARIANCE) / (text * text)
@@ -217,15 +217,16 @@ class PromptLength:
             deviation, weight = numbers(by_category, name.value, 2, at_least=0)
             deviations[name] = max(_MIN_DEVIATION, deviation), weight
         self.weights, self._covariance, self._deviations = weights, covariance, deviations
+        self._variances = _diagonal(covariance)
+
+
+def _diagonal(matrix: Sizes) -> Sizes:
+    """Return a view of the diagonal, which can be changed."""
+    diagonal: Sizes = np.einsum("ii->i", matrix)
+    return diagonal
 
 
 def _sizes(shape: PromptShape) -> Sizes:
-    sizes = np.zeros(_SIZES)
-    if shape.byte_classes:
-        sizes[:CLASSES] = shape.byte_classes
-    else:
-        sizes[:CLASSES] = _PROSE * shape.text_bytes
-    sizes[_TOOLS] = shape.tool_bytes
-    if shape.messages > 0:
-        sizes[_CHAT], sizes[_MESSAGES] = 1.0, shape.messages
-    return sizes
+    classes = shape.byte_classes or _PROSE * shape.text_bytes
+    messages = max(0, shape.messages)
+    return np.array((*classes, shape.tool_bytes, min(messages, 1), messages), dtype=np.float64)
