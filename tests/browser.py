@@ -7,7 +7,6 @@ Tests that use it are marked `needs_browser`.
 """
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import os
@@ -30,7 +29,7 @@ _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
     *("--no-first-run", "--disable-background-networking", "--remote-debugging-port=0"),
 )
-_KEYS = {"Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, " ": 32}
+_KEYS = {"Tab": 9, "End": 35, "ArrowLeft": 37, "ArrowRight": 39}
 
 needs_browser = pytest.mark.skipif(
     _FOUND is None, reason=f"needs a browser, one of {', '.join(_PROGRAMS)}: apt-get install chromium"
@@ -71,32 +70,16 @@ class BrowserPage:
 
     async def press(self, key: str) -> None:
         """Press a key on the focused element."""
-        common: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, ord(key[0]))}
-        if len(key) == 1:
-            common["text"] = key
-        await self.call("Input.dispatchKeyEvent", type="keyDown", **common)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key])
 
-    async def mouse(self, *steps: tuple[str, float, float]) -> None:
-        """Send mouse events such as `("mouseMoved", 10, 20)`."""
-        for kind, x, y in steps:
-            held = kind != "mouseMoved"
-            await self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=int(held)
-            )
-
-    async def emulate(self, *, scheme: str = "light", medium: str = "screen", width: int = 1_280) -> None:
-        """Show the page in a colour scheme, on screen or paper, with this width in pixels."""
+    async def emulate(self, *, scheme: str = "light", width: int = 1_280) -> None:
+        """Show the page in a colour scheme, with this width in pixels."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        await self.call("Emulation.setEmulatedMedia", media=medium, features=features)
+        await self.call("Emulation.setEmulatedMedia", features=features)
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )
-
-    async def screenshot(self, path: Path) -> None:
-        """Write a screenshot of the whole page."""
-        found = await self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(found["data"]))
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send one protocol command."""
@@ -119,14 +102,13 @@ class BrowserPage:
             else:
                 self._note(found["method"], found.get("params", {}))
 
-    async def open(self, url: str, *, scripts: bool) -> None:
+    async def open(self, url: str) -> None:
         """Open a page and wait until it has loaded."""
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
-        await self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
         async with asyncio.timeout(_WAIT_S):
@@ -153,12 +135,11 @@ class BrowserPage:
 
 
 @contextlib.asynccontextmanager
-async def open_page(url: str, folder: Path, *, scripts: bool = True) -> AsyncIterator[BrowserPage]:
+async def open_page(url: str, folder: Path) -> AsyncIterator[BrowserPage]:
     """Open a page in a new browser.
 
     Args:
         folder: for the browser's files.
-        scripts: whether the page may run scripts.
     """
     assert _FOUND is not None
     # Starting is instant; a thread reads the output.
@@ -178,7 +159,7 @@ async def open_page(url: str, folder: Path, *, scripts: bool = True) -> AsyncIte
             page = BrowserPage(socket)
             listening = asyncio.create_task(page.listen())
             try:
-                await page.open(url, scripts=scripts)
+                await page.open(url)
                 yield page
             finally:
                 listening.cancel()

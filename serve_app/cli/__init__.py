@@ -56,7 +56,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("doctor", "diagnose a running application: findings by severity, each with a next step"),
     CommandEntry("simulate", "simulate a trace on a fleet and compare policies"),
     CommandEntry("replay", "replay a decision log in a new scheduler and compare the commands"),
-    CommandEntry("bench", "run open-loop load from a trace against one endpoint, or compare two"),
+    CommandEntry("bench", "run open-loop load from a trace against an endpoint"),
     CommandEntry("plan", "size a fleet for latency limits: one pool or two, verified in simulation"),
     CommandEntry("tune", "search for better scheduler settings for a trace, in the digital twin"),
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
@@ -79,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(words)
-    args.words = words
     command: Command = args.command
     try:
         status = command.run(args)
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ServeAppError, ValueError) as exc:
-        warn(f"{args.words[0]}: {exc}")
+        warn(f"{words[0]}: {exc}")
         return 2
     except KeyboardInterrupt:
         return 130

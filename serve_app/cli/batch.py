@@ -14,7 +14,7 @@ from serve_app.cli.application import ApplicationClient, UnreachableError, add_a
 from serve_app.cli.command import Command, print_result, program, progress_bar, warn
 from serve_app.cli.http_client import FileForm
 from serve_app.errors import ServeAppError
-from serve_app.lab.reports.tables import table_text
+from serve_app.lab.tables import table_text
 
 Batch = Mapping[str, Any]
 

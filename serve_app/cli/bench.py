@@ -1,4 +1,4 @@
-"""Command `bench`: open-loop load against one live endpoint or two."""
+"""Command `bench`: open-loop load against a live endpoint."""
 
 import argparse
 import asyncio
@@ -7,20 +7,17 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import uvloop
 
 from serve_app.cli.command import (
     Command,
     add_number,
-    add_report_argument,
     add_whole,
     arguments_as_json,
-    command_line,
     print_result,
     progress_bar,
     warn,
@@ -28,18 +25,8 @@ from serve_app.cli.command import (
 )
 from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.summary import SHORT_AT_TOKENS, summarise
-from serve_app.lab.bench.comparison import (
-    ComparedEndpoint,
-    ComparedRun,
-    Interleaved,
-    compare,
-    comparison_report,
-    comparison_table,
-    comparison_warnings,
-    interleave,
-    outcomes,
-)
+from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS, SummaryRules, summarise
 from serve_app.lab.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.lab.bench.load import (
     LATE_AFTER_S,
@@ -52,52 +39,19 @@ from serve_app.lab.bench.load import (
     LoadSettings,
     OpenLoop,
 )
-from serve_app.lab.bench.report import (
-    BenchRun,
-    bench_report,
-    from_zero,
-    rules_of,
-    run_as_json,
-    table,
-    write_records,
-)
+from serve_app.lab.bench.report import from_zero, run_as_json, table, write_records
 from serve_app.lab.provenance import provenance
-from serve_app.lab.reports.document import Origin
-from serve_app.lab.reports.page import write_report
-from serve_app.lab.reports.tables import paragraph
+from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import WorkloadSettings, notes_on, resolve
 from serve_app.lab.workloads.trace import Trace
-
-OnRecord = Callable[[RequestRecord], object]
-Driven = TypeVar("Driven")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add all arguments."""
     parser.add_argument("--url", required=True, help="URL of the endpoint, such as http://127.0.0.1:8000")
-    _configure_comparison(parser.add_argument_group("comparison"))
     _configure_workload(parser.add_argument_group("workload"))
     _configure_requests(parser.add_argument_group("requests"))
     _configure_results(parser.add_argument_group("results"))
-
-
-def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--compare",
-        metavar="URL",
-        help="second endpoint, which receives the same requests in alternation with the first: print the "
-        "differences with 95 %% confidence intervals",
-    )
-    add_number(
-        group,
-        "--slice-s",
-        "seconds of the trace per slice, after which the other endpoint receives the requests",
-        10.0,
-    )
-    group.add_argument("--compare-model", help="model of the second endpoint (default: that of the first)")
-    group.add_argument(
-        "--compare-api-key", help="API key of the second endpoint (default: that of the first)"
-    )
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
@@ -164,7 +118,6 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--records", type=Path, metavar="OUT", help="write raw records, one JSON object per line"
     )
-    add_report_argument(group)
 
 
 def workload_of(args: argparse.Namespace) -> WorkloadSettings:
@@ -208,6 +161,13 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
 
 
+def summary_rules(args: argparse.Namespace) -> SummaryRules:
+    """Return the rules of the summary."""
+    return SummaryRules(
+        slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s), short_at_tokens=args.short_at
+    )
+
+
 def client_warnings(client: ClientStats, total: int) -> Iterator[str]:
     """Yield warnings if the client itself affected the results of `total` requests."""
     if client.interrupted:
@@ -226,72 +186,9 @@ def client_warnings(client: ClientStats, total: int) -> Iterator[str]:
         yield f"{client.without_usage:,} responses have no usage: their token counts are those of the trace"
 
 
-def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSettings) -> int:
-    """Run, print and write the comparison, and return the command's exit status.
-
-    Raises:
-        BenchError: an endpoint cannot be used, or an argument does not apply to a comparison.
-    """
-    endpoints = (
-        _endpoint(args, args.url, args.api_key, args.model),
-        _endpoint(args, args.compare, args.compare_api_key or args.api_key, args.compare_model or args.model),
-    )
-
-    async def drive(on_record: OnRecord) -> Interleaved:
-        return await interleave(trace, endpoints, settings, args.slice_s, on_record)
-
-    played = _with_bar(2 * len(trace.requests), drive)
-    first = trace.requests[0].arrival_s + args.warm_up_s
-    late = {number for number, request in enumerate(trace.requests) if request.arrival_s >= first}
-    pairs = [pair for place, pair in enumerate(played.pairs) if place in late]
-    if not pairs:
-        raise BenchError(
-            "no slice was completed at both endpoints after the warm-up, so there is nothing to compare"
-        )
-    found = compare(pairs)
-    played = Interleaved(pairs, played.client)
-    print_result(
-        f"{paragraph(f'{trace.title}: {trace.source}')}\n\n"
-        f"{comparison_table(found, (args.url, args.compare))}"
-    )
-    warnings = (*comparison_warnings(found), *client_warnings(played.client, 2 * len(pairs)))
-    for warning in warnings:
-        warn(warning)
-    _write_comparison(ComparedRun(args=args, trace=trace, found=found, played=played), warnings)
-    return 0 if found.completed_by_both else 1
-
-
-def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: str | None) -> ComparedEndpoint:
-    target = Target.parse(url)
-    named = argparse.Namespace(**{**vars(args), "url": url, "api_key": api_key, "model": model})
-    return ComparedEndpoint(target, body_settings(named, served_models(target, api_key)))
-
-
-def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
-    args, found, played = run.args, run.found, run.played
-    origin = provenance(run.trace.provenance(), arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
-    if args.json is not None:
-        sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
-        document = {
-            "endpoints": {name: {"url": url, "outcomes": dict(ended)} for name, url, ended in sides},
-            "comparison": found.as_json(),
-            "provenance": origin,
-        }
-        write_json(args.json, document)
-    if args.report is not None:
-        called = command_line(args, [args.api_key, args.compare_api_key])
-        write_report(args.report, comparison_report(run, Origin(origin, called), warnings))
-    if args.records is not None:
-        write_records(args.records, (each for pair in played.pairs for each in (pair.base, pair.other)))
-
-
 _EXAMPLE = """example:
   ewsjf bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
-  ewsjf bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
-      --rate 20 --duration 300
 """
-# Secrets, and the parser's own attributes.
-_NOT_SETTINGS = frozenset({"api_key", "compare_api_key", "command"})
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -301,8 +198,6 @@ def _run(args: argparse.Namespace) -> int:
         warn(note)
     settings = load_settings(args)
     _allow_connections(settings.max_in_flight)
-    if args.compare is not None:
-        return compare_endpoints(args, trace, settings)
     bodies = body_settings(args, served_models(target, args.api_key))
     preempted_before = preemptions_so_far(target, args.api_key)
     cpu_before_s = time.process_time()
@@ -312,13 +207,20 @@ def _run(args: argparse.Namespace) -> int:
     records = [record for record in from_zero(load.records) if record.arrived_at >= args.warm_up_s]
     load = replace(load, records=records)
     known = preempted_before is not None and preempted is not None
-    summary = summarise(load.records, rules_of(args))
+    rules = summary_rules(args)
+    summary = summarise(load.records, rules)
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
     print_result(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
-    warnings = list(client_warnings(load.client, len(load.records)))
-    for warning in warnings:
+    for warning in client_warnings(load.client, len(load.records)):
         warn(warning)
-    _write(BenchRun(args=args, trace=trace, load=load, summary=summary), cpu_s, warnings)
+    if args.json is not None:
+        run = {"seed": args.seed, "rate_per_s": trace.rate_per_s}
+        run |= run_as_json(summary, load, rules, cpu_s)
+        given = arguments_as_json(args, omit={"api_key"})
+        found = provenance(trace.provenance(), given, [args.seed])
+        write_json(args.json, {"runs": [run], "provenance": found})
+    if args.records is not None:
+        write_records(args.records, load.records)
     return 0 if summary.completed else 1
 
 
@@ -336,36 +238,25 @@ def _allow_connections(wanted: int) -> None:
 
 
 def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSettings) -> LoadResult:
-    async def drive(on_record: OnRecord) -> LoadResult:
-        pool = ConnectionPool(target)
-        factory = BodyFactory(bodies, target.authority, target.path_prefix)
-        try:
-            return await OpenLoop(pool, factory, settings, on_record).run(trace)
-        finally:
-            pool.close()
-
-    return _with_bar(len(trace.requests), drive)
-
-
-def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Driven]]) -> Driven:
-    """Drive the requests with a progress bar, which ends after the event loop."""
-    with progress_bar("requests", requests) as advance:  # noqa: SIM117 - see above
+    """Send the requests with a progress bar, which ends after the event loop."""
+    with progress_bar("requests", len(trace.requests)) as advance:  # noqa: SIM117 - see above
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(drive(lambda _: advance()))
+            return runner.run(_send(trace, target, bodies, settings, lambda _: advance()))
 
 
-def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
-    args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
-    found = provenance(trace.provenance(), arguments_as_json(args, omit=_NOT_SETTINGS), [args.seed])
-    if args.json is not None:
-        run = {"seed": args.seed, "rate_per_s": trace.rate_per_s}
-        run |= run_as_json(summary, load, rules_of(args), cpu_s)
-        write_json(args.json, {"runs": [run], "provenance": found})
-    if args.records is not None:
-        write_records(args.records, load.records)
-    if args.report is not None:
-        origin = Origin(found, command_line(args, [args.api_key, args.compare_api_key]))
-        write_report(args.report, bench_report(measured, origin, warnings))
+async def _send(
+    trace: Trace,
+    target: Target,
+    bodies: BodySettings,
+    settings: LoadSettings,
+    on_record: Callable[[RequestRecord], object],
+) -> LoadResult:
+    pool = ConnectionPool(target)
+    factory = BodyFactory(bodies, target.authority, target.path_prefix)
+    try:
+        return await OpenLoop(pool, factory, settings, on_record).run(trace)
+    finally:
+        pool.close()
 
 
 COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)

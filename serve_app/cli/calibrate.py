@@ -11,7 +11,7 @@ from serve_app.errors import SettingsError
 from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
 from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
 from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
-from serve_app.lab.reports.tables import table_text
+from serve_app.lab.tables import table_text
 
 _EXAMPLE = """example:
   ewsjf bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\

@@ -25,7 +25,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_HIDDEN = "..."
 # Window for the estimate of the remaining time. It must include several of the slowest steps.
 _SPEED_OVER_S = 1_800.0
 
@@ -94,39 +93,8 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
 def arguments_as_json(args: argparse.Namespace, *, omit: Collection[str] = ()) -> dict[str, object]:
     """Return a command's arguments for provenance. Paths and infinity become text, for JSON."""
     return {
-        name: _plain(value)
-        for name, value in vars(args).items()
-        if name not in {"command", "words"} and name not in omit
+        name: _plain(value) for name, value in vars(args).items() if name != "command" and name not in omit
     }
-
-
-def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ()) -> str:
-    """Return the shell line that runs the command again, with `secrets` replaced by `...`."""
-    words = [program(), *args.words]
-    hidden = [secret for secret in secrets if secret]
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if word in hidden:
-            words[place] = _HIDDEN
-        elif equals and value in hidden:
-            words[place] = f"{name}={_HIDDEN}"
-    return f"{words[0]} {shlex.join(words[1:])}"
-
-
-def add_report_argument(group: "argparse._ActionsContainer") -> None:
-    """Add the argument `--report`."""
-    group.add_argument("--report", type=_page, metavar="FILE", help="write a report, as one HTML file")
-
-
-def _page(text: str) -> Path:
-    """Parse a path that a file can have, so that hours of work do not end in an unwritable path."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
-    inside = next((each for each in path.parents if each.exists()), None)
-    if inside is not None and not inside.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {inside} is a file")
-    return path
 
 
 def _plain(value: object) -> object:

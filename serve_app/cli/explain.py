@@ -9,7 +9,7 @@ from typing import Any
 from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result, progress_bar
 from serve_app.errors import ServeAppError
-from serve_app.lab.reports.tables import table_text
+from serve_app.lab.tables import table_text
 from serve_app.tuning.counterfactuals.recording import (
     Recording,
     decode_recording,

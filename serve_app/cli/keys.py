@@ -13,7 +13,7 @@ from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, add_number, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.errors import SettingsError
-from serve_app.lab.reports.tables import table_text
+from serve_app.lab.tables import table_text
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, create_key, read_keys, revoke_key
 from serve_app.settings.loading import load_settings

@@ -1,17 +1,16 @@
 """Command `plan`: sizes a fleet for a workload and its latency limits."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app.cli.command import (
     Command,
     add_jobs,
     add_number,
-    add_report_argument,
     add_settings,
     add_whole,
     arguments_as_json,
-    command_line,
     positive_float,
     positive_int,
     print_result,
@@ -19,19 +18,22 @@ from serve_app.cli.command import (
     warn,
     write_json,
 )
-from serve_app.cli.workload_arguments import configure_max_output, configure_trace, settings_of
+from serve_app.cli.workload_arguments import (
+    configure_max_output,
+    configure_profile,
+    configure_trace,
+    settings_of,
+)
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.policies import POLICIES
 from serve_app.lab.planning.configuration import best_fleet, configuration
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, steps
-from serve_app.lab.planning.report import fleets_table, plan_as_json, plan_report, verdict
+from serve_app.lab.planning.report import fleets_table, plan_as_json, verdict
 from serve_app.lab.planning.verification import LONG_ABOVE_TOKENS, Workload
 from serve_app.lab.provenance import provenance
-from serve_app.lab.reports.document import Origin
-from serve_app.lab.reports.page import write_report
-from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import notes_on
 
 TRACE_ARRIVALS = "trace"
@@ -59,11 +61,7 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--profile",
-        default="llama2-70b-h100-tp4",
-        help="engine profile: name or YAML file (default: %(default)s)",
-    )
+    configure_profile(group)
     group.add_argument(
         "--short-profile",
         type=_names,
@@ -123,7 +121,6 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--model", help="with --config: vLLM engines with this model (default: emulated engines)"
     )
-    add_report_argument(group)
 
 
 def fleet_options(args: argparse.Namespace) -> FleetOptions:
@@ -165,7 +162,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 _EXAMPLE = """example:
   ewsjf plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
-      --slo-ttft-s 2 --slo-tpot-s 0.08 --report out/plan.html
+      --slo-ttft-s 2 --slo-tpot-s 0.08 --config out/plan.yaml
 """
 
 
@@ -177,20 +174,18 @@ def _run(args: argparse.Namespace) -> int:
     costs = CostTable.load(args.costs)
     with progress_bar("fleets", steps(options)) as advance:
         plan = make_plan(options, demand, costs, effort, lambda _: advance())
-    fleets = fleets_table(plan.result.simulated, plan.result).as_text()
-    print_result(f"{paragraph(_heading(plan))}\n\n{fleets}\n\n{paragraph(verdict(plan.result))}")
-    warnings = _warnings(plan, args.seeds)
-    for line in warnings:
+    print_result(
+        f"{paragraph(_heading(plan))}\n\n{fleets_table(plan.result)}\n\n{paragraph(verdict(plan.result))}"
+    )
+    for line in _warnings(plan, args.seeds):
         warn(line)
     if args.config is not None:
         _write_config(args, plan, costs)
-    found = provenance(plan.workload.trace.provenance(), arguments_as_json(args), effort.seeds)
     if args.json is not None:
         double_scale = {name: one.as_json() for name, one in plan.double_scale.items()}
         document = plan_as_json(plan.result) | {"fleets_at_double_scale": double_scale}
+        found = provenance(plan.workload.trace.provenance(), arguments_as_json(args), effort.seeds)
         write_json(args.json, document | {"provenance": found})
-    if args.report is not None:
-        write_report(args.report, plan_report(plan, Origin(found, command_line(args)), warnings))
     return 0
 
 
@@ -221,26 +216,25 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _warnings(plan: Plan, seeds: int) -> list[str]:
+def _warnings(plan: Plan, seeds: int) -> Iterator[str]:
     workload = plan.workload
-    lines = list(notes_on(workload.trace))
+    yield from notes_on(workload.trace)
     if workload.dropped:
         every = workload.dropped + len(workload.trace.requests)
-        lines.append(
+        yield (
             f"{workload.dropped:,} of {every:,} requests exceed the profile's context limit and were "
             "excluded for all fleets"
         )
-    lines += [
-        f"{name}: the scaled-down fleet meets the limits, but twice as many replicas at twice the rate do "
-        "not: raise --max-simulated-replicas"
-        for name, one in plan.double_scale.items()
-        if not one.meets
-    ]
+    for name, one in plan.double_scale.items():
+        if not one.meets:
+            yield (
+                f"{name}: the scaled-down fleet meets the limits, but twice as many replicas at twice the "
+                "rate do not: raise --max-simulated-replicas"
+            )
     if plan.result.worst_case is None:
-        lines.append("the worst-case fleet meets the limits at none of the simulated sizes")
+        yield "the worst-case fleet meets the limits at none of the simulated sizes"
     if seeds < 3:
-        lines.append(f"--seeds {seeds}: fewer than three seeds give no useful confidence interval")
-    return lines
+        yield f"--seeds {seeds}: fewer than three seeds give no useful confidence interval"
 
 
 COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)

@@ -1,4 +1,4 @@
-"""Command `simulate`: compares policies in simulation, as a table, JSON and a report.
+"""Command `simulate`: compares policies in simulation, as a table and as JSON.
 
 It plays the requests of a trace, or agent programs in a closed loop.
 """
@@ -13,7 +13,6 @@ from serve_app.cli import workload_arguments as arguments
 from serve_app.cli.command import (
     Command,
     arguments_as_json,
-    command_line,
     print_result,
     progress_bar,
     warn,
@@ -23,9 +22,6 @@ from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
-from serve_app.lab.reports.document import Origin
-from serve_app.lab.reports.page import write_report
-from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.simulation import program_report
 from serve_app.lab.simulation.batch import at_load, parallel, run_all, saturated_rates
 from serve_app.lab.simulation.partitions import write_partition
@@ -36,23 +32,17 @@ from serve_app.lab.simulation.programs import (
     choose_programs,
     play_programs,
 )
-from serve_app.lab.simulation.report import (
-    Row,
-    by_policy,
-    policies_table,
-    run_as_json,
-    simulation_report,
-    unequal_work,
-)
+from serve_app.lab.simulation.report import Row, policies_table, run_as_json, unequal_work
 from serve_app.lab.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.lab.simulation.workload import choose_trace
+from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 
 _EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
-      --requests 10000 --seeds 5 --report out/report.html
+      --requests 10000 --seeds 5 --json out/policies.json
   ewsjf simulate --programs coding-agents --policy prefix-affinity,ewsjf --replicas 1 --kv-tokens 400000
 """
 
@@ -71,18 +61,13 @@ def _run(args: argparse.Namespace) -> int:
         warn(note)
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
-    print_result(f"{paragraph(_heading(results[0]))}\n\n{policies_table(by_policy(rows)).as_text()}")
-    warnings = list(_warnings(results, rows))
-    for warning in warnings:
+    print_result(f"{paragraph(_heading(results[0]))}\n\n{policies_table(rows)}")
+    for warning in _warnings(results, rows):
         warn(warning)
-    found = _provenance(args, results)
     if args.json is not None:
-        write_json(args.json, {"runs": rows, "provenance": found})
+        write_json(args.json, {"runs": rows, "provenance": _provenance(args, results)})
     if args.save_partition is not None:
         _save_partition(args.save_partition, results)
-    if args.report is not None:
-        origin = Origin(found, command_line(args))
-        write_report(args.report, simulation_report(results, rows, origin, warnings))
     return 0
 
 
@@ -97,9 +82,7 @@ def _run_programs(args: argparse.Namespace) -> int:
     first = results[0]
     if given[0][1].file is None:
         warn("the programs are generated from percentiles of recorded ones, because their file is missing")
-    print_result(
-        f"{paragraph(program_report.heading(first))}\n\n{program_report.programs_table(results).as_text()}"
-    )
+    print_result(f"{paragraph(program_report.heading(first))}\n\n{program_report.programs_table(results)}")
     if first.programs.dropped:
         warn(f"{first.programs.dropped} programs exceed the engines' context limit and were excluded")
     if args.json is not None:
@@ -130,13 +113,11 @@ def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettin
 
 
 def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunResult]:
-    keep_records = args.report is not None
     if args.log is not None or args.jobs == 1 or len(runs) == 1:
-        for result in _one_by_one(runs, args.log):
-            yield result if keep_records else replace(result, records=[], measured=[])
+        yield from _one_by_one(runs, args.log)
         return
     with progress_bar("runs", len(runs)) as advance:
-        for result in run_all(runs, jobs=args.jobs, keep_records=keep_records):
+        for result in run_all(runs, jobs=args.jobs):
             advance()
             yield result
 
@@ -166,7 +147,7 @@ def _one_by_one(runs: list[RunSettings], log: Path | None) -> Iterator[RunResult
                 if file is not None:
                     file.write(encode_header(run_header(run)) + "\n")
                 result = simulate(run, note)
-            yield result
+            yield replace(result, records=[], measured=[])
 
 
 def _heading(result: RunResult) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from serve_app.cli.application import ApplicationClient, Document, add_address
 from serve_app.cli.command import Command, add_whole, print_result
-from serve_app.lab.reports.tables import table_text
+from serve_app.lab.tables import table_text
 from serve_app.serving.scheduler.findings import endpoints_down
 
 _MAX_COSTS = 10

@@ -29,10 +29,10 @@ from serve_app.cli.workload_arguments import (
 from serve_app.core.metrics.targets import ClassTarget, ClassTargets
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
-from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.simulation.batch import saturated_rate_per_s
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import notes_on
 from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings

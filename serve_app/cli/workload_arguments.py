@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from serve_app.cli.command import (
     add_jobs,
     add_number,
-    add_report_argument,
     add_settings,
     add_whole,
     positive_float,
@@ -104,13 +103,18 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
-    """Add the engines' profile, their number in one or several pools, and the first pool's boundary."""
+def configure_profile(group: "argparse._ArgumentGroup") -> None:
+    """Add the engines' profile."""
     group.add_argument(
         "--profile",
         default="llama2-70b-h100-tp4",
         help="engine profile: name or YAML file (default: %(default)s)",
     )
+
+
+def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
+    """Add the engines' profile, their number in one or several pools, and the first pool's boundary."""
+    configure_profile(group)
     size = group.add_mutually_exclusive_group()
     add_whole(size, "--replicas", "replicas in one pool", 4)
     size.add_argument(
@@ -293,7 +297,6 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="write the final length queues of the first run that learned any, for --partition",
     )
-    add_report_argument(group)
     group.add_argument(
         "--log", type=Path, metavar="FILE", help="write the decision log, one JSON object per line"
     )
@@ -346,7 +349,7 @@ def program_runs(args: argparse.Namespace) -> list[tuple[ProgramSettings, Progra
     Raises:
         SettingsError: an argument does not apply to programs, or does not describe a valid run.
     """
-    for name in ("load", "rate", "requests", "priorities", "arrivals", "report", "log", "save_partition"):
+    for name in ("load", "rate", "requests", "priorities", "arrivals", "log", "save_partition"):
         if getattr(args, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')} does not apply to --programs: leave it out")
     engines = fleet(args)

@@ -1,6 +1,6 @@
-"""Lab: simulation, planning, calibration, load tests and reports.
+"""Lab: simulation, planning, calibration, and load tests.
 
 Read `simulation` first: it drives the production scheduler on the engine model. `workloads` has the traces,
-`planning` and `calibration` use the simulator, and `bench` measures a live endpoint. `reports` writes any
-result as one HTML file, with its `provenance`.
+`planning` and `calibration` use the simulator, and `bench` measures a live endpoint. `tables` formats the
+results of all commands for a terminal, and `provenance` records the origin of a result.
 """

@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from serve_app.lab.reports.document import Cell, ReportTable, number_cell
+from serve_app.lab.tables import number_text, table_text
 from serve_app.tuning.objective import ClassFigures
-from serve_app.tuning.search_space import SearchSpace, as_model_settings
+from serve_app.tuning.search_space import SearchSpace, Values, as_model_settings
 from serve_app.tuning.study import INCUMBENT, Finding, StudyHistory, StudySettings, WindowResult
 
-IN_FORCE, BEST = "current", "best candidate"
-"""Names of the two sides in tables."""
+# Names of the two sides in tables.
+_IN_FORCE, _BEST = "current", "best candidate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,20 @@ class StudyReport:
 
     def as_text(self) -> str:
         """Return the verdict and tables as text."""
-        lines = [self.verdict, "", self.classes_table.as_text()]
-        if self.changes_table is not None:
-            lines += ["", self.changes_table.as_text()]
-        if self.yaml_settings is not None:
-            lines += ["", "For the model's settings:", "", self.yaml_settings]
+        parts = [self._verdict(), self._classes_table()]
+        if self.finding.best is not None:
+            parts.append(self._changes_table(self.finding.best))
+        recommended = self._recommended()
+        if recommended is None:
+            parts.append("The current settings remain.")
         else:
-            lines += ["", "The current settings remain."]
-        return "\n".join(lines)
+            parts += ["For the model's settings:", yaml.safe_dump(recommended, sort_keys=False).rstrip()]
+        return "\n\n".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return all results in plain values."""
         finding, best = self.finding, self.finding.best
         results = {side: self._results(number) for side, number in self._sides("incumbent", "best").items()}
-        recommended = None
-        if best is not None and finding.confident:
-            recommended = as_model_settings(self.space, best)
         return {
             "confident": finding.confident,
             "reason": finding.reason,
@@ -57,7 +55,7 @@ class StudyReport:
             "best": None if best is None else dict(best),
             "search": finding.search and asdict(finding.search),
             "confirmation": finding.confirmation and asdict(finding.confirmation),
-            "recommended": recommended,
+            "recommended": self._recommended(),
             "rewards": {
                 side: _mean([each.reward.value for each in found]) for side, found in results.items()
             },
@@ -68,17 +66,15 @@ class StudyReport:
             },
         }
 
-    @property
-    def yaml_settings(self) -> str | None:
-        """Settings of the recommended candidate as YAML; None if the incumbent remains."""
+    def _recommended(self) -> dict[str, Any] | None:
+        """Return the model settings of the recommended candidate; None if the incumbent remains."""
         best = self.finding.best
         if best is None or not self.finding.confident:
             return None
-        return yaml.safe_dump(as_model_settings(self.space, best), sort_keys=False).rstrip()
+        return as_model_settings(self.space, best)
 
-    @property
-    def verdict(self) -> str:
-        """Number of candidates, the result and its confidence interval."""
+    def _verdict(self) -> str:
+        """Return the number of candidates, the result and its confidence interval."""
         tried = self.finding.candidates
         text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
         found = self.finding.confirmation
@@ -86,48 +82,35 @@ class StudyReport:
             return text
         return f"{text}; reward {found.mean:+.4f} (95 %: {found.low:+.4f} to {found.high:+.4f})"
 
-    @property
-    def classes_table(self) -> ReportTable:
-        """TTFT and attainment of each class on both sides, as means over windows."""
-        sides = self._sides(IN_FORCE, BEST)
+    def _classes_table(self) -> str:
+        """Return TTFT and attainment of each class on both sides, as means over windows."""
+        sides = self._sides(_IN_FORCE, _BEST)
         found = {side: _mean_classes(self._results(number)) for side, number in sides.items()}
-        return ReportTable(
-            caption="Priority classes, means over windows (fresh ones if there was a confirmation)",
-            head=["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"],
-            rows=[
-                [
-                    name,
-                    side,
-                    number_cell(classes[name].requests),
-                    number_cell(classes[name].ttft_p50_s, 3),
-                    number_cell(classes[name].ttft_p99_s, 3),
-                    Cell(f"{classes[name].attainment_ratio:.1%}", classes[name].attainment_ratio),
-                ]
-                for name in found[IN_FORCE]
-                for side, classes in found.items()
-                if name in classes
-            ],
-            text_columns=2,
-        )
+        head = ["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"]
+        rows = [
+            [
+                name,
+                side,
+                number_text(classes[name].requests),
+                number_text(classes[name].ttft_p50_s, 3),
+                number_text(classes[name].ttft_p99_s, 3),
+                f"{classes[name].attainment_ratio:.1%}",
+            ]
+            for name in found[_IN_FORCE]
+            for side, classes in found.items()
+            if name in classes
+        ]
+        return table_text(head, rows, text_columns=2, key_columns=2)
 
-    @property
-    def changes_table(self) -> ReportTable | None:
-        """Parameters that differ between incumbent and best candidate; None without a candidate."""
-        best, current = self.finding.best, self.space.current
-        if best is None:
-            return None
-        return ReportTable(
-            caption="Changed values",
-            head=["setting", IN_FORCE, BEST],
-            rows=[
-                [
-                    each.model_path,
-                    *(Cell(f"{side[each.name]:g}", side[each.name]) for side in (current, best)),
-                ]
-                for each in self.space
-                if best[each.name] != current[each.name]
-            ],
-        )
+    def _changes_table(self, best: Values) -> str:
+        """Return the parameters that differ between incumbent and best candidate."""
+        current = self.space.current
+        rows = [
+            [each.model_path, f"{current[each.name]:g}", f"{best[each.name]:g}"]
+            for each in self.space
+            if best[each.name] != current[each.name]
+        ]
+        return table_text(["setting", _IN_FORCE, _BEST], rows)
 
     def _sides(self, incumbent: str, best: str) -> dict[str, int]:
         """Return the numbers of the incumbent and the best candidate, if there is one, by these names."""

@@ -1,8 +1,4 @@
-"""Student-t confidence intervals (95 %) of figures measured over a few seeds.
-
-Runs with the same seeds have the same arrivals. Two policies are therefore compared by the interval of their
-paired differences, which is far narrower than two intervals side by side.
-"""
+"""Student-t confidence intervals (95 %) of figures measured over a few seeds."""
 
 import math
 import statistics
@@ -46,21 +42,6 @@ def interval_95(values: Sequence[float]) -> ConfidenceInterval:
         return ConfidenceInterval(mean, None, None, 1)
     half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return ConfidenceInterval(mean, mean - half, mean + half, len(values))
-
-
-def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) -> ConfidenceInterval:
-    """Return the mean of `candidate - baseline` per seed, with its 95 % interval."""
-    if len(candidate) != len(baseline):
-        raise ValueError(
-            f"paired runs need the same seeds, got {len(candidate)} and {len(baseline)} values: "
-            "run both on all seeds"
-        )
-    return interval_95(
-        [
-            candidate_value - baseline_value
-            for candidate_value, baseline_value in zip(candidate, baseline, strict=True)
-        ]
-    )
 
 
 def t_95(degrees_of_freedom: int) -> float:

@@ -249,15 +249,12 @@ class OpenLoop:
 
     Args:
         on_record: called with each record, for a progress bar.
-        first_number, stride: of the requests' numbers, from which their prompts and ids derive.
     """
 
     pool: ConnectionPool
     bodies: BodyFactory
     settings: LoadSettings
     on_record: Callable[[RequestRecord], object] = lambda _: None
-    first_number: int = 0
-    stride: int = 1
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     _records: list[RequestRecord] = field(init=False, default_factory=list)
     _figures: ClientStats = field(init=False, default_factory=ClientStats)
@@ -285,20 +282,19 @@ class OpenLoop:
 
     async def _send_on_schedule(self, trace: Trace) -> None:
         start = time.monotonic() - trace.requests[0].arrival_s
-        for place, request in enumerate(trace.requests):
+        for number, request in enumerate(trace.requests):
             due = start + request.arrival_s
             ahead = due - time.monotonic()
             # Requests that are due are sent without a pause, but the event loop must still process responses.
-            if ahead > 0 or place % 16 == 0:
+            if ahead > 0 or number % 16 == 0:
                 await asyncio.sleep(max(ahead, 0))
             if len(self._in_flight) < self.settings.max_in_flight:
-                self._send(place, request, due)
+                self._send(number, request, due)
             else:
                 self._figures.throttled += 1
-                self._held_back.append((place, request, due))
+                self._held_back.append((number, request, due))
 
-    def _send(self, place: int, request: TraceRequest, due: float) -> None:
-        number = self.first_number + self.stride * place
+    def _send(self, number: int, request: TraceRequest, due: float) -> None:
         now = time.monotonic()
         self._figures.late += now - due > LATE_AFTER_S
         # A timer may fire slightly early. A request never counts as sent before its time.

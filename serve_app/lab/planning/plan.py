@@ -86,7 +86,7 @@ class SizedFleet:
         verification: of the simulated fleet, which is scaled down if `share` is below 1.
         headroom: factor by which the rate of a scaled-down fleet can grow, see `Verifier.headroom`.
         counts: replicas by pool at full size.
-        usd_by_pool: price per hour by pool.
+        usd_per_hour: price of the whole fleet.
     """
 
     candidate: Candidate
@@ -94,13 +94,8 @@ class SizedFleet:
     share: float
     headroom: float
     counts: Counts
-    usd_by_pool: Mapping[str, float]
+    usd_per_hour: float
     gpus: int
-
-    @property
-    def usd_per_hour(self) -> float:
-        """Price of the whole fleet."""
-        return sum(self.usd_by_pool.values())
 
     @property
     def plan(self) -> FleetPlan:
@@ -122,6 +117,11 @@ class PlanResult:
     pools: SizedFleet | None
     modelled: tuple[Candidate, ...]
     simulated: tuple[SizedFleet, ...]
+
+    @property
+    def chosen(self) -> list[SizedFleet]:
+        """The smallest fleet of each kind that meets the limits."""
+        return [one for one in (self.worst_case, self.paged, self.pools) if one is not None]
 
 
 # A pool with a smaller share of the requests does not justify its reserve.
@@ -304,10 +304,7 @@ class Planner:
             share=share,
             headroom=headroom,
             counts=counts,
-            usd_by_pool={
-                pool: count * self._costs.usd_per_hour(candidate.plan.pools[pool].profile)
-                for pool, count in counts.items()
-            },
+            usd_per_hour=candidate.plan.usd_per_hour(counts, self._costs),
             gpus=candidate.plan.gpus(counts),
         )
 
@@ -353,7 +350,7 @@ class Plan:
     Attributes:
         demand: the demand, including the number of requests per run.
         workload: of the first seed, without requests that the profile cannot hold.
-        verifier: the verifier, with every fleet that it has simulated.
+        verifier: the verifier that has simulated the fleets.
         double_scale: each chosen fleet at twice its simulated size and rate, with the first seed, by name of
             the fleet. It shows the error of scaling down. Empty if fleets were simulated at full size.
     """
@@ -388,11 +385,10 @@ def make_plan(
     demand = _with_requests(demand, share, mix, undivided)
     verifier = Verifier(demand, share=share, jobs=effort.jobs)
     result = planner.search(verifier, effort.seeds)
-    chosen = (result.worst_case, result.paged, result.pools) if share < 1 else ()
+    chosen = result.chosen if share < 1 else []
     double_scale = {
         one.plan.name: verifier.at_double_scale(one.plan, one.verification.counts, effort.seeds[:1])
         for one in chosen
-        if one is not None
     }
     return Plan(demand=demand, workload=workload, verifier=verifier, result=result, double_scale=double_scale)
 

@@ -161,9 +161,6 @@ class Verifier:
     Args:
         demand: workload at full size.
         share: share of it that is simulated, at most 1; the fleets passed to `measure` have that size.
-
-    Attributes:
-        measured: every fleet passed to `measure`, in that order.
     """
 
     def __init__(self, demand: Workload, *, share: float = 1.0, jobs: int = 1) -> None:
@@ -171,7 +168,6 @@ class Verifier:
         self.share = share
         self._jobs = jobs
         self._runs: dict[str, RunFigures] = {}
-        self.measured: list[Verification] = []
 
     @property
     def played(self) -> int:
@@ -193,7 +189,7 @@ class Verifier:
         for _ in range(_HEADROOM_STEPS):
             middle = (low + high) / 2
             demand = self.demand.scaled(self.share * (1 + middle))
-            meets = self._measure(plan, counts, seeds, demand, noted=False).meets
+            meets = self._measure(plan, counts, seeds, demand).meets
             low, high = (middle, high) if meets else (low, middle)
         return 1 + low
 
@@ -203,10 +199,10 @@ class Verifier:
         if demand.trace.requests is not None:
             demand = replace(demand, trace=replace(demand.trace, requests=2 * demand.trace.requests))
         twice = {pool: 2 * count for pool, count in counts.items()}
-        return self._measure(plan, twice, seeds, demand, noted=False)
+        return self._measure(plan, twice, seeds, demand)
 
     def _measure(
-        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Workload, *, noted: bool = True
+        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Workload
     ) -> Verification:
         settings = plan.settings(counts)
         runs = [
@@ -225,10 +221,7 @@ class Verifier:
         missing = [run for run in runs if repr(run) not in self._runs]
         for result in run_all(missing, jobs=self._jobs, keep_records=True):
             self._runs[repr(result.settings)] = _figures(result)
-        verification = Verification(plan, dict(counts), demand, tuple(self._runs[repr(run)] for run in runs))
-        if noted:
-            self.measured.append(verification)
-        return verification
+        return Verification(plan, dict(counts), demand, tuple(self._runs[repr(run)] for run in runs))
 
 
 def scale_share(replicas: int, most_replicas: int) -> float:

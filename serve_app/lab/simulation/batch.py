@@ -81,8 +81,8 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
 
     Args:
         jobs: number of processes; 1 plays them one after the other in this process.
-        keep_records: whether to return the records of each request too, which plots need; sending many of
-            them between processes takes long.
+        keep_records: whether to return the records of each request too; sending many of them between
+            processes takes long.
     """
     yield from parallel(simulate if keep_records else _figures_only, runs, jobs)
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serve_app.lab.reports.document import ReportTable
 from serve_app.lab.simulation.programs import ProgramResult
+from serve_app.lab.tables import table_text
 
 
 def run_as_json(result: ProgramResult) -> dict[str, Any]:
@@ -59,15 +59,14 @@ _COLUMNS: Sequence[tuple[str, _Figure, int]] = (
 )
 
 
-def programs_table(results: Sequence[ProgramResult]) -> ReportTable:
+def programs_table(results: Sequence[ProgramResult]) -> str:
     """Return the figures of every policy."""
     by_policy: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         by_policy.setdefault(result.settings.name, []).append(run_as_json(result)["metrics"])
-    return ReportTable(
-        caption="Programs",
-        head=["policy", *(name for name, _, _ in _COLUMNS)],
-        rows=[
+    return table_text(
+        ["policy", *(name for name, _, _ in _COLUMNS)],
+        [
             [policy, *(_mean([figure(one) for one in metrics], digits) for _, figure, digits in _COLUMNS)]
             for policy, metrics in by_policy.items()
         ],

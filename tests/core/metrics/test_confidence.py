@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.metrics.confidence import interval_95, paired_difference_95, t_95
+from serve_app.core.metrics.confidence import interval_95, t_95
 
 
 def test_the_interval_of_a_known_sample() -> None:
@@ -16,17 +16,7 @@ def test_one_seed_gives_a_mean_without_bounds() -> None:
     assert interval.as_json() == {"mean": 7.0, "low": None, "high": None, "n": 1}
 
 
-def test_pairing_removes_what_the_seeds_share() -> None:
-    baseline = [10.0, 20.0, 30.0]
-    difference = paired_difference_95([9.0, 19.1, 28.9], baseline)
-    assert difference.mean == pytest.approx(-1.0)
-    assert difference.high is not None
-    assert difference.high < 0
-
-
-def test_unpaired_runs_are_rejected() -> None:
-    with pytest.raises(ValueError, match="got 1 and 2 values"):
-        paired_difference_95([1.0], [1.0, 2.0])
+def test_no_runs_have_no_interval() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         interval_95([])
 

@@ -1,4 +1,4 @@
-"""`plan`: its output and files, and agreement of report and JSON."""
+"""`plan`: its output and files."""
 
 import io
 import json
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from tests.lab.reports.parsed import ParsedReport
 
 SMALL = ["--profile", "laptop", "--requests", "300", "--seeds", "3", "--jobs", "1", "--candidates", "1"]
 
@@ -23,20 +22,18 @@ def plan(*arguments: str) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """Output and files of one plan."""
+    """Output and JSON file of one plan."""
 
     text: str
     document: dict[str, Any]
-    page: ParsedReport
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     folder, text = tmp_path_factory.mktemp("plan"), io.StringIO()
     with redirect_stdout(text):
-        assert plan("--json", str(folder / "deep" / "r.json"), "--report", str(folder / "r.html")) == 0
-    document = json.loads((folder / "deep" / "r.json").read_text())
-    return Written(text.getvalue(), document, ParsedReport((folder / "r.html").read_text()))
+        assert plan("--json", str(folder / "deep" / "r.json")) == 0
+    return Written(text.getvalue(), json.loads((folder / "deep" / "r.json").read_text()))
 
 
 def test_a_plan_is_printed_and_written(written: Written) -> None:
@@ -58,28 +55,15 @@ def test_a_plan_is_printed_and_written(written: Written) -> None:
     assert document["provenance"]["seeds"] == [0, 1, 2]
 
 
-def test_the_fleets_of_the_report_are_those_of_the_json_output(written: Written) -> None:
-    page, found = written.page, written.document
-    assert found["verdict"] in page.text
-    fleets = page.tables[0]
-    for one in found["fleets"]:
-        for heading, expected in (
-            ("GPUs", one["gpus"]),
-            ("$/hour", one["usd_per_hour"]),
-            ("P99 TTFT s", one["p99_ttft_s"]),
-            ("P99 TPOT ms", one["p99_tpot_s"]),
-        ):
-            assert fleets.column(heading)[one["name"]] == pytest.approx(expected)
-        (row,) = [texts for texts in fleets.texts if texts[0] == one["name"]]
+def test_the_fleets_of_the_table_are_those_of_the_json_output(written: Written) -> None:
+    lines = written.text.splitlines()
+    assert written.document["verdict"] in written.text
+    for one in written.document["fleets"]:
+        (line,) = [line for line in lines if line.startswith(f"| > {one['name']} ")]
         half = one["verification"]["p99_ttft_s"]["high"] - one["p99_ttft_s"]
-        assert row[fleets.texts[0].index("P99 TTFT s")] == f"{one['p99_ttft_s']:.2f} ± {half:.2f}"
-    pools = next(one for one in found["fleets"] if one["name"] == "pools")
-    assert fleets.column("saves")["pools"] == pytest.approx(
-        pools["savings"]["paged-homogeneous"]["simulated"]
-    )
-    assert page.table("The two pools").column("replicas") == {
-        name: pool["replicas"] for name, pool in pools["per_pool"].items()
-    }
+        assert f" {one['gpus']} | " in line
+        assert f" {one['usd_per_hour']:,.2f} | " in line
+        assert f" {one['p99_ttft_s']:.2f} ± {half:.2f} | " in line
 
 
 @pytest.mark.slow
@@ -101,14 +85,11 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     assert twice["rate_per_s"] == pytest.approx(2 * paged["verification"]["rate_per_s"])
 
 
-def test_limits_out_of_reach_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "r.html"
-    assert plan("--slo-tpot-s", "0.001", "--report", str(path)) == 0
-    captured, page = capsys.readouterr(), ParsedReport(path.read_text())
-    for text in (captured.out, page.text):
-        assert "No single pool with paged KV meets the limits" in text
-    for text in (captured.err, page.text):
-        assert "the worst-case fleet meets the limits at none of the simulated sizes" in text
+def test_limits_out_of_reach_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--slo-tpot-s", "0.001") == 0
+    captured = capsys.readouterr()
+    assert "No single pool with paged KV meets the limits" in captured.out
+    assert "the worst-case fleet meets the limits at none of the simulated sizes" in captured.err
 
 
 @pytest.mark.parametrize(

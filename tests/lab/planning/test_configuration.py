@@ -29,9 +29,7 @@ def sized(plan: FleetPlan, **counts: int) -> SizedFleet:
         share=1.0,
         headroom=1.0,
         counts=counts,
-        usd_by_pool={
-            pool: count * COSTS.usd_per_hour(plan.pools[pool].profile) for pool, count in counts.items()
-        },
+        usd_per_hour=plan.usd_per_hour(counts, COSTS),
         gpus=plan.gpus(counts),
     )
 

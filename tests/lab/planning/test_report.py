@@ -44,7 +44,7 @@ def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
         share=share,
         headroom=1.0,
         counts=counts,
-        usd_by_pool={pool: n * costs.usd_per_hour(LARGE.profile) for pool, n in counts.items()},
+        usd_per_hour=candidate.usd_per_hour,
         gpus=plan.gpus(counts),
     )
 
@@ -108,8 +108,7 @@ def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:
 
 
 def test_the_table_has_a_line_for_every_fleet_with_its_interval() -> None:
-    found = result()
-    lines = fleets_table(found.simulated, found).as_text().splitlines()
+    lines = fleets_table(result()).splitlines()
     assert len(lines) == 2 + 3
     assert "> pools" in lines[-1]
     assert "1.10 ± 0.25" in lines[-1]

@@ -14,7 +14,7 @@ from serve_app.cli.workload_arguments import (
 )
 from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import read_runs
-from serve_app.lab.simulation.report import by_policy, policies_table
+from serve_app.lab.simulation.report import policies_table
 from serve_app.lab.simulation.workload import TraceChoice
 
 SMALL = ["--profile", "laptop", "--requests", "150", "--jobs", "1"]
@@ -155,16 +155,14 @@ def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict
 
 def test_a_table_has_means_and_intervals_over_seeds() -> None:
     rows = [row("fcfs", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))]
-    line = next(line for line in policies_table(by_policy(rows)).as_text().splitlines() if "fcfs" in line)
+    line = next(line for line in policies_table(rows).splitlines() if "fcfs" in line)
     # Student's t with two degrees of freedom: 4.303 * 1 / sqrt(3).
     assert "2.000 ± 2.484" in line
     assert "|     3 |" in line
 
 
 def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
-    table = policies_table(
-        by_policy([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
-    ).as_text()
+    table = policies_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
     assert "±" not in table
     assert "oracle (not deployable)" in table
 

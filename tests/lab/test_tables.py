@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.cli import main
-from serve_app.lab.reports.tables import transposed_table
+from serve_app.lab.tables import transposed_table
 from tests.terminal import shown_on_terminal
 
 HEAD = ("policy", "n", "short TTFT mean s", "goodput /s")

@@ -5,6 +5,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from serve_app.core.metrics.confidence import ConfidenceInterval
+
 Line = Sequence[str]
 
 # Minimum width of a cell, below which it is not narrowed further.
@@ -35,6 +37,16 @@ def table_text(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_
     if columns is None or len(whole.partition("\n")[0]) <= columns:
         return whole
     return transposed_table(head, lines, columns, key_columns=key_columns)
+
+
+def number_text(value: float | None, decimals: int = 0, scale: float = 1.0) -> str:
+    """Return a number times `scale`, or a dash."""
+    return "-" if value is None else f"{scale * value:,.{decimals}f}"
+
+
+def interval_text(interval: ConfidenceInterval | None, decimals: int, scale: float = 1.0) -> str:
+    """Return a mean with half the width of its interval, or a dash."""
+    return "-" if interval is None else interval.as_text(decimals, scale)
 
 
 def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -> str:
