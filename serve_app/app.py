@@ -40,7 +40,6 @@ from serve_app.settings.loading import settings_of
 _STOP_MARGIN_S = 30.0
 # Time between the end of a gateway's last responses and the end of its process.
 _GATEWAY_STOP_MARGIN_S = 5.0
-_MAX_PROXIED = 10_000
 # The replica's own health check times out before Ray's, because its message names the engine.
 _HEALTH_RATIO = 0.8
 
@@ -87,8 +86,6 @@ def application_of(settings: ApplicationSettings) -> Application:
     deployment = serve.deployment(
         name="gateway",
         **_scale_of(gateways),
-        # Only effective if a proxy of Ray Serve forwards requests.
-        max_ongoing_requests=_MAX_PROXIED,
         graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
         # Serve notices a dead process only by a health check, and until then nothing listens on its port.
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -97,7 +94,7 @@ def application_of(settings: ApplicationSettings) -> Application:
         ray_actor_options={"num_cpus": gateways.num_cpus},
         max_surge_percent=ALL_AT_ONCE_PERCENT,
         user_config=gateway_hot(settings.gateway),
-    )(serve.ingress()(GatewayDeployment))
+    )(GatewayDeployment)
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
     scales = gateways.autoscaling is not None

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 
-from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
+from serve_app.engines.engine import ASGIApp
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import listening_socket
 
@@ -19,13 +19,3 @@ async def listening(app: ASGIApp, port: int = 0) -> AsyncIterator[int]:
         yield port
     finally:
         await server.stop(0.0)
-
-
-def as_plain_asgi(app: ASGIApp) -> ASGIApp:
-    """Return the app as another ASGI server calls it, such as Ray Serve's proxy."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        del scope["extensions"]
-        await app(scope, receive, send)
-
-    return call

@@ -137,16 +137,14 @@ def serve_config(
     *,
     import_path: str = "serve_app.app:build_app",
     port: int = 0,
-    proxy_location: str = NO_PROXY,
 ) -> dict[str, Any]:
     """Return the configuration of `serve run` for an application.
 
     Args:
         args: of the application; without `gateways` it gets one, with few of the machine's cores.
-        proxy_location: where Ray Serve runs proxies; nowhere by default, as in the examples.
     """
     return {
-        "proxy_location": proxy_location,
+        "proxy_location": NO_PROXY,
         "http_options": {"host": "127.0.0.1", "port": port},
         "logging_config": {"enable_access_log": False},
         "applications": [

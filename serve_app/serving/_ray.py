@@ -31,7 +31,7 @@ default folder, and `serve` cannot find an engine's log. Instead: the environmen
 
 
 class ServedAddress(NamedTuple):
-    """Address of an application; with `has_proxy`, proxies of Ray Serve accept the requests."""
+    """Address of an application; with `has_proxy`, a proxy of Ray Serve listens there."""
 
     options: HttpOptions
     application: str
@@ -42,13 +42,12 @@ class ServedAddress(NamedTuple):
 def served_address() -> ServedAddress:
     """Return the address of this replica's application; queries the controller, and blocks.
 
-    Without `_get_global_client` and its details, a gateway does not know its port, or whether to listen.
-    Instead: pass `http_options` and `proxy_location` to `build_app` as arguments of the application.
+    Without `_get_global_client` and its details, a gateway does not know its port. Instead: pass
+    `http_options` to `build_app` as an argument of the application.
     """
     application = serve.get_replica_context().app_name
     client = serve.context._get_global_client()  # noqa: SLF001
-    if client is None:
-        return ServedAddress(HttpOptions(), application, "/", has_proxy=True)
+    assert client is not None, "a replica is connected to Serve"
     details = client.get_serve_details()
     route = details["applications"].get(application, {}).get("route_prefix") or "/"
     has_proxy = details.get("proxy_location") != ProxyLocation.Disabled

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import Application, serve_config, served_application
 from serve_app.lab.bench.connection import BenchError
-from serve_app.settings.checking.serve_file import NO_PROXY
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
@@ -148,11 +147,10 @@ def serve(
     args: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
-    proxy_location: str = NO_PROXY,
 ) -> Iterator[Served]:
     """Serve an application with these settings; afterwards end all of its processes."""
     with served_application(
-        serve_config("ewsjf", args, proxy_location=proxy_location),
+        serve_config("ewsjf", args),
         environment=environment or {},
         start_timeout_s=start_timeout_s,
     ) as application:

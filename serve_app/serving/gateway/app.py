@@ -297,7 +297,7 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        timed = self._stalls.watching(scope, receive, send)
+        timed = self._stalls.watching(scope, send)
         incoming = self._reader.incoming(scope, receive, timed, path, monotonic())
         timed.request_id = incoming.client_request_id.encode()
         try:

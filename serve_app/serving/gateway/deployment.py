@@ -1,7 +1,7 @@
 """The gateway as a Ray Serve deployment: the application's ingress.
 
-With `proxy_location: Disabled` the gateway listens on the application's address (`listener`), and `__del__`
-drains its open requests. Otherwise the proxies of Ray Serve forward requests to the same ASGI application.
+The gateway listens on the application's address (`listener`) instead of the proxies of Ray Serve, and
+`__del__` drains its open requests.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import SettingsError
 from serve_app.serving._ray import ServedAddress, alive_nodes, served_address
 from serve_app.serving.autoscaling import CPU_CORES
@@ -32,7 +31,6 @@ from serve_app.serving.process import tune_memory
 
 logger = logging.getLogger("ray.serve")
 
-_REQUEST_ID = b"x-request-id"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -67,6 +65,10 @@ class GatewayDeployment:
     ) -> None:
         # The call to Serve's controller blocks.
         address = await asyncio.to_thread(served_address)
+        if address.has_proxy:
+            raise SettingsError(
+                "proxy_location must be Disabled: gateways listen on http_options.port themselves"
+            )
         settings.check_exposure(address.options.host or _LOOPBACK)
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
@@ -85,20 +87,12 @@ class GatewayDeployment:
             client.start()
         self._stop_times = drain_timeout_s, deregister_s
         self._drain: asyncio.Task[int] | None = None
-        self._listener: GatewayListener | None = None
-        if not address.has_proxy:
-            self._listener = GatewayListener(
-                self._gateway, address.options, address.route, address.application
-            )
-            await self._listener.start()
+        self._listener = GatewayListener(self._gateway, address.options, address.route, address.application)
+        await self._listener.start()
         folder = await asyncio.to_thread(_batches_folder, settings, address)
         if folder is not None:
             self._gateway.start_batches(folder)
         tune_memory()
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application; Serve calls this once, after the constructor."""
-        return without_request_id(self._gateway)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply other hot settings; see `Gateway.change`.
@@ -135,8 +129,7 @@ class GatewayDeployment:
 
     def check_health(self) -> None:
         """Raise `ServerNotRunningError` if the gateway's own port accepts no connections."""
-        if self._listener is not None:
-            self._listener.check_health()
+        self._listener.check_health()
 
     async def __del__(self) -> None:
         if (gateway := getattr(self, "_gateway", None)) is not None:
@@ -160,24 +153,6 @@ class CpuMeter:
         (began, used), self._last = self._last, (time.monotonic(), time.process_time())
         passed_s, used_s = self._last[0] - began, self._last[1] - used
         return used_s / passed_s if passed_s > 0 else 0.0
-
-
-def without_request_id(app: ASGIApp) -> ASGIApp:
-    """Strip `x-request-id` from the answers of `app`, because Serve adds it to every answer itself.
-
-    Serve's value equals the app's: it is the client's, or one that Serve generated and passed to the app.
-    Clients join a repeated header into one value that matches no request.
-    """
-
-    async def serve_request(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_once(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [pair for pair in message["headers"] if pair[0].lower() != _REQUEST_ID]
-            await send(message)
-
-        await app(scope, receive, send_once)
-
-    return serve_request
 
 
 def _batches_folder(settings: GatewaySettings, address: ServedAddress) -> Path | None:

@@ -168,8 +168,7 @@ class ScheduledCall:
         except RequestRejected as rejection:
             self._conclude(rejection.outcome, detail=rejection.message)
             await self._answer(rejection)
-        except (ClientGone, OSError) as gone:
-            # Servers may also report a disconnect as an OSError from `send`.
+        except ClientGone as gone:
             if not self._continues_in_background():
                 self._conclude(Outcome.CANCELLED, detail=str(gone))
         except asyncio.CancelledError:
@@ -581,7 +580,7 @@ class ScheduledCall:
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
             await send_rejection(incoming.api, self._send, rejection, headers)
-        except (OSError, ClientGone):
+        except ClientGone:
             # The client disconnected during the rejection, which remains the outcome.
             self._detail = f"{self._detail} (client gone)"
 
@@ -589,7 +588,7 @@ class ScheduledCall:
         event = self._job.incoming.api.error_event(rejection)
         if isinstance(self._assembly, ContinuableStream):
             event = self._assembly.take() + event
-        with contextlib.suppress(OSError, ClientGone):
+        with contextlib.suppress(ClientGone):
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     def _conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:

@@ -1,7 +1,7 @@
-"""The gateway's own port: the address of the application if no proxy of Ray Serve runs.
+"""The gateway's port: the address of the application, where otherwise a proxy of Ray Serve would listen.
 
-It serves the gateway below the application's route prefix, and the proxy's endpoints `/-/healthz` and
-`/-/routes`. A stopping gateway first fails `/-/healthz` while it serves on, so that load balancers choose
+It serves the gateway below the application's route prefix, and the endpoints of such a proxy, `/-/healthz`
+and `/-/routes`. A stopping gateway first fails `/-/healthz` while it serves on, so that load balancers choose
 another node; then it stops as `serving.http_server` describes.
 """
 
@@ -33,14 +33,14 @@ class GatewayListener:
         application: its name.
 
     Raises:
-        SettingsError: an option needs a proxy of Ray Serve, or a certificate cannot be loaded.
+        SettingsError: an option is not supported, or a certificate cannot be loaded.
     """
 
     def __init__(self, gateway: ASGIApp, options: HttpOptions, route: str, application: str) -> None:
         if options.request_timeout_s:
             raise SettingsError(
-                f"http_options.request_timeout_s {options.request_timeout_s} needs a proxy of Ray Serve: set "
-                "proxy_location to HeadOnly, or leave the limit to the queue's timeouts"
+                f"http_options.request_timeout_s {options.request_timeout_s} is not supported: use "
+                "queue_timeout_s instead"
             )
         self._options = options
         self._mounted = MountedGateway(gateway, route, application)

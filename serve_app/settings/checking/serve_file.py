@@ -174,9 +174,7 @@ APPLICATION = frozenset(
         *("autoscaling_policy", "args", "logging_config", "external_scaler_enabled"),
     }
 )
-# No Ray Serve proxy, because the gateway listens itself.
 NO_PROXY = "Disabled"
-PROXY_LOCATIONS = ("HeadOnly", "EveryNode", NO_PROXY)
 
 _BLOCKS: Mapping[str, frozenset[str]] = {
     "http_options": HTTP_OPTIONS,
@@ -204,10 +202,12 @@ def check_serve_keys(document: Document, import_path: str) -> Iterator[Mistake]:
 
 
 def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mistake]:
-    location = content.get("proxy_location", "EveryNode")
-    if location not in PROXY_LOCATIONS:
-        choices = ", ".join(PROXY_LOCATIONS)
-        yield _at(document, ("proxy_location",), f"must be one of {choices}, got {location!r}")
+    if (location := content.get("proxy_location")) != NO_PROXY:
+        yield _at(
+            document,
+            ("proxy_location",),
+            f"must be {NO_PROXY}, because gateways listen on http_options.port themselves, got {location!r}",
+        )
     for block in ("http_options", "grpc_options"):
         options = content.get(block)
         if not isinstance(options, Mapping):
@@ -218,13 +218,8 @@ def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mi
                 document, (block, "port"), f"must be a whole number from 1 to {_MAX_PORT}, got {port!r}"
             )
         host = options.get("host", "")
-        if block == "http_options" and location == NO_PROXY and options.get("request_timeout_s"):
-            yield _at(
-                document,
-                (block, "request_timeout_s"),
-                f"needs a proxy of Ray Serve: set proxy_location to HeadOnly instead of {NO_PROXY}, or use "
-                "queue_timeout_s instead",
-            )
+        if block == "http_options" and options.get("request_timeout_s"):
+            yield _at(document, (block, "request_timeout_s"), "is not supported: use queue_timeout_s instead")
         if not isinstance(host, str):
             yield _at(document, (block, "host"), f"must be a string such as 127.0.0.1, got {host!r}")
 

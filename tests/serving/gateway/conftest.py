@@ -11,7 +11,6 @@ import pytest
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.serving.gateway import Gateway
-from tests.http_server import as_plain_asgi
 
 from .builders import Engine, FakeDispatcher, gateway, serving
 
@@ -29,14 +28,8 @@ class Stage:
 
 
 @pytest.fixture
-def served_as_asgi() -> bool:
-    """Return whether another ASGI server serves the gateway."""
-    return False
-
-
-@pytest.fixture
-async def stage(served_as_asgi: bool) -> AsyncIterator[Stage]:
-    async with staged(served_as_asgi=served_as_asgi) as made:
+async def stage() -> AsyncIterator[Stage]:
+    async with staged() as made:
         yield made
 
 
@@ -45,7 +38,6 @@ async def staged(
     dispatcher: FakeDispatcher | None = None,
     *,
     engine: ASGIApp | None = None,
-    served_as_asgi: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Run a gateway with these settings.
@@ -57,7 +49,7 @@ async def staged(
     async with serving(engine or scripted) as engine_port:
         dispatcher.ports = [engine_port]
         app = gateway(dispatcher, **settings)
-        async with serving(as_plain_asgi(app) if served_as_asgi else app) as port:
+        async with serving(app) as port:
             url = f"http://127.0.0.1:{port}"
             async with (
                 httpx.AsyncClient(base_url=url, timeout=30) as http,

@@ -17,11 +17,6 @@ from .fleet import Fleet, fleet_of, gathered
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(params=[False, True], ids=["front", "asgi"])
-def served_as_asgi(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 class Rejecting(Engine):
     """Engine that answers every request with one status."""
 

@@ -11,6 +11,8 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.serving.gateway import Gateway
+from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.http_server import EXCHANGE
 
 from .builders import (
     MODEL,
@@ -30,11 +32,6 @@ CHAT = "/v1/chat/completions"
 TOO_LONG = "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens"
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture(params=[False, True], ids=["front", "asgi"])
-def served_as_asgi(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 def put_backs(stage: Stage) -> list[DispatchFailure]:
@@ -305,9 +302,9 @@ async def test_a_client_that_leaves_before_its_body_is_complete_reaches_no_sched
 
 async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> None:
     stage.engine.token_delay_s = 0.05
-    sent: list[Any] = []
-    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), sent))
-    await eventually(lambda: len(sent) > 2)
+    exchange = CollectingExchange()
+    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), exchange))
+    await eventually(lambda: len(exchange.pieces) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -315,7 +312,7 @@ async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> 
     assert stage.gateway.in_flight == 0
     await eventually(lambda: stage.engine.running == 0)
     stage.dispatcher.gate.clear()
-    task = asyncio.create_task(call(stage.gateway, chat(), sent))
+    task = asyncio.create_task(call(stage.gateway, chat(), exchange))
     await eventually(lambda: stage.dispatcher.waiting == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -324,8 +321,8 @@ async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> 
     assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
 
 
-async def call(app: Gateway, document: dict[str, Any], sent: list[Any], *, send_fails: bool = False) -> None:
-    """Call the app as an ASGI server does for a connected client."""
+async def call(app: Gateway, document: dict[str, Any], exchange: CollectingExchange) -> None:
+    """Call the app as its server does for a connected client."""
     messages = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
 
     async def receive() -> Any:
@@ -335,18 +332,10 @@ async def call(app: Gateway, document: dict[str, Any], sent: list[Any], *, send_
         raise AssertionError
 
     async def send(message: Any) -> None:
-        if send_fails:
-            raise ConnectionResetError("the client is gone")
-        sent.append(message)
+        exchange.pieces.append(message.get("body", b""))
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    await app(scope, receive, send)
-
-
-async def test_a_server_whose_send_fails_has_lost_its_client(stage: Stage) -> None:
-    await call(stage.gateway, chat(stream=True, max_tokens=50), [], send_fails=True)
-    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
-    await eventually(lambda: stage.engine.running == 0)
+    await app({**scope, "extensions": {EXCHANGE: exchange}}, receive, send)
 
 
 async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(

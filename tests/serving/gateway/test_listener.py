@@ -317,5 +317,5 @@ async def test_an_address_in_use_is_rejected_by_name() -> None:
 
 def test_settings_of_a_proxy_are_rejected() -> None:
     options = HTTPOptions(request_timeout_s=5.0)
-    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a proxy of Ray Serve: set"):
+    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 is not supported: use queue_timeout_s"):
         GatewayListener(gateway(FakeDispatcher([1])), options, "/", "app")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.serve.config import ProxyLocation
 from ray.serve.schema import (
     HTTPOptionsSchema,
     LoggingConfig,
@@ -33,10 +32,6 @@ def test_the_keys_are_those_of_the_installed_release(known: frozenset[str], sche
     assert known == set(schema.model_fields)
 
 
-def test_the_places_of_proxies_are_those_of_the_installed_release() -> None:
-    assert set(serve_schema.PROXY_LOCATIONS) == {place.value for place in ProxyLocation}
-
-
 def sentences(folder: Path, content: Any) -> list[str]:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -47,7 +42,8 @@ APPLICATION = {"name": "ewsjf", "import_path": IMPORT_PATH, "args": {}}
 
 
 def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
-    content = {"http_options": {"port": 8000, "host": "127.0.0.1"}, "applications": [APPLICATION]}
+    options = {"port": 8000, "host": "127.0.0.1"}
+    content = {"proxy_location": "Disabled", "http_options": options, "applications": [APPLICATION]}
     assert sentences(tmp_path, content) == []
 
 
@@ -63,14 +59,14 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
         ({"http_options": 8000}, "http_options must be a mapping of settings, got 8000"),
         (
             {"proxy_location": "Head"},
-            "proxy_location must be one of HeadOnly, EveryNode, Disabled, got 'Head'",
+            (
+                "proxy_location must be Disabled, because gateways listen on http_options.port themselves, "
+                "got 'Head'"
+            ),
         ),
         (
-            {"proxy_location": "Disabled", "http_options": {"request_timeout_s": 5}},
-            (
-                "http_options.request_timeout_s needs a proxy of Ray Serve: set proxy_location to HeadOnly "
-                "instead of Disabled, or use queue_timeout_s instead"
-            ),
+            {"http_options": {"request_timeout_s": 5}},
+            "http_options.request_timeout_s is not supported: use queue_timeout_s instead",
         ),
         ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),
         ({"applications": None}, "applications must be a list, got None"),

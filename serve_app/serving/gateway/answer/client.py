@@ -1,7 +1,7 @@
 """The client's side of a request: passes the response on, and detects clients that disconnect or stall.
 
-The gateway's own server (`serving.http_server`) provides an `Exchange` with callbacks, so that a piece of a
-stream is one write. `AsgiExchange` provides the same on any other ASGI server, such as Ray Serve's proxy.
+The gateway's server (`serving.http_server`) provides an `Exchange` with callbacks, so that a piece of a
+stream is one write. A batch provides another one for its requests (`batches.calls`).
 
 A server's `send` waits without limit while the client does not read. The upstream connection would not notice
 either, because the engine may have finished long ago. So one timer checks all requests of a gateway; a send
@@ -9,12 +9,11 @@ costs two assignments.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from serve_app.engines.engine import Message, Receive, Scope, Send
+from serve_app.engines.engine import Message, Scope, Send
 from serve_app.errors import ServeAppError
 from serve_app.serving.http_server import EXCHANGE
 
@@ -41,73 +40,6 @@ class ClientExchange(Protocol):
     def write_chunk(self, piece: bytes) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more."""
         ...
-
-
-class AsgiExchange:
-    """A `ClientExchange` on any ASGI server, with tasks in place of callbacks."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self.disconnected = False
-        self.on_writable: Callable[[], None] | None = None
-        self._on_disconnect: Callable[[], None] | None = None
-        self._receive = receive
-        self._send = send
-        self._receiving: asyncio.Task[None] | None = None
-        self._sending: asyncio.Task[None] | None = None
-
-    @property
-    def on_disconnect(self) -> Callable[[], None] | None:
-        """See `ClientExchange`. Setting it starts a task in `receive`, where ASGI reports disconnects."""
-        return self._on_disconnect
-
-    @on_disconnect.setter
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        self._on_disconnect = callback
-        if callback is not None and self._receiving is None:
-            self._receiving = asyncio.create_task(self._until_gone())
-        elif callback is None and self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
-
-    async def send(self, message: Message) -> None:
-        """Send a message after the piece that is in progress."""
-        if self._sending is not None:
-            await self._sending
-        await self._send(message)
-
-    def write_chunk(self, piece: bytes) -> bool:
-        """Send a piece in a task; there is no room for another until it is done."""
-        self._sending = asyncio.create_task(self._send_piece(piece))
-        return False
-
-    async def _send_piece(self, piece: bytes) -> None:
-        try:
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        except OSError:
-            # Some servers report a disconnect in this way.
-            self._gone()
-        else:
-            if self.on_writable is not None:
-                self.on_writable()
-
-    async def _until_gone(self) -> None:
-        with contextlib.suppress(Exception):
-            # Some servers repeat an empty end of the body.
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-        self._gone()
-
-    def _gone(self) -> None:
-        self.disconnected = True
-        if self._on_disconnect is not None:
-            self._on_disconnect()
-
-
-def exchange_of(scope: Scope) -> ClientExchange | None:
-    """Return the exchange of the gateway's own server; None on other servers."""
-    extensions = scope.get("extensions")
-    found: ClientExchange | None = extensions.get(EXCHANGE) if extensions else None
-    return found
 
 
 class DisconnectWatch:
@@ -272,13 +204,9 @@ class StallWatch:
         self._watched: set[ClientStream] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watching(self, scope: Scope, receive: Receive, send: Send) -> ClientStream:
+    def watching(self, scope: Scope, send: Send) -> ClientStream:
         """Return a stream whose sends are watched until `done`."""
-        exchange = exchange_of(scope)
-        if exchange is None:
-            plain = AsgiExchange(receive, send)
-            exchange, send = plain, plain.send
-        stream = ClientStream(send, self, exchange)
+        stream = ClientStream(send, self, scope["extensions"][EXCHANGE])
         self._watched.add(stream)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)

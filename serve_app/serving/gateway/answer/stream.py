@@ -557,7 +557,6 @@ class StreamPassing:
 
         Raises:
             ClientGone: the client does not read.
-            OSError: the client has disconnected.
         """
         response, client = self._response, self._client
         client.on_writable = self._go_on

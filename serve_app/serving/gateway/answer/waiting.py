@@ -89,7 +89,7 @@ class QueuedComments:
             while following is not None:
                 await self._send({"type": "http.response.body", "body": following, "more_body": True})
                 following, self._next = self._next, None
-        except (OSError, ClientGone):
+        except ClientGone:
             # The client has disconnected, which `DisconnectWatch` handles.
             return
         self._sending = None

@@ -31,8 +31,8 @@ ServeRequest = Callable[[str, bytes, Mapping[bytes, bytes], Caller], Awaitable[A
 
 
 @dataclass(slots=True)
-class _Exchange:
-    """The client's side of a request that has no connection; see `ClientExchange`."""
+class CollectingExchange:
+    """A `ClientExchange` of a request that has no connection; it collects the pieces of the answer."""
 
     disconnected: bool = False
     on_disconnect: Callable[[], None] | None = None
@@ -40,6 +40,7 @@ class _Exchange:
     pieces: list[bytes] = field(default_factory=list)
 
     def write_chunk(self, piece: bytes) -> bool:
+        """Collect a piece; there is always room for more."""
         self.pieces.append(piece)
         return True
 
@@ -48,7 +49,7 @@ async def call(
     app: ASGIApp, path: str, body: bytes, headers: Mapping[bytes, bytes], caller: Caller
 ) -> Answer:
     """Serve a POST request. Cancelling the task cancels the request, as a client that disconnects does."""
-    exchange = _Exchange()
+    exchange = CollectingExchange()
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     start: Message = {"status": 500, "headers": []}
 

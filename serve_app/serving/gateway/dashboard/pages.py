@@ -209,7 +209,7 @@ class Dashboard:
         try:
             with incoming.watch(), self._frames:
                 await self._send_frames(incoming)
-        except (ClientGone, OSError):
+        except ClientGone:
             # The usual end of a stream.
             return
 

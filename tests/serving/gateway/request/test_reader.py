@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.client import AsgiExchange, ClientStream, StallWatch
+from serve_app.serving.gateway.answer.client import ClientStream, StallWatch
+from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
@@ -42,7 +43,7 @@ def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    client = ClientStream(unused, StallWatch(1.0), AsgiExchange(receive, unused))
+    client = ClientStream(unused, StallWatch(1.0), CollectingExchange())
     return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
 
 
