@@ -151,7 +151,6 @@ class TunedSimulation:
             records=[record_of(row) for row in self._outcomes.take()],
             replicas=[plan.spec for plan in self.plans],
             frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",
-            active_share=self.scheduler_settings.active_share,
         )
         self._carry_out(self.loop.observe(observation))
         if self._ending is not None and now >= self._ending[0]:

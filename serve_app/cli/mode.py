@@ -64,17 +64,10 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"{model['model']}: {model['mode']}, {model['active_share']:.0%} of the requests are scheduled"
     measured = {name: model["measured"][name] for name in ("scheduled", "bypassed")}
-    rows = [
-        (f"{name}, measured", *_figures(part)) for name, part in measured.items() if part["all"]["requests"]
-    ]
-    forecast = model.get("forecast")
-    if forecast and "scheduled" in forecast:
-        rows += [(f"{name}, predicted", *_figures(forecast[name])) for name in ("scheduled", "bypassed")]
+    rows = [(name, *_figures(part)) for name, part in measured.items() if part["all"]["requests"]]
     if rows:
         head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
         yield table_text(head, rows, text_columns=1)
-    if forecast and forecast.get("note"):
-        yield f"prediction: {forecast['note']}"
 
 
 def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:

@@ -18,15 +18,14 @@ processes.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.summary import first_token_figures
 from serve_app.core.policies import learns_queues
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings, share_below
@@ -175,41 +174,6 @@ class DigitalTwin:
 def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
     """Learn the length queues of the traffic. Cached, because many candidates share these parameters."""
     return refine_and_prune(lengths, settings)
-
-
-_FORECAST_REQUESTS = 2_000
-"""Maximum number of requests per half of a forecast: a second or two of one core."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Times to first token of the same `requests`, including the warm-up, with and without scheduling."""
-
-    scheduled: Mapping[str, Mapping[str, Any]]
-    bypassed: Mapping[str, Mapping[str, Any]]
-    requests: int
-
-
-def forecast(plan: TwinPlan, yield_cpu: Callable[[], object] = lambda: None) -> Forecast:
-    """Play the latest requests twice: with all of them scheduled, and with none.
-
-    While a share of the traffic is scheduled, this predicts the effect of scheduling all of it. The
-    prediction for the current state can be compared with measurements.
-    """
-    arrivals = replace(plan.traffic, requests=plan.traffic.requests[-_FORECAST_REQUESTS:])
-    found = []
-    for share in (1.0, 0.0):
-        scheduler = replace(plan.tunable.scheduler, active_share=share)
-        twin = DigitalTwin(replace(plan, tunable=replace(plan.tunable, scheduler=scheduler)))
-        records = twin.serve(plan.space.current, arrivals)
-        measured = records[round(plan.settings.warm_up_ratio * len(records)) :]
-        found.append(
-            first_token_figures(
-                (record.prompt_tokens, record.ttft_s) for record in measured if record.ttft_s is not None
-            )
-        )
-        yield_cpu()
-    return Forecast(scheduled=found[0], bypassed=found[1], requests=len(arrivals.requests))
 
 
 _twin: DigitalTwin | None = None

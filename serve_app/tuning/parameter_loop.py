@@ -1,7 +1,7 @@
 """Tuning loop of a running scheduler, as a state machine without a clock.
 
 It receives observations, returns orders for the scheduler, and occasionally hands out work: a fit of the
-twin's engines, a search, or a forecast, one at a time. The tuner actor drives the loop alongside a live
+twin's engines or a search, one at a time. The tuner actor drives the loop alongside a live
 scheduler (`serving.tuner.parameter_tuner`), and experiments drive it with a simulated one, so they measure
 the code that runs in production.
 
@@ -16,7 +16,7 @@ offline.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.core import SchedulerSettings
@@ -24,7 +24,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Snapshot
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.tuning.digital_twin import Forecast, TwinPlan, TwinProcesses, forecast
+from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
@@ -42,7 +42,6 @@ _SHOWN = 12
 _STUDIES_KEPT = 50
 _MAX_DOUBLINGS = 2
 """Maximum doublings of the search interval after searches without a result. A search takes a CPU minute."""
-_FORECAST_EVERY_S, _FORECAST_REQUESTS = 60.0, 200
 _DEFAULT_QUEUES = RefineAndPruneSettings()
 
 
@@ -55,7 +54,6 @@ class Observation:
         completed_until: arrival of the oldest request that has not ended; `at` if there is none.
         records: requests that have ended.
         frozen: why trials are not allowed; empty if they are.
-        active_share: share of the requests that is scheduled.
     """
 
     at: float
@@ -63,7 +61,6 @@ class Observation:
     records: Sequence[RequestRecord]
     replicas: Sequence[ReplicaSpec]
     frozen: str = ""
-    active_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +73,8 @@ class SearchTask:
     kind: SearchKind = "presets"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastTask:
-    """A forecast in the twin of `plan`."""
-
-    plan: TwinPlan
-
-
-Work = EngineFitTask | SearchTask | ForecastTask
-Result = EngineFitResult | Finding | Forecast
+Work = EngineFitTask | SearchTask
+Result = EngineFitResult | Finding
 
 
 def carry_out(
@@ -98,8 +88,6 @@ def carry_out(
     """
     if isinstance(work, EngineFitTask):
         return fit_engines(work, yield_cpu)
-    if isinstance(work, ForecastTask):
-        return forecast(work.plan, yield_cpu)
     with TwinProcesses(work.plan) as twin:
         budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
         return search_twin(work.plan, work.study, twin, budget, work.kind).finding
@@ -131,7 +119,6 @@ class ParameterLoop:
         # Consecutive searches without a result.
         self._fruitless = 0
         self._decisions: Counter[DecisionKind] = Counter()
-        self._forecast: tuple[float, Forecast] | None = None
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self._start(configured, now)
 
@@ -146,12 +133,11 @@ class ParameterLoop:
         self._traffic = TrafficLog()
         self.work: Work | None = None
         self._work_began, self._rest_until = now, -math.inf
-        self._next_search_at, self._next_forecast_at = now, -math.inf
+        self._next_search_at = now
         self.calibration.restart()
         # Requests since the last search began.
         self._unsearched = 0
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
-        self._is_passing = False
 
     def __repr__(self) -> str:
         return f"<ParameterLoop {self.rollout} {self._traffic} work={type(self.work).__name__}>"
@@ -185,7 +171,6 @@ class ParameterLoop:
             self._traffic.add(record)
             self._recent.append(record)
         self.calibration.note(observation.records)
-        self._is_passing = observation.active_share < 1
         self._unsearched += len(observation.records)
         if observation.frozen and not self.rollout.frozen:
             applies += self.rollout.freeze(now, observation.frozen)
@@ -200,13 +185,9 @@ class ParameterLoop:
             return None
         if self.work is None and observation.replicas and self._settings.rollout.mode != "off":
             self._work_began = observation.at
-            self.work = (
-                self.calibration.due(
-                    self._traffic, observation.replicas, observation.completed_until, observation.at
-                )
-                or self._forecast_due(observation)
-                or self._search_due(observation)
-            )
+            self.work = self.calibration.due(
+                self._traffic, observation.replicas, observation.completed_until, observation.at
+            ) or self._search_due(observation)
             return self.work
         return None
 
@@ -221,10 +202,6 @@ class ParameterLoop:
         self._rest_until = self._work_began + cpu_s / self._settings.core_share
         if isinstance(work, EngineFitTask):
             self.calibration.finish(result if isinstance(result, EngineFitResult) else None, now)
-        elif isinstance(work, ForecastTask):
-            self._next_forecast_at = now + _FORECAST_EVERY_S
-            if isinstance(result, Forecast):
-                self._forecast = (now, result)
         elif isinstance(work, SearchTask):
             return self._on_finding(result if isinstance(result, Finding) else None, now)
         return []
@@ -272,14 +249,6 @@ class ParameterLoop:
             kind=self._settings.search,
         )
 
-    def _forecast_due(self, observation: Observation) -> ForecastTask | None:
-        if not self._is_passing or observation.at < self._next_forecast_at or self.calibration.obstacle:
-            return None
-        plan = self._twin(observation)
-        if plan is None or len(plan.traffic.requests) < _FORECAST_REQUESTS:
-            return None
-        return ForecastTask(plan=plan)
-
     def _twin(self, observation: Observation) -> TwinPlan | None:
         """Return the twin of the incumbent values and recent traffic; None if too little is known."""
         traffic = self._traffic.trace(observation.completed_until)
@@ -310,7 +279,6 @@ class ParameterLoop:
             "mode": self._settings.rollout.mode,
             "state": self._activity(),
             "twin": self.calibration.document(),
-            "forecast": self._forecast_document(),
             "audit": [
                 {
                     "age_s": max(0.0, self._now - each.at),
@@ -345,16 +313,6 @@ class ParameterLoop:
             return "searching"
         waits = self.calibration.obstacle or self.rollout.obstacle(self._now)
         return f"idle: {waits}" if waits and self._settings.rollout.mode != "off" else "idle"
-
-    def _forecast_document(self) -> dict[str, Any] | None:
-        """Return the forecast while a share of the requests is not scheduled."""
-        if not self._is_passing:
-            return None
-        note = {"note": self.calibration.obstacle}
-        if self._forecast is None:
-            return note
-        made_at, found = self._forecast
-        return {**asdict(found), "age_s": max(0.0, self._now - made_at), **note}
 
     def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
         latest = self.rollout.audit[-1] if self.rollout.audit else None

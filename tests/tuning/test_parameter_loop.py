@@ -11,7 +11,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.parameter_loop import ForecastTask, Observation, ParameterLoop, SearchTask, carry_out
+from serve_app.tuning.parameter_loop import Observation, ParameterLoop, SearchTask, carry_out
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.rollout import DecisionKind, Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
@@ -181,22 +181,6 @@ def test_the_engines_are_fitted_before_anything_is_searched_for() -> None:
     loop.finish(carry_out(task, clock=lambda: 0.0), 61.0)
     assert loop.document()["twin"]["step_times"] == "fitted to the engines (once)"
     assert "the error of the twin is measured after" in loop.document()["state"]
-
-
-def test_while_requests_pass_by_the_twin_forecasts_both_ways() -> None:
-    loop = watched(250)
-    passing = observation(250.0, active_share=0.5, frozen="not all requests are scheduled")
-    loop.observe(passing)
-    task = loop.work_due(passing)
-    assert isinstance(task, ForecastTask)
-    loop.finish(carry_out(task, clock=lambda: 0.0), 251.0)
-    shown = loop.document()["forecast"]
-    assert shown["requests"] == 250
-    assert shown["scheduled"]["all"]["requests"] == shown["bypassed"]["all"]["requests"] > 200
-    # The next one comes later; in active mode there is none.
-    assert loop.work_due(passing) is None
-    loop.observe(observation(252.0))
-    assert loop.document()["forecast"] is None
 
 
 def test_a_new_scheduler_gets_the_permanent_values() -> None:

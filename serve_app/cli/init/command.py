@@ -1,24 +1,17 @@
 """Command `init`: writes a first configuration that passes `check`."""
 
 import argparse
-import shlex
-import sys
 import tempfile
 from pathlib import Path
-
-from rich.console import Console
-from rich.prompt import IntPrompt, Prompt
 
 from serve_app.cli.check import print_findings
 from serve_app.cli.command import Command, add_whole, positive_int, print_result, program, warn
 from serve_app.cli.init.document import (
-    DEFAULT_CONTEXT,
     Emulated,
     Fleet,
     Gpus,
     ListenAddress,
     Servers,
-    config_context_limit,
     configuration,
     discover_servers,
 )
@@ -27,67 +20,7 @@ from serve_app.errors import ServeAppError, SettingsError
 from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.checking.machine import gpu_names, single_gpu_name
 
-# -- prompts -----------------------------------------------------------------------------------------------
-
-
-def prompt_fleet(console: Console) -> Fleet:
-    """Prompt for the engines that serve requests.
-
-    Raises:
-        ServeAppError: a server does not answer, or the answers contradict each other.
-    """
-    found = gpu_names()
-    console.print(f"GPUs on this machine: {', '.join(found) or 'none'}")
-    kind = Prompt.ask(
-        "Which engines serve requests? (emulated: no GPU or model needed, to try it out; gpus: vLLM on GPUs "
-        "of this machine; servers: running vLLM servers)",
-        choices=["emulated", "gpus", "servers"],
-        default="gpus" if found else "emulated",
-        console=console,
-    )
-    if kind == "gpus":
-        return _gpus(console, len(found))
-    if kind == "servers":
-        return _servers(console)
-    return Emulated()
-
-
-def prompt_port(console: Console, default: int) -> int:
-    """Prompt for the port to listen on."""
-    return IntPrompt.ask("Port to listen on", default=default, console=console)
-
-
-def _gpus(console: Console, found: int) -> Gpus:
-    count = IntPrompt.ask("Number of GPUs to use", default=found or 1, console=console)
-    model = ""
-    while not model:
-        model = Prompt.ask("Model (name on the model hub, or folder)", default="", console=console)
-    per_engine = IntPrompt.ask("GPUs per engine (tensor parallelism)", default=1, console=console)
-    context = IntPrompt.ask(
-        "Context limit in tokens", default=config_context_limit(model) or DEFAULT_CONTEXT, console=console
-    )
-    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, gpu=single_gpu_name())
-
-
-def _servers(console: Console) -> Servers:
-    urls: list[str] = []
-    while not urls:
-        urls = shlex.split(
-            Prompt.ask("URLs of the servers, separated by spaces", default="", console=console)
-        )
-    env = (
-        Prompt.ask("Environment variable with their API key (empty: none)", default="", console=console)
-        or None
-    )
-    found = discover_servers(urls, env)
-    return Servers(found=found, api_key_env=env)
-
-
-# -- command -----------------------------------------------------------------------------------------------
-
-
 _PATH = Path("ewsjf.yaml")
-_PORT = 8000
 _LAST_PORT = 65_535
 
 
@@ -98,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--emulated", action="store_true", help="emulated engines, which need no GPU and no model"
+        "--emulated", action="store_true", help="emulated engines, without GPU and model (the default)"
     )
     what.add_argument(
         "--gpus",
@@ -128,27 +61,19 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="require no keys, because a proxy in front authenticates clients",
     )
-    add_whole(parser, "--port", f"port to listen on (default: {_PORT})")
+    add_whole(parser, "--port", "port to listen on", 8000)
 
 
 def _run(args: argparse.Namespace) -> int:
     path: Path = args.path
     if path.exists() and not args.force:
         raise SettingsError(f"{path} exists: choose another file, or overwrite it with --force")
-    port = args.port or _PORT
-    fleet = _fleet_from_options(args)
-    if fleet is None:
-        if not sys.stdin.isatty():
-            raise SettingsError(
-                "choose the engines: --emulated, --gpus [N] --model NAME, or --servers URL ..."
-            )
-        console = Console(highlight=False, markup=False)
-        fleet = prompt_fleet(console)
-        port = args.port or prompt_port(console, _PORT)
-    if port > _LAST_PORT:
-        raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
+    if args.port > _LAST_PORT:
+        raise SettingsError(f"--port must be at most {_LAST_PORT}, got {args.port}")
+    fleet = _fleet_of(args)
     start = f"{program()} serve {path}"
-    text = configuration(fleet, ListenAddress(host=args.host, port=port, start=start, insecure=args.insecure))
+    address = ListenAddress(host=args.host, port=args.port, start=start, insecure=args.insecure)
+    text = configuration(fleet, address)
     found = _checked(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -156,15 +81,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fleet_from_options(args: argparse.Namespace) -> Fleet | None:
-    """Return the fleet that the options describe, or None without such options."""
+def _fleet_of(args: argparse.Namespace) -> Fleet:
+    """Return the fleet that the options describe."""
     if args.servers is not None:
         found = discover_servers(args.servers, args.api_key_env)
         return Servers(found=found, api_key_env=args.api_key_env, max_num_seqs=args.max_num_seqs)
-    if args.emulated:
-        return Emulated()
     if args.gpus is None and args.model is None:
-        return None
+        return Emulated()
     if args.model is None:
         raise SettingsError("--gpus needs --model: name on the model hub, or folder")
     count = args.gpus or len(gpu_names())

@@ -141,9 +141,8 @@ class AdminQueries:
         return captured(self.live.history.ended())
 
     async def mode(self) -> dict[str, Any]:
-        """Return the scheduled share of the traffic, queue times of both parts, and the forecast."""
-        forecast = self.live.tuner.status().get("forecast")
-        return {"model": self._model, **self.live.mode.describe(), "forecast": forecast}
+        """Return the scheduled share of the traffic, and queue times of both parts."""
+        return {"model": self._model, **self.live.mode.describe()}
 
     async def change_mode(self, active_share: float) -> None:
         """Schedule another share of the requests; persisted with the learned state."""

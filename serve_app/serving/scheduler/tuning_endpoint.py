@@ -9,7 +9,7 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serve_app.core import Scheduler, SchedulerSettings
@@ -185,9 +185,7 @@ class TuningEndpoint:
             completed_until=now if window is None else window.completed_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
-            settings=replace(self._incumbent, active_share=self.scheduler.mode.active_share)
-            if outcomes
-            else None,
+            settings=self._incumbent if outcomes else None,
             # Trials show nothing while part of the traffic bypasses scheduling.
             frozen=self.frozen or self.scheduler.mode.obstacle,
         )

@@ -134,7 +134,6 @@ class ParameterTuner:
             records=[record_of(row) for row in observed.outcomes],
             replicas=observed.replicas,
             frozen=observed.frozen or self.freeze_due,
-            active_share=observed.settings.active_share,
         )
         orders += self.loop.observe(observation)
         if self._work is not None and self._work.done():

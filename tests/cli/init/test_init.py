@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
@@ -19,7 +17,6 @@ from serve_app.settings.application import ModelSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
 from tests.cli.pages import answering
-from tests.cli.serve.application import on_terminal
 from tests.engines.servers import free_port
 from tests.lab.bench.live import emulated_endpoint
 
@@ -51,7 +48,7 @@ def test_emulated_engines_equal_those_of_configs_local(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, port = tmp_path / "x.yaml", free_port()
-    assert main(["init", str(path), "--emulated", "--port", str(port)]) == 0
+    assert main(["init", str(path), "--port", str(port)]) == 0
     assert [pool.name for pool in written(path).pools] == ["short", "long"]
     content, local = (yaml.safe_load(text.read_text()) for text in (path, ROOT / "configs/local.yaml"))
     assert content["http_options"].pop("port") == port
@@ -191,20 +188,6 @@ def test_impossible_options_are_rejected_and_nothing_is_written(
     assert not path.exists()
 
 
-def test_without_options_and_without_a_terminal_the_options_are_named(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "serve_app", "init", str(tmp_path / "x.yaml")],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--emulated" in done.stderr
-    assert not (tmp_path / "x.yaml").exists()
-
-
 @contextlib.contextmanager
 def servers(*engines: EmulatedEngineSettings) -> Iterator[list[str]]:
     """Run emulated engines behind real servers; yield their addresses."""
@@ -282,35 +265,3 @@ def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -
     found = [pool.engine.remote.endpoints for pool in model.pools if pool.engine.remote]
     assert found == [(urls[3],), (urls[2],), tuple(urls[:2])]
     assert model.scheduler.routing.b_short_tokens == 1024
-
-
-def test_a_terminal_is_prompted_for_gpus(tmp_path: Path) -> None:
-    with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("Which engines serve requests?", "gpus")
-        talk.answer("Number of GPUs", "4")
-        talk.answer("Model (", "owner/model")
-        talk.answer("GPUs per engine", "")
-        talk.answer("Context limit", "")
-        talk.answer("Port", str(free_port()))
-        assert talk.ended(END_S) == 0, talk.output
-    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [3, 1]
-
-
-def test_a_terminal_is_prompted_for_servers(tmp_path: Path) -> None:
-    with servers(engine(2048, "a")) as urls, on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("Which engines serve requests?", "servers")
-        talk.answer("URLs of the servers", urls[0])
-        talk.answer("Environment variable", "")
-        talk.answer("Port", str(free_port()))
-        assert talk.ended(END_S) == 0, talk.output
-    (pool,) = written(tmp_path / "x.yaml").pools
-    assert pool.engine.remote is not None
-    assert pool.engine.remote.endpoints == (urls[0],)
-
-
-def test_a_person_may_accept_every_proposal(tmp_path: Path) -> None:
-    with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("Which engines serve requests?", "emulated")
-        talk.answer("Port", str(port := free_port()))
-        assert talk.ended(END_S) == 0, talk.output
-    assert yaml.safe_load((tmp_path / "x.yaml").read_text())["http_options"]["port"] == port

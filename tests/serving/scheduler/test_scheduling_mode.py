@@ -67,7 +67,7 @@ async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixtu
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         _, shown = await mode("active", "--share", "10%")
         assert shown.startswith("tiny: partly active, 10% of the requests are scheduled\n")
-        assert "bypassed, measured" in shown
+        assert "| bypassed " in shown
         assert fleet.world.live.mode.active_share == 0.1
         assert (await mode("active"))[1].startswith("tiny: active, 100%")
 
@@ -105,8 +105,6 @@ async def test_the_tuner_tries_nothing_while_others_pass_by() -> None:
         live.mode.change(0.25)
         observed = live.tuner.observed(outcomes=True)
         assert observed.frozen == "75% of the requests are not scheduled (mode)"
-        assert observed.settings is not None
-        assert observed.settings.active_share == 0.25
         live.mode.change(1.0)
         assert live.tuner.observed(outcomes=True).frozen == ""
 
