@@ -1,23 +1,23 @@
-"""Systems that the program scheduler is compared with, as closed loops of `lab.simulation.programs`.
+"""Systems that the program scheduler is compared with, as closed loops.
 
 - `round-robin`, `least-load`, `session-hash`, `kv-overlap`: routers without a scheduler.
 - `tool-pause`: pauses programs between two turns, see `ToolPause`.
 - `oracle`: admits only as many programs as fit, and knows how large they will become, see `Fits`.
 - `exact-caches`: the program scheduler with the true contents of the caches, see `ExactResidency`.
 
-The last three are not in `ewsjf simulate`, because they need knowledge or control that no gateway has, or
-are other projects' rules.
+The last two need knowledge that no gateway has.
 """
 
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from experiments.agents.closed_loop import LoopSettings, ProgramLoop, ProgramRun
 from experiments.agents.exact_residency import ExactResidency
+from experiments.agents.programs import BLOCK_TOKENS, Program
 from experiments.common.load_balancers import RoundRobin
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.programs import ProgramLoop, ProgramRun, ProgramSettings
 from serve_app.lab.simulation.simulation import (
     Phase,
     ReplicaPlan,
@@ -26,7 +26,6 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
 )
 from serve_app.lab.workloads.blocks import engine_blocks
-from serve_app.lab.workloads.programs import BLOCK_TOKENS, Program, Programs
 
 # Routers
 
@@ -219,7 +218,9 @@ class _Gated(ProgramLoop):
     run_type = GatedRun
     gate_type: ClassVar[type[ToolPause | Fits]]
 
-    def __init__(self, settings: ProgramSettings, programs: Programs, plans: Sequence[ReplicaPlan]) -> None:
+    def __init__(
+        self, settings: LoopSettings, programs: Sequence[Program], plans: Sequence[ReplicaPlan]
+    ) -> None:
         super().__init__(settings, programs, plans)
         self._gate = self.gate_type(plans)
         self._waiting: list[tuple[float, GatedRun, int]] = []
@@ -274,14 +275,17 @@ class OracleLoop(_Gated):
 class ExactCachesLoop(ProgramLoop):
     """The program scheduler with the true contents of the caches."""
 
-    def __init__(self, settings: ProgramSettings, programs: Programs, plans: Sequence[ReplicaPlan]) -> None:
+    def __init__(
+        self, settings: LoopSettings, programs: Sequence[Program], plans: Sequence[ReplicaPlan]
+    ) -> None:
         # Block hashes of the latest turn of each session.
         self._submitted: dict[str, Sequence[int]] = {}
         super().__init__(settings, programs, plans)
 
-    def scheduled(self, plans: Sequence[ReplicaPlan]) -> Simulation:
+    def system(self, plans: Sequence[ReplicaPlan]) -> Simulation | DirectSimulation:
         """Return a simulation whose scheduler reads the caches of its engines."""
-        simulation = super().scheduled(plans)
+        simulation = super().system(plans)
+        assert isinstance(simulation, Simulation)
         programs = simulation.scheduler.programs
         programs.residency = ExactResidency(programs.capacity, simulation.replicas, self._submitted)
         return simulation

@@ -20,28 +20,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.agents.baselines import LOOPS
+from experiments.agents.closed_loop import LoopSettings, ProgramLoop, play_programs
+from experiments.agents.programs import (
+    Program,
+    generate_programs,
+    load_programs,
+    shuffled,
+    with_gaps_up_to,
+    within,
+)
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import TraceSource, file_source
 from serve_app.cli.command import progress_bar
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core import events as ev
-from serve_app.core.metrics.summary import percentile
+from serve_app.core.metrics.summary import Distribution, percentile
 from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.programs import (
-    CODING_AGENTS,
-    ProgramChoice,
-    ProgramLoop,
-    ProgramSettings,
-    choose_programs,
-    play_programs,
-)
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, requests_of
-from serve_app.lab.workloads.programs import Programs
+from serve_app.lab.workloads.catalog import find_file
 from serve_app.request import (
     ProgramHint,
     PromptShape,
@@ -52,6 +53,7 @@ from serve_app.request import (
     Usage,
 )
 
+_RECORDED = "coding_agents.jsonl.gz"
 _CONTEXT_TOKENS = 204_800
 
 
@@ -81,13 +83,13 @@ class Case:
 
 @settings
 class Policy:
-    """A policy of the scheduler or a baseline, with changes to the scheduler's settings.
+    """The scheduler with changes to its settings, or a baseline.
 
     Attributes:
-        baseline: name in `baselines.LOOPS`; None for the policy itself.
+        baseline: name in `baselines.LOOPS`; None for the scheduler.
+        states_ids: whether requests state their program and session; otherwise it must be recognised.
     """
 
-    policy: str = "ewsjf"
     baseline: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     states_ids: bool = True
@@ -151,17 +153,16 @@ def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
 
 
 def _source() -> TraceSource:
-    file = ProgramChoice(name=CODING_AGENTS).file
-    return TraceSource(name=CODING_AGENTS) if file is None else file_source(file)
+    file = find_file(_RECORDED)
+    return TraceSource(name="coding-agents") if file is None else file_source(file)
 
 
-def _programs(case: Case, seed: int) -> Programs:
+def _programs(case: Case, seed: int) -> list[Program]:
+    file = find_file(_RECORDED)
+    drawn = generate_programs(4 * case.count, seed) if file is None else shuffled(load_programs(file), seed)
     # Chosen among those that fit, so that every run has as many.
-    choice = ProgramChoice(name=CODING_AGENTS, max_gap_s=case.max_gap_s)
-    if choice.file is None:
-        choice = replace(choice, count=4 * case.count)
-    whole = choose_programs(choice, seed)
-    return whole.within(min(_CONTEXT_TOKENS, case.kv_tokens)).shuffled(seed, case.count)
+    chosen = shuffled(within(drawn, min(_CONTEXT_TOKENS, case.kv_tokens)), seed, case.count)
+    return chosen if case.max_gap_s is None else with_gaps_up_to(chosen, case.max_gap_s)
 
 
 def _figures(run: _Run) -> dict[str, float | None]:
@@ -172,21 +173,18 @@ def _figures(run: _Run) -> dict[str, float | None]:
         engine=EngineChanges(kv_tokens=case.kv_tokens, max_model_len=_CONTEXT_TOKENS),
     )
     result = play_programs(
-        ProgramSettings(
-            policy=run.policy.policy,
+        LoopSettings(
             fleet=fleet,
             concurrency=case.concurrency,
             tenants=case.tenants,
             states_ids=run.policy.states_ids,
-            seed=run.seed,
             scheduler=run.policy.scheduler,
         ),
         _programs(case, run.seed),
         list(_interactive(run)),
         LOOPS[run.policy.baseline] if run.policy.baseline else ProgramLoop,
     )
-    programs = result.as_json()
-    jct: Any = programs["jct_s"]
+    jct = Distribution.of(result.jct_s.values())
     ttft = result.summary.ttft_s.all
     others = sorted(
         record.ttft_s
@@ -194,9 +192,9 @@ def _figures(run: _Run) -> dict[str, float | None]:
         if "#" not in record.request_id and record.ttft_s is not None
     )
     return {
-        "jct_mean_s": jct["mean"],
-        "jct_p50_s": jct["p50"],
-        "jct_p99_s": jct["p99"],
+        "jct_mean_s": jct.mean,
+        "jct_p50_s": jct.p50,
+        "jct_p99_s": jct.p99,
         "prefill_over_ideal": result.prefill_tokens / result.ideal_prefill_tokens,
         "hit_ratio": 1 - result.prefill_tokens / result.prompt_tokens,
         "ttft_p50_s": ttft.p50,

@@ -1,7 +1,4 @@
-"""Command `simulate`: compares policies in simulation, as a table and as JSON.
-
-It plays the requests of a trace, or agent programs in a closed loop.
-"""
+"""Command `simulate`: compares policies in simulation, as a table and as JSON."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -22,16 +19,8 @@ from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
-from serve_app.lab.simulation import program_report
-from serve_app.lab.simulation.batch import at_load, parallel, run_all, saturated_rates
+from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.lab.simulation.partitions import write_partition
-from serve_app.lab.simulation.programs import (
-    ProgramChoice,
-    ProgramResult,
-    ProgramSettings,
-    choose_programs,
-    play_programs,
-)
 from serve_app.lab.simulation.report import Row, policies_table, run_as_json, unequal_work
 from serve_app.lab.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.lab.simulation.workload import choose_trace
@@ -43,7 +32,6 @@ from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 _EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
       --requests 10000 --seeds 5 --json out/policies.json
-  ewsjf simulate --programs coding-agents --policy prefix-affinity,ewsjf --replicas 1 --kv-tokens 400000
 """
 
 
@@ -54,8 +42,6 @@ _LEARNED = LearnedPartitions(by_policy={"ewsjf-paper": StrategicSettings(refine_
 def _run(args: argparse.Namespace) -> int:
     if args.first_seed < 0:
         raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
-    if args.programs is not None:
-        return _run_programs(args)
     runs = _placed(arguments.runs(args, _LEARNED), args)
     for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
         warn(note)
@@ -69,34 +55,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.save_partition is not None:
         _save_partition(args.save_partition, results)
     return 0
-
-
-def _run_programs(args: argparse.Namespace) -> int:
-    """Play programs in a closed loop, and print and write the figures of each run."""
-    given = arguments.program_runs(args)
-    results = []
-    with progress_bar("runs", len(given)) as advance:
-        for result in parallel(_played_programs, given, args.jobs):
-            results.append(result)
-            advance()
-    first = results[0]
-    if given[0][1].file is None:
-        warn("the programs are generated from percentiles of recorded ones, because their file is missing")
-    print_result(f"{paragraph(program_report.heading(first))}\n\n{program_report.programs_table(results)}")
-    if first.programs.dropped:
-        warn(f"{first.programs.dropped} programs exceed the engines' context limit and were excluded")
-    if args.json is not None:
-        trace = {"name": first.programs.name, "source": first.programs.source}
-        seeds = sorted({result.settings.seed for result in results})
-        found = provenance(trace, arguments_as_json(args, omit={"jobs"}), seeds)
-        runs = [program_report.run_as_json(result) for result in results]
-        write_json(args.json, {"runs": runs, "provenance": found})
-    return 0
-
-
-def _played_programs(given: tuple[ProgramSettings, ProgramChoice]) -> ProgramResult:
-    settings, choice = given
-    return replace(play_programs(settings, choose_programs(choice, settings.seed)), records=[])
 
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:

@@ -20,12 +20,10 @@ from serve_app.cli.command import (
 )
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.sequences import SchedulingPolicy
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
-from serve_app.lab.simulation.programs import PREFIX_AFFINITY, ProgramChoice, ProgramSettings
 from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
@@ -44,10 +42,9 @@ def configure_workload(
     *,
     requests_help: str,
     requests: int | None = None,
-    programs: bool = False,
 ) -> None:
-    """Add the arguments that `trace_choice` reads, and the rate or the load; `programs` as above."""
-    configure_trace(group, programs=programs)
+    """Add the arguments that `trace_choice` reads, and the rate or the load."""
+    configure_trace(group)
     rate = group.add_mutually_exclusive_group()
     add_number(rate, "--load", "share of the rate that saturates the fleet, such as 0.9")
     add_number(rate, "--rate", "requests per second (default: the trace's rate)")
@@ -61,24 +58,11 @@ def configure_trace(
     *,
     arrivals: str | None = None,
     arrivals_help: str = _ARRIVALS,
-    programs: bool = False,
 ) -> None:
-    """Add `--trace`, its folder, and its arrival pattern; None is the trace's own.
-
-    Args:
-        programs: whether `--programs` may replace `--trace`.
-    """
-    given = group.add_mutually_exclusive_group(required=True) if programs else group
-    if programs:
-        given.add_argument(
-            "--programs",
-            metavar="FILE|coding-agents",
-            help="agent programs in a closed loop instead of a trace; coding-agents: recorded ones if "
-            "coding_agents.jsonl.gz is in a folder of traces, otherwise generated ones",
-        )
-    given.add_argument(
+    """Add `--trace`, its folder, and its arrival pattern; None is the trace's own."""
+    group.add_argument(
         "--trace",
-        required=not programs,
+        required=True,
         help="azure-code, azure-conv, lmsys, paper-mix or a trace file; names joined by + are merged",
     )
     group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
@@ -202,14 +186,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_workload(parser.add_argument_group("workload"))
     _configure_scheduler(parser.add_argument_group("scheduler"))
     _configure_fleet(parser.add_argument_group("fleet"))
-    _configure_programs(parser.add_argument_group("programs"))
     _configure_results(parser.add_argument_group("results"))
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
-    configure_workload(
-        group, requests_help="number of requests (default: 1000, or all of a file)", programs=True
-    )
+    configure_workload(group, requests_help="number of requests (default: 1000, or all of a file)")
     add_whole(group, "--seeds", "runs per policy, one per seed", 1)
     group.add_argument("--first-seed", type=int, default=0, help="first seed (default: %(default)s)")
 
@@ -219,8 +200,7 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         "--policy",
         default=_DEFAULT_POLICY,
         metavar="NAME[,NAME...]",
-        help=f"policies: {', '.join(policy_names())} (default: %(default)s); direct: without a gateway; for "
-        f"programs also {PREFIX_AFFINITY}",
+        help=f"policies: {', '.join(policy_names())} (default: %(default)s); direct: without a gateway",
     )
     add_settings(group, "scheduler setting")
     group.add_argument(
@@ -268,17 +248,6 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         type=SchedulingPolicy,
         choices=list(SchedulingPolicy),
         help="of each engine's own queue",
-    )
-
-
-def _configure_programs(group: "argparse._ArgumentGroup") -> None:
-    add_whole(group, "--concurrency", "programs in progress at a time", 16)
-    add_whole(group, "--count", "number of programs (default: all of a file, 64 generated ones)")
-    add_number(group, "--max-gap-s", "cut longer gaps between turns (default: no limit)")
-    group.add_argument(
-        "--hide-ids",
-        action="store_true",
-        help="requests do not state their program, which must be recognised by the prompts",
     )
 
 
@@ -332,52 +301,6 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
             slo=_slo(args),
             short_at_tokens=args.short_at,
             warm_up_ratio=args.warm_up,
-        )
-        for policy in args.policy.split(",")
-        for seed in range(args.first_seed, args.first_seed + args.seeds)
-    ]
-
-
-# A context that holds the longest prompts of recorded programs; the cache of an engine may be smaller.
-_PROGRAM_CONTEXT = 204_800
-_BLOCK_TOKENS = 64
-
-
-def program_runs(args: argparse.Namespace) -> list[tuple[ProgramSettings, ProgramChoice]]:
-    """Return one run of programs per policy and seed.
-
-    Raises:
-        SettingsError: an argument does not apply to programs, or does not describe a valid run.
-    """
-    for name in ("load", "rate", "requests", "priorities", "arrivals", "log", "save_partition"):
-        if getattr(args, name) is not None:
-            raise SettingsError(f"--{name.replace('_', '-')} does not apply to --programs: leave it out")
-    engines = fleet(args)
-    if engines.engine.max_model_len is None:
-        kv_tokens = engines.engine.kv_tokens or load_profile(engines.profile).kv_tokens
-        # Whole blocks of the KV cache, so that a request of full length fits.
-        context = min(_PROGRAM_CONTEXT, max(1, kv_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS)
-        engines = replace(engines, engine=replace(engines.engine, max_model_len=context))
-    try:
-        tenants = int(args.tenants or 1)
-    except ValueError:
-        raise SettingsError(f"with --programs, --tenants is a number, got {args.tenants!r}") from None
-    choice = ProgramChoice(
-        name=args.programs, count=args.count, max_gap_s=args.max_gap_s, folder=args.traces_folder
-    )
-    return [
-        (
-            ProgramSettings(
-                policy=policy.strip(),
-                fleet=engines,
-                concurrency=args.concurrency,
-                tenants=tenants,
-                states_ids=not args.hide_ids,
-                seed=seed,
-                scheduler=settings_of(args),
-                report_interval_s=args.report_interval,
-            ),
-            choice,
         )
         for policy in args.policy.split(",")
         for seed in range(args.first_seed, args.first_seed + args.seeds)

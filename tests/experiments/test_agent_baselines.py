@@ -1,41 +1,43 @@
 """Baselines of the experiment `agents`: routers, gates and exact caches in the closed loop."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from experiments.agents.baselines import LOOPS, Fits, GatedRun, ToolPause
+from experiments.agents.closed_loop import ProgramResult
+from experiments.agents.programs import Program
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.programs import ProgramResult, ProgramSettings, play_programs
-from serve_app.lab.workloads.programs import Program, Programs
-from tests.lab.simulation.builders import plan
-from tests.lab.simulation.test_programs import (
-    GENERATED,
+from tests.experiments import agents
+from tests.experiments.agents import (
     by_turn,
+    chain,
     fleet,
+    generated,
+    most_in_progress,
     small_programs,
-    spans,
+    turn,
     with_agents,
 )
-from tests.lab.workloads.builders import chain, programs, turn
+from tests.lab.simulation.builders import plan
 
 BASELINES = [name for name in LOOPS if name != "exact-caches"]
 
 
-def play(baseline: str, made: Programs, kv_tokens: int = 2_000_000, **changes: Any) -> ProgramResult:
-    values: dict[str, Any] = {"policy": "ewsjf", "fleet": fleet(kv_tokens), "concurrency": 4}
-    return play_programs(ProgramSettings(**(values | changes)), made, loop=LOOPS[baseline])
+def play(baseline: str, made: Sequence[Program], kv_tokens: int = 2_000_000, **changes: Any) -> ProgramResult:
+    return agents.play(made, kv_tokens, LOOPS[baseline], **changes)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(baseline: str) -> None:
-    made = programs(with_agents(), chain(4), with_agents(0.0), chain(3, gap_s=0.0), with_agents())
+    made = [with_agents(), chain(4), with_agents(0.0), chain(3, gap_s=0.0), with_agents()]
     result = play(baseline, made, concurrency=2)
     records = by_turn(result.records)
-    assert len(records) == sum(len(program.turns) for program in made.programs)
+    assert len(records) == sum(len(program.turns) for program in made)
     assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
-    for number, program in enumerate(made.programs):
+    for number, program in enumerate(made):
         name = f"{program.name}#{number}"
         for index, one in enumerate(program.turns):
             if one.after:
@@ -47,26 +49,13 @@ def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(baseline: 
 @pytest.mark.parametrize("concurrency", [1, 3, 20])
 def test_as_many_programs_as_allowed_are_in_progress(baseline: str, concurrency: int) -> None:
     result = play(baseline, small_programs(9, gap_s=3.0), concurrency=concurrency)
-    edges = [edge for start, end in spans(result) for edge in ((start, 1), (end, -1))]
-    in_progress, most = 0, 0
-    for _, change in sorted(edges):
-        in_progress += change
-        most = max(most, in_progress)
-    assert (len(result.jct_s), most) == (9, min(concurrency, 9))
+    assert (len(result.jct_s), most_in_progress(result)) == (9, min(concurrency, 9))
 
 
 @pytest.mark.parametrize("baseline", ["kv-overlap", "tool-pause"])
 def test_the_same_settings_give_the_same_result(baseline: str) -> None:
-    first, second = (play(baseline, GENERATED, 400_000) for _ in range(2))
+    first, second = (play(baseline, generated(6, 11), 400_000) for _ in range(2))
     assert first == second
-
-
-@pytest.mark.parametrize("baseline", ["kv-overlap", "oracle"])
-def test_a_program_alone_is_not_slowed_down(baseline: str) -> None:
-    result = play(
-        baseline, programs(chain(12, output=70), with_agents()), concurrency=1, fleet=fleet(replicas=1)
-    )
-    assert list(result.slowdown.values()) == pytest.approx([1.0, 1.0], rel=0.03)
 
 
 def test_a_small_cache_costs_more_prefill_without_the_oracle() -> None:

@@ -4,24 +4,21 @@ import pytest
 
 from experiments.agents import baselines
 from experiments.agents.baselines import LOOPS
+from experiments.agents.closed_loop import ProgramLoop, ProgramResult
 from experiments.agents.exact_residency import ExactResidency
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import Residency
 from serve_app.engines.model.sequences import EngineSequence
-from serve_app.lab.simulation.programs import ProgramLoop, ProgramResult, ProgramSettings, play_programs
 from serve_app.lab.simulation.simulation import SimulatedReplica, Timeline
-from serve_app.lab.workloads.programs import Program, generate_programs
 from tests.builders import ManualDriver
 from tests.core.programs.builders import fleet as scheduler_fleet
+from tests.experiments import agents
+from tests.experiments.agents import fleet, generated
 from tests.lab.simulation.builders import plan
-from tests.lab.simulation.test_programs import fleet
-from tests.lab.workloads.builders import programs
 
 KV_TOKENS = 8_000
 BLOCK = 16
-GENERATED = programs(
-    *(Program(one.name, one.turns[:16]) for one in generate_programs(10, 11).with_gaps_up_to(20.0).programs)
-)
+GENERATED = generated(10, 11)
 
 
 def blocks(first: int, tokens: int) -> tuple[int, ...]:
@@ -98,8 +95,7 @@ def test_a_context_that_the_model_considers_evicted_is_found_if_its_room_is_free
 
 
 def play(kv_tokens: int, loop: type[ProgramLoop] = LOOPS["exact-caches"]) -> ProgramResult:
-    settings = ProgramSettings(policy="ewsjf", fleet=fleet(kv_tokens, replicas=1), concurrency=8)
-    return play_programs(settings, GENERATED, loop=loop)
+    return agents.play(GENERATED, loop=loop, fleet=fleet(kv_tokens, replicas=1), concurrency=8)
 
 
 def test_in_a_large_cache_exact_knowledge_changes_nothing() -> None:

@@ -240,13 +240,10 @@ class SimulationSettings:
     Attributes:
         control_latency_s: one-way latency between the scheduler and an engine, through a gateway.
         report_interval_s: time between two reports of a replica.
-        reports_when_idle: whether replicas report while no request is in progress. Without these reports a
-            day with few requests is played faster; a request that ends the idleness is preceded by a report.
     """
 
     control_latency_s: Annotated[float, NOT_NEGATIVE] = 0.001
     report_interval_s: Annotated[float, POSITIVE] = 0.2
-    reports_when_idle: bool = True
 
 
 @dataclass(slots=True)
@@ -324,7 +321,6 @@ class Simulation:
     partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
     _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
     _pending_arrivals: int = field(init=False, default=0)
-    _paused: list[SimulatedReplica] = field(init=False, default_factory=list)
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -404,10 +400,6 @@ class Simulation:
     def _arrive(self, simulated: SimulatedRequest) -> None:
         self._pending_arrivals -= 1
         self._live[simulated.request.request_id] = simulated
-        paused, self._paused = self._paused, []
-        for replica in paused:
-            self.feed(ev.ReplicaReported(replica.spec.replica_id, replica.report()))
-            self._report_later(replica)
         self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:
             scheduled = self.scheduler.find(simulated.request.request_id)
@@ -537,11 +529,6 @@ class Simulation:
             return
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
         self._after_latency(Phase.REPORT, lambda: self.feed(event))
-        if not (self._live or self.settings.reports_when_idle):
-            self._paused.append(replica)
-        elif not self.is_over or self.timeline.now == 0.0:
-            self._report_later(replica)
-
-    def _report_later(self, replica: SimulatedReplica) -> None:
-        at = self.timeline.now + self.settings.report_interval_s
-        self.timeline.schedule(at, Phase.REPORT, lambda: self._report(replica))
+        if not self.is_over or self.timeline.now == 0.0:
+            at = self.timeline.now + self.settings.report_interval_s
+            self.timeline.schedule(at, Phase.REPORT, partial(self._report, replica))

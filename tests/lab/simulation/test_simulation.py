@@ -1,6 +1,4 @@
 import itertools
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +6,7 @@ import pytest
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
-from serve_app.core.events import Finished, ReplicaReported
+from serve_app.core.events import Finished
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
@@ -82,9 +80,8 @@ def test_each_end_is_reported_once_with_its_record() -> None:
     assert len({record.outcome for record in records}) > 1
 
 
-@pytest.mark.parametrize("reports_when_idle", [True, False])
-def test_a_request_submitted_at_the_end_of_another_is_served(reports_when_idle: bool) -> None:
-    made = simulation(reports_when_idle=reports_when_idle)
+def test_a_request_submitted_at_the_end_of_another_is_served() -> None:
+    made = simulation()
 
     def follow(ended: SimulatedRequest, record: RequestRecord) -> None:
         if len(made.records) < 5:
@@ -136,45 +133,3 @@ def test_prefilled_tokens_count_those_of_preempted_sequences_again() -> None:
     assert sum(record.preemptions for record in records) > 0
     assert s1.prefilled_tokens > 3 * 400
     assert l1.prefilled_tokens == 0
-
-
-def spread(seed: int) -> list[SimulatedRequest]:
-    """Return bursts of requests, with a minute between two of them."""
-    made = []
-    for burst in range(6):
-        for one in mixed_requests(12, rate_per_s=6.0, seed=seed + burst):
-            moved = replace(
-                one.request, arrived_at=one.request.arrived_at + 60.0 * burst, expires_at=math.inf
-            )
-            name = f"b{burst}-{moved.request_id}"
-            one.request = replace(moved, submission=replace(moved.submission, request_id=name))
-            made.append(one)
-    return made
-
-
-def reports_of(log: list[Decision]) -> list[float]:
-    return [step.now for step in log if isinstance(step.event, ReplicaReported)]
-
-
-def test_reports_stop_while_no_request_is_in_progress_if_so_set() -> None:
-    all_log: list[Decision] = []
-    few_log: list[Decision] = []
-    all_records = simulation(all_log).run(spread(3))
-    few_records = simulation(few_log, reports_when_idle=False).run(spread(3))
-    # Without them, the times of later reports differ, and with them the states that the scheduler sees.
-    assert len(reports_of(few_log)) < len(reports_of(all_log)) / 2
-    by_id = {record.request_id: record for record in all_records}
-    assert {record.request_id for record in few_records} == set(by_id)
-    for record in few_records:
-        assert record.e2e_s == pytest.approx(by_id[record.request_id].e2e_s, abs=0.5)
-
-
-def test_a_request_that_ends_the_idleness_is_preceded_by_a_report_of_each_replica() -> None:
-    log: list[Decision] = []
-    made = simulation(log, reports_when_idle=False)
-    made.run([simulated("r0"), simulated("r1", at=60.0)])
-    events = [step.event for step in log if step.now == 60.0]
-    reported = [event.replica_id for event in events[:2] if isinstance(event, ReplicaReported)]
-    assert sorted(reported) == ["l1", "s1"]
-    # None while nothing was in progress, except for those on their way when the last request ended.
-    assert not any(5.0 < at < 60.0 for at in reports_of(log))

@@ -1,47 +1,24 @@
-"""Closed-loop simulation of agent programs, with the scheduler or with a baseline.
+"""Closed-loop simulation of agent programs with the scheduler.
 
 `concurrency` programs are in progress at any time; the end of one starts the next. A turn arrives when the
-turns before it have ended and its gap has passed.
-
-There are two baselines: `direct` has no scheduler, and `prefix-affinity` is the scheduler without its
-knowledge of programs. Any other name is a policy of the scheduler. `experiments/agents/baselines.py` has
-further baselines as subclasses of `ProgramLoop`.
+turns before it have ended and its gap has passed. `baselines` has other systems as subclasses of
+`ProgramLoop`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
+from experiments.agents.programs import BLOCK_TOKENS, Program
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.summary import Distribution, Summary, SummaryRules, percentile, summarise
-from serve_app.core.settings_base import POSITIVE, at_least, settings
-from serve_app.engines.model.step_time import attended_pairs
-from serve_app.errors import SettingsError
-from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.core.metrics.summary import Summary, summarise
 from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.run import DIRECT, ORACLE, SloByLength
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import (
-    ReplicaPlan,
-    SimulatedRequest,
-    Simulation,
-    SimulationSettings,
-    Timeline,
-)
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, Timeline
 from serve_app.lab.simulation.workload import MODEL
 from serve_app.lab.workloads.blocks import engine_blocks, gateway_blocks
-from serve_app.lab.workloads.catalog import find_file
-from serve_app.lab.workloads.programs import BLOCK_TOKENS, Program, Programs, generate_programs, load_programs
 from serve_app.request import ProgramHint, PromptShape, Request, RequestSpec, Submission
-
-PREFIX_AFFINITY = "prefix-affinity"
-PROGRAM_POLICIES = (DIRECT, PREFIX_AFFINITY, *(name for name in SIMULATED_POLICIES if name != ORACLE))
-"""All policies that can play programs. The oracle does not know the answers of programs."""
-
-
-# The closed loop
 
 
 class ProgramRun:
@@ -91,9 +68,9 @@ class ProgramRun:
         )
 
 
-@settings
-class ProgramSettings:
-    """All inputs of a run of programs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Settings of a run of programs.
 
     Attributes:
         concurrency: number of programs in progress.
@@ -102,66 +79,11 @@ class ProgramSettings:
         scheduler: settings that differ from the defaults, by dotted path.
     """
 
-    policy: str
     fleet: FleetSettings
-    concurrency: Annotated[int, at_least(1)] = 16
-    tenants: Annotated[int, at_least(1)] = 1
+    concurrency: int = 16
+    tenants: int = 1
     states_ids: bool = True
-    seed: int = 0
     scheduler: Mapping[str, object] = field(default_factory=dict)
-    report_interval_s: Annotated[float, POSITIVE] = 0.2
-    label: str = ""
-
-    def __post_init__(self) -> None:
-        if self.policy not in PROGRAM_POLICIES:
-            names = ", ".join(PROGRAM_POLICIES)
-            raise SettingsError(f"no policy {self.policy!r} for programs: choose one of {names}")
-
-    @property
-    def name(self) -> str:
-        """Name of the policy in results."""
-        return self.label or self.policy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramChoice:
-    """Choice of programs.
-
-    Attributes:
-        name: a file, or `coding-agents`: recorded sessions if their file is in a folder of traces, otherwise
-            generated ones.
-        count: number of programs; None for all of a file, or the generator's default.
-        max_gap_s: longest gap; None for no limit.
-        folder: folder of trace files; None for the default folders.
-    """
-
-    name: str
-    count: int | None = None
-    max_gap_s: float | None = None
-    folder: Path | None = None
-
-    @property
-    def file(self) -> Path | None:
-        """The file to read; None if the programs are generated."""
-        return find_file(_RECORDED, self.folder) if self.name == CODING_AGENTS else Path(self.name)
-
-
-CODING_AGENTS = "coding-agents"
-_RECORDED = "coding_agents.jsonl.gz"
-_GENERATED_COUNT = 64
-
-
-def choose_programs(choice: ProgramChoice, seed: int) -> Programs:
-    """Return the programs of one seed, in the order in which they start.
-
-    Raises:
-        TraceError: there is no such file, or it cannot be read.
-    """
-    if choice.file is None:
-        found = generate_programs(choice.count or _GENERATED_COUNT, seed)
-    else:
-        found = load_programs(choice.file).shuffled(seed, choice.count)
-    return found if choice.max_gap_s is None else found.with_gaps_up_to(choice.max_gap_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,61 +94,19 @@ class ProgramResult:
         records: all requests, in the order of their ends.
         summary: figures of the requests of programs.
         jct_s: time from the start of each program to the end of its last turn, by its number.
-        slowdown: the same over the time that the program would take alone on an idle engine.
         prefill_tokens: prompt tokens that the engines computed, including those computed again.
         ideal_prefill_tokens: the same if nothing were ever evicted.
         prompt_tokens: prompt tokens of all turns.
         max_wait_s: longest time from the arrival of a turn to its dispatch.
     """
 
-    settings: ProgramSettings
-    programs: Programs
     records: list[RequestRecord]
     summary: Summary
     jct_s: dict[int, float]
-    slowdown: dict[int, float]
     prefill_tokens: int
     ideal_prefill_tokens: int
     prompt_tokens: int
     max_wait_s: float
-
-    def as_json(self) -> dict[str, object]:
-        """Return `metrics.programs` of a run in the JSON output."""
-        return {
-            "completed": len(self.jct_s),
-            "jct_s": _figures(self.jct_s.values()),
-            "slowdown": _figures(self.slowdown.values()),
-            "prefill_tokens": self.prefill_tokens,
-            "ideal_prefill_tokens": self.ideal_prefill_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "hit_ratio": 1 - self.prefill_tokens / self.prompt_tokens,
-            "max_wait_s": self.max_wait_s,
-        }
-
-
-def _figures(values: Iterable[float]) -> dict[str, float | None]:
-    ordered = sorted(values)
-    p90 = percentile(ordered, 90) if ordered else None
-    return {**Distribution.of(ordered).as_json(), "p90": p90}
-
-
-def alone_times(programs: Programs, plan: ReplicaPlan) -> list[float]:
-    """Return the seconds that each program takes alone on an idle engine that never evicts anything."""
-    return [_alone_s(program, plan) for program in programs.programs]
-
-
-def _alone_s(program: Program, plan: ReplicaPlan) -> float:
-    ended: list[float] = []
-    for turn, computed in zip(program.turns, program.ideal_prefills(), strict=True):
-        cached, seconds = turn.prompt_tokens - computed, 0.0
-        for start in range(cached, turn.prompt_tokens, plan.engine.max_num_batched_tokens):
-            chunk = min(plan.engine.max_num_batched_tokens, turn.prompt_tokens - start)
-            pairs = attended_pairs(start, chunk)
-            seconds += plan.step_time.step_s(prefill_tokens=chunk, attended_pairs=pairs)
-        decoding = turn.output_tokens - 1
-        seconds += plan.step_time.decode_run_s(decoding, sequences=1, context_tokens=turn.prompt_tokens)
-        ended.append(max((ended[one] for one in turn.after), default=0.0) + turn.gap_s + seconds)
-    return max(ended)
 
 
 class ProgramLoop:
@@ -234,9 +114,11 @@ class ProgramLoop:
 
     run_type: ClassVar[type[ProgramRun]] = ProgramRun
 
-    def __init__(self, settings: ProgramSettings, programs: Programs, plans: Sequence[ReplicaPlan]) -> None:
+    def __init__(
+        self, settings: LoopSettings, programs: Sequence[Program], plans: Sequence[ReplicaPlan]
+    ) -> None:
         self._settings = settings
-        self._programs = programs.programs
+        self._programs = programs
         self._block_size = plans[0].engine.block_size
         self._next = 0
         self._turns: dict[str, tuple[ProgramRun, int, float]] = {}
@@ -246,20 +128,9 @@ class ProgramLoop:
 
     def system(self, plans: Sequence[ReplicaPlan]) -> Simulation | DirectSimulation:
         """Return the system that serves the programs, which calls `on_end` at the end of each request."""
-        if self._settings.policy == DIRECT:
-            return DirectSimulation(plans, on_end=self.on_end)
-        return self.scheduled(plans)
-
-    def scheduled(self, plans: Sequence[ReplicaPlan]) -> Simulation:
-        """Return the simulation of the scheduler."""
-        settings, policy, changes = self._settings, self._settings.policy, dict(self._settings.scheduler)
-        if policy == PREFIX_AFFINITY:
-            policy, changes = "ewsjf", {**changes, "programs.enabled": False}
-        scheduler = scheduler_settings(policy, settings.fleet.routing, changes)
-        environment = SimulationSettings(
-            report_interval_s=settings.report_interval_s, reports_when_idle=False
-        )
-        return Simulation(scheduler, plans, environment, on_end=self.on_end)
+        settings = self._settings
+        scheduler = scheduler_settings("ewsjf", settings.fleet.routing, settings.scheduler)
+        return Simulation(scheduler, plans, on_end=self.on_end)
 
     @property
     def timeline(self) -> Timeline:
@@ -340,8 +211,8 @@ class ProgramLoop:
 
 
 def play_programs(
-    settings: ProgramSettings,
-    programs: Programs,
+    settings: LoopSettings,
+    programs: Sequence[Program],
     others: Sequence[SimulatedRequest] = (),
     loop: type[ProgramLoop] = ProgramLoop,
 ) -> ProgramResult:
@@ -350,29 +221,18 @@ def play_programs(
     Args:
         others: requests without a program and without cached prefixes, which are served beside them.
         loop: closed loop, with the system that serves the programs.
-
-    Raises:
-        SettingsError: a setting is unknown or out of range.
-        TraceError: no program fits the engines.
     """
-    plans = settings.fleet.plans()
-    programs = programs.within(min(plan.engine.max_model_len for plan in plans))
-    play = loop(settings, programs, plans)
+    play = loop(settings, programs, settings.fleet.plans())
     records = play.run(others)
-    of_programs = [record for record in records if "#" in record.request_id]
-    alone_s = alone_times(programs, plans[0])
     simulated = play.simulation.replicas
     replicas = list(simulated.values()) if isinstance(simulated, dict) else simulated
     return ProgramResult(
-        settings=settings,
-        programs=programs,
         records=records,
-        summary=summarise(of_programs, SummaryRules(slo=SloByLength())),
+        summary=summarise([record for record in records if "#" in record.request_id]),
         jct_s=play.jct_s,
-        slowdown={number: jct_s / alone_s[number] for number, jct_s in play.jct_s.items()},
         prefill_tokens=sum(replica.prefilled_tokens for replica in replicas)
         - sum(one.counted_tokens for one in others),
-        ideal_prefill_tokens=sum(sum(one.ideal_prefills()) for one in programs.programs),
-        prompt_tokens=sum(turn.prompt_tokens for one in programs.programs for turn in one.turns),
+        ideal_prefill_tokens=sum(sum(one.ideal_prefills()) for one in programs),
+        prompt_tokens=sum(turn.prompt_tokens for one in programs for turn in one.turns),
         max_wait_s=play.max_wait_s,
     )

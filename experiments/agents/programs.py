@@ -5,15 +5,15 @@ arrival depends on how fast it was served. Prompts are lists of block ids as in 
 smaller blocks. A turn stores its ids as a reference: the first `known` blocks of an earlier turn, and `new`
 blocks that no earlier prompt of the program has.
 
-The file format has one JSON object per line, plain or `.gz`; the turns of a program are in the order of their
-`row`, from 0:
+The file has one JSON object per line; the turns of a program are in the order of their `row`, from 0:
 
-    program, row                    name of the program, number within it
+    program                         name of the program
+    session                         conversation
     after                           rows that must have ended
-    gap_net_s (or gap_s)            seconds between their end and the start; null at the start
+    gap_net_s                       seconds between their end and the start; null at the start
     prompt_tokens, output_tokens    length of the whole prompt, and of the answer
     blocks                          [source row, known, new], in blocks of 64 tokens
-    session, depth, stop            optional: conversation; 0 or 1 for a sub-agent; `tool_use` or `end_turn`
+    stop                            how the answer ends: `tool_use`, `end_turn` or unknown
 
 Other fields are ignored.
 
@@ -23,17 +23,13 @@ coding sessions (callanjfox/kv-cache-tester).
 
 import gzip
 import json
-import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 
 from serve_app.lab.workloads.generators import plain_stream, stream
-from serve_app.lab.workloads.trace import TraceError
 from serve_app.request import TurnEnd
 
 BLOCK_TOKENS = 64
@@ -117,47 +113,24 @@ class Program:
         return left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
-    """Programs of a run.
+def within(programs: Sequence[Program], max_tokens: int) -> list[Program]:
+    """Return the programs whose requests have at most so many tokens, prompt and answer."""
+    return [one for one in programs if one.max_tokens <= max_tokens]
 
-    Attributes:
-        source: the file, or the figures from which they were generated.
-        dropped: number of programs with a longer request than the limit.
-    """
 
-    name: str
-    source: str
-    programs: tuple[Program, ...]
-    dropped: int = 0
+def shuffled(programs: Sequence[Program], seed: int, count: int | None = None) -> list[Program]:
+    """Return the programs in an order drawn by seed: `count` of them, repeated if there are fewer."""
+    order = list(programs)
+    plain_stream(seed, "order of programs").shuffle(order)
+    return order if count is None else [order[place % len(order)] for place in range(count)]
 
-    def __post_init__(self) -> None:
-        if not self.programs:
-            raise TraceError(
-                f"{self.name!r} ({self.source}) has no program to play; "
-                f"{self.dropped} exceed the limit on tokens"
-            )
 
-    def within(self, max_tokens: int) -> "Programs":
-        """Return the programs whose requests have at most so many tokens, prompt and answer."""
-        fitting = tuple(one for one in self.programs if one.max_tokens <= max_tokens)
-        return replace(self, programs=fitting, dropped=self.dropped + len(self.programs) - len(fitting))
-
-    def shuffled(self, seed: int, count: int | None) -> "Programs":
-        """Return the programs in an order drawn by seed: `count` of them, repeated if there are fewer."""
-        order = list(self.programs)
-        plain_stream(seed, "order of programs").shuffle(order)
-        if count is not None:
-            order = [order[place % len(order)] for place in range(count)]
-        return replace(self, programs=tuple(order))
-
-    def with_gaps_up_to(self, seconds: float) -> "Programs":
-        """Return the same programs with longer gaps cut."""
-        cut = tuple(
-            replace(one, turns=tuple(replace(turn, gap_s=min(turn.gap_s, seconds)) for turn in one.turns))
-            for one in self.programs
-        )
-        return replace(self, programs=cut, source=f"{self.source}, gaps cut at {seconds:g} s")
+def with_gaps_up_to(programs: Sequence[Program], seconds: float) -> list[Program]:
+    """Return the same programs with longer gaps cut."""
+    return [
+        replace(one, turns=tuple(replace(turn, gap_s=min(turn.gap_s, seconds)) for turn in one.turns))
+        for one in programs
+    ]
 
 
 # The file
@@ -165,82 +138,28 @@ class Programs:
 _ENDINGS = {"tool_use": TurnEnd.TOOLS, "end_turn": TurnEnd.DONE}
 
 
-def load_programs(path: Path) -> Programs:
-    """Read a file of programs.
-
-    Raises:
-        TraceError: the file cannot be read, or a line is not a turn; the message names the line.
-    """
+def load_programs(path: Path) -> list[Program]:
+    """Read a compressed file of programs."""
     programs: dict[str, list[Turn]] = {}
-    sessions: dict[tuple[str, object], int] = {}
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    _read_turn(line, f"{path}, line {number}", programs, sessions)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as exc:
-        raise TraceError(f"cannot read programs from {path}: {exc}") from exc
-    read = tuple(Program(name, tuple(turns)) for name, turns in programs.items())
-    return Programs(name=path.name, source=f"file {path}", programs=read)
-
-
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _read_turn(
-    line: str, where: str, programs: dict[str, list[Turn]], sessions: dict[tuple[str, object], int]
-) -> None:
-    try:
-        row = json.loads(line)
-        name = str(row["program"])
-        turns = programs.setdefault(name, [])
-        session = row.get("session", f"{name}/{row.get('depth', 0)}")
-        known_sessions = len({turn.session for turn in turns})
-        turn = _turn(row, sessions.setdefault((name, session), known_sessions))
-        _check(turn, int(row["row"]), turns)
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        reason = f"it has no {exc}" if isinstance(exc, KeyError) else str(exc)
-        raise TraceError(f"{where} is not a turn of a program: {reason}") from exc
-    turns.append(turn)
-
-
-def _turn(row: dict[str, Any], session: int) -> Turn:
-    source, known, new = map(int, row["blocks"])
-    gap_s = row["gap_net_s"] if "gap_net_s" in row else row["gap_s"]
-    return Turn(
-        session=session,
-        after=tuple(map(int, row["after"])),
-        gap_s=float(gap_s or 0.0),
-        prompt_tokens=int(row["prompt_tokens"]),
-        output_tokens=max(1, int(row["output_tokens"])),
-        source=source,
-        known=known,
-        new=new,
-        ending=_ENDINGS.get(row.get("stop", "")),
-    )
-
-
-def _check(turn: Turn, row: int, before: Sequence[Turn]) -> None:
-    if row != len(before):
-        raise ValueError(f"row {len(before)} of its program is expected here, got {row}")
-    if not all(0 <= one < row for one in turn.after):
-        raise ValueError(f"after must name earlier rows, got {list(turn.after)} in row {row}")
-    if turn.known and not (0 <= turn.source < row):
-        raise ValueError(f"blocks must refer to an earlier row, got {turn.source} in row {row}")
-    if turn.known and turn.known > before[turn.source].prompt_tokens // BLOCK_TOKENS:
-        raise ValueError(f"row {turn.source} has fewer than {turn.known} blocks")
-    if turn.known + turn.new != turn.prompt_tokens // BLOCK_TOKENS:
-        raise ValueError(
-            f"a prompt of {turn.prompt_tokens} tokens has {turn.prompt_tokens // BLOCK_TOKENS} blocks of "
-            f"{BLOCK_TOKENS} tokens, got {turn.known} known and {turn.new} new ones"
-        )
-    if not math.isfinite(turn.gap_s):
-        raise ValueError(f"gaps must be finite, got {turn.gap_s} in row {row}")
-    if turn.gap_s < 0 or turn.prompt_tokens < 1 or turn.known < 0 or turn.new < 0:
-        raise ValueError("gaps and counts must not be negative, and a prompt has at least one token")
+    sessions: dict[str, dict[str, int]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            name = row["program"]
+            numbers = sessions.setdefault(name, {})
+            source, known, new = row["blocks"]
+            turn = Turn(
+                session=numbers.setdefault(row["session"], len(numbers)),
+                after=tuple(row["after"]),
+                gap_s=row["gap_net_s"] or 0.0,
+                prompt_tokens=row["prompt_tokens"],
+                output_tokens=max(1, row["output_tokens"]),
+                source=source,
+                known=known,
+                new=new,
+                ending=_ENDINGS.get(row["stop"]),
+            )
+            programs.setdefault(name, []).append(turn)
+    return [Program(name, tuple(turns)) for name, turns in programs.items()]
 
 
 # Generated programs
@@ -261,11 +180,10 @@ _DONE, _COMPACTION, _LAUNCH = 0.06, 0.02, 0.002
 _SYSTEM_BLOCKS, _MOST_BLOCKS = 265, 2_500
 
 
-def generate_programs(count: int, seed: int) -> Programs:
+def generate_programs(count: int, seed: int) -> list[Program]:
     """Draw programs by the figures of recorded coding sessions."""
     rng = stream(seed, "programs")
-    programs = tuple(Program(f"g{number:03d}", _Drawing(rng).turns()) for number in range(count))
-    return Programs(name="coding-agents", source="generated from percentiles", programs=programs)
+    return [Program(f"g{number:03d}", _Drawing(rng).turns()) for number in range(count)]
 
 
 class _Drawing:

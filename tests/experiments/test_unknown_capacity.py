@@ -6,21 +6,15 @@ import pytest
 
 from serve_app.core.programs import capacity
 from serve_app.core.programs.capacity import LearnedCapacity
-from serve_app.lab.simulation.programs import ProgramSettings, play_programs
-from serve_app.lab.workloads.programs import Program, generate_programs
-from tests.lab.simulation.test_programs import fleet
-from tests.lab.workloads.builders import programs
+from tests.experiments.agents import fleet, generated, play
 
 KV_TOKENS = 400_000
-PROGRAMS = programs(
-    *(Program(one.name, one.turns[:40]) for one in generate_programs(20, 2).with_gaps_up_to(20.0).programs)
-)
+PROGRAMS = generated(20, 2, turns=40)
 
 
 def prefill_tokens(*, reports_load: bool) -> int:
     one = fleet(KV_TOKENS, replicas=1, profile="llama3-70b-h100-tp4")
-    settings = ProgramSettings(policy="ewsjf", fleet=replace(one, reports_load=reports_load), concurrency=12)
-    return play_programs(settings, PROGRAMS).prefill_tokens
+    return play(PROGRAMS, fleet=replace(one, reports_load=reports_load), concurrency=12).prefill_tokens
 
 
 @pytest.mark.parametrize("assumed", [100_000, 2_000_000])
