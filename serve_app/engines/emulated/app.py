@@ -22,25 +22,20 @@ from serve_app.engines.emulated.completions import (
 )
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed, no_such_route
-from serve_app.engines.emulated.messages import (
-    MessageAnswer,
-    anthropic_errors,
-    failed_event,
-    read_count,
-    read_messages,
-)
+from serve_app.engines.emulated.messages import MessageAnswer, anthropic_errors, failed_event
 from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
     Generation,
     read_chat,
     read_completion,
-    read_detokenize,
+    read_count,
     read_embeddings,
+    read_messages,
     read_responses,
     read_tokenize,
 )
-from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, response_answer
-from serve_app.engines.emulated.text import PseudoTokenizer, text_of, token_ids
+from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, ResponsesAnswer
+from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
 from serve_app.engines.engine import (
     Receive,
     Scope,
@@ -52,7 +47,7 @@ from serve_app.engines.engine import (
 )
 from serve_app.errors import EngineError
 
-# Dimensions of embeddings for requests that do not specify them.
+# Length of embeddings.
 _DIMENSIONS = 64
 
 
@@ -70,7 +65,7 @@ _CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
 _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
 # As in vLLM, a message has the id of the chat completion that it is based on.
 _MESSAGES = EmulatedRoute(read_messages, MessageAnswer, "chatcmpl", failed_event)
-_RESPONSES = EmulatedRoute(read_responses, response_answer, "resp")
+_RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, "resp")
 
 
 class EmulatedApp:
@@ -103,7 +98,6 @@ class EmulatedApp:
             "/v1/load_lora_adapter": ("POST", self._load_adapter),
             "/v1/unload_lora_adapter": ("POST", self._unload_adapter),
             "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
             "/version": ("GET", self._version),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
@@ -140,11 +134,7 @@ class EmulatedApp:
         generation = route.read(call.body, self._tokenizer)
         model = self._names.check(generation.body.model)
         request_id = generation.request_id or call.request_id(route.id_prefix)
-        spec, raw = generation.spec, None
-        if (text := spec.constraint if spec.call is None else spec.call.arguments) is not None:
-            # In a thread, because a large schema would delay engine steps.
-            raw = await asyncio.to_thread(text)
-        ticket = self._admission.admit(generation, request_id, raw)
+        ticket = self._admission.admit(generation, request_id)
         content = AnswerContent(
             request_id=request_id,
             created=int(time.time()),
@@ -216,13 +206,12 @@ class EmulatedApp:
         model = self._names.check(body.model)
         request_id = call.request_id("embd")
         ticket = self._admission.admit_embeddings(prompts, body.priority, request_id)
-        dimensions = body.dimensions or _DIMENSIONS
         as_base64 = body.encoding_format == "base64"
 
         def whole() -> bytes:
             data = [
                 {"object": "embedding", "index": index, "embedding": _embedded(vector, as_base64=as_base64)}
-                for index, vector in enumerate(_vector(prompt.seed, dimensions) for prompt in prompts)
+                for index, vector in enumerate(map(_vector, prompts))
             ]
             tokens = sum(prompt.tokens for prompt in prompts)
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -239,26 +228,18 @@ class EmulatedApp:
         await _send(call, {"object": "list", "data": cards})
 
     async def _load_adapter(self, call: Call) -> None:
-        name = self._names.load(call.body)
-        message = f"Success: LoRA adapter '{name}' added successfully."
-        await send_response(call.send, 200, message.encode(), b"text/plain")
+        self._names.load(call.body)
+        await send_response(call.send, 200, b"")
 
     async def _unload_adapter(self, call: Call) -> None:
-        name = self._names.unload(call.body)
-        message = f"Success: LoRA adapter '{name}' removed successfully."
-        await send_response(call.send, 200, message.encode(), b"text/plain")
+        self._names.unload(call.body)
+        await send_response(call.send, 200, b"")
 
     async def _tokenize(self, call: Call) -> None:
-        model, text = read_tokenize(call.body)
+        model, prompt = read_tokenize(call.body, self._tokenizer)
         self._names.check(model)
-        tokens = token_ids(text)
-        counts = {"count": len(tokens), "max_model_len": self._admission.limits.max_model_len}
-        await _send(call, {**counts, "tokens": tokens, "token_strs": None})
-
-    async def _detokenize(self, call: Call) -> None:
-        model, tokens = read_detokenize(call.body)
-        self._names.check(model)
-        await _send(call, {"prompt": text_of(tokens)})
+        counts = {"count": prompt.tokens, "max_model_len": self._admission.limits.max_model_len}
+        await _send(call, {**counts, "tokens": prompt.ids, "token_strs": None})
 
     async def _version(self, call: Call) -> None:
         await _send(call, {"version": f"emulated {__version__}"})
@@ -266,7 +247,7 @@ class EmulatedApp:
     async def _count_tokens(self, call: Call) -> None:
         model, tokens = read_count(call.body, self._tokenizer)
         self._names.check(model)
-        await _send(call, {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
+        await _send(call, {"input_tokens": tokens})
 
     async def _health(self, call: Call) -> None:
         try:
@@ -300,11 +281,11 @@ async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
     ticket.abandon()
 
 
-def _vector(seed: int, dimensions: int) -> list[float]:
-    """Return a unit vector that depends on `seed` only, so that equal inputs have equal vectors."""
-    rng = random.Random(seed)  # noqa: S311 - a placeholder, not a secret
-    values = [rng.gauss(0.0, 1.0) for _ in range(dimensions)]
-    norm = math.hypot(*values) or 1.0
+def _vector(prompt: Prompt) -> list[float]:
+    """Return a unit vector that depends on the input only, so that equal inputs have equal vectors."""
+    rng = random.Random(repr(prompt.source))  # noqa: S311 - a placeholder, not a secret
+    values = [rng.gauss(0.0, 1.0) for _ in range(_DIMENSIONS)]
+    norm = math.hypot(*values)
     return [value / norm for value in values]
 
 

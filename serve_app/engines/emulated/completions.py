@@ -1,11 +1,9 @@
 """Chat and text completions in OpenAI's format, complete or as a stream of events.
 
 Events and their order are those of vLLM: for chats a chunk with the role, then chunks with one or more tokens
-each (the last one with the finish reason), the usage if requested, `[DONE]`. Tokens that may begin a stop
-string are held back.
+each (the last one with the finish reason), the usage if requested, `[DONE]`.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from typing import Any, ClassVar
 from serve_app.engines.emulated.driver import Ticket
 from serve_app.engines.emulated.http import encode
 from serve_app.engines.emulated.requests import Generation
-from serve_app.engines.emulated.text import GeneratedOutput, ToolCall, chat_logprobs, ranked
+from serve_app.engines.emulated.text import GeneratedOutput
 from serve_app.engines.model import EngineSequence
 
 DONE = b"data: [DONE]\n\n"
@@ -40,14 +38,9 @@ class AnswerContent:
         return self.ticket.outputs
 
     @property
-    def call(self) -> ToolCall | None:
-        """The tool call that the answer consists of, if any."""
-        return self.generation.spec.call
-
-    def call_id(self, choice: int) -> str:
-        """Return hexadecimal digits that identify a tool call uniquely."""
-        name = f"{self.request_id}/{choice}"
-        return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
+    def call(self) -> str | None:
+        """Name of the tool that the answer calls, if any."""
+        return self.generation.call
 
     def prompt_ids(self, choice: int) -> dict[str, Any]:
         """Return the field with the prompt's ids, if they are requested."""
@@ -60,13 +53,6 @@ class AnswerContent:
         if not self.generation.body.return_token_ids:
             return {}
         return {"token_ids": self.outputs[choice].ids(start, count)}
-
-    def logprobs(self, choice: int, start: int = 0, count: int | None = None) -> list[dict[str, Any]] | None:
-        """Return the logprobs of some tokens in the format of chats and responses; None if not requested."""
-        top, output = self.generation.spec.top_logprobs, self.outputs[choice]
-        if top is None:
-            return None
-        return chat_logprobs(output, start, len(output.tokens) if count is None else start + count, top)
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,15 +68,6 @@ class AnswerContent:
     def output_tokens(self) -> int:
         """Output tokens of all choices."""
         return sum(sequence.output_tokens for sequence in self.ticket.sequences)
-
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "total_tokens": self.prompt_tokens + self.output_tokens,
-            "completion_tokens": self.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
     def _one_per_prompt(self) -> Sequence[EngineSequence]:
         return self.ticket.sequences[:: self.generation.choices]
@@ -139,21 +116,19 @@ class _ChoicesAnswer(EmulatedAnswer):
         self._chunk_start = b"data: " + common + b',"choices":['
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """Return one chunk, or no bytes for tokens that the client does not see."""
-        content = self._delta(choice, start, count, ends=ends)
-        if content is None:
-            return b""
-        if ends:
-            content["finish_reason"] = self._finish_reason(choice)
-            content["stop_reason"] = self._answer.outputs[choice].stop_reason
-        content |= self._answer.token_ids(choice, start, count)
-        return self._chunk(choice, content, tokens=start + count)
+        """Return one chunk."""
+        content = {
+            **self._delta(choice, start, count),
+            "finish_reason": self._finish_reason(choice) if ends else None,
+            **self._answer.token_ids(choice, start, count),
+        }
+        return self._chunk(choice, content)
 
     def final_events(self) -> bytes:
         """Return the usage, if requested, and the end marker."""
         if not self._answer.generation.includes_usage:
             return DONE
-        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._answer.usage()}
+        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._usage()}
         return b"data: " + encode(usage) + b"\n\n" + DONE
 
     def full_body(self) -> bytes:
@@ -162,41 +137,42 @@ class _ChoicesAnswer(EmulatedAnswer):
             {
                 "index": choice,
                 **self._content(choice),
+                "logprobs": None,
                 "finish_reason": self._finish_reason(choice),
-                "stop_reason": output.stop_reason,
+                "stop_reason": None,
             }
-            for choice, output in enumerate(self._answer.outputs)
+            for choice in range(len(self._answer.outputs))
         ]
-        return encode({**self._common(self._kind), "choices": choices, "usage": self._answer.usage()})
+        return encode({**self._common(self._kind), "choices": choices, "usage": self._usage()})
 
-    def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int, more: bytes = b"") -> bytes:
-        """Return a chunk with one choice and `more` fields; `tokens` have been generated for the choice."""
-        event = self._chunk_start + encode({"index": choice, **content}) + b"]"
-        if self._answer.generation.counts_continuously:
-            prompt = self._answer.ticket.sequences[choice].prompt_tokens
-            usage = {
-                "prompt_tokens": prompt,
-                "total_tokens": prompt + tokens,
-                "completion_tokens": tokens,
-            }
-            event += b',"usage":' + encode(usage)
-        return event + more + b"}\n\n"
+    def _chunk(self, choice: int, content: dict[str, Any], more: bytes = b"") -> bytes:
+        """Return a chunk with one choice and `more` fields."""
+        return self._chunk_start + encode({"index": choice, **content}) + b"]" + more + b"}\n\n"
 
     def _common(self, kind: str) -> dict[str, Any]:
         """Return the fields that begin every object and chunk of an answer."""
         answer = self._answer
         return {"id": answer.request_id, "object": kind, "created": answer.created, "model": answer.model}
 
+    def _usage(self) -> dict[str, Any]:
+        answer = self._answer
+        return {
+            "prompt_tokens": answer.prompt_tokens,
+            "total_tokens": answer.prompt_tokens + answer.output_tokens,
+            "completion_tokens": answer.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        }
+
     def _finish_reason(self, choice: int) -> str:
         return self._answer.outputs[choice].finish_reason
 
     @abstractmethod
     def _content(self, choice: int) -> dict[str, Any]:
-        """Return the text and logprobs of a finished choice."""
+        """Return the text of a finished choice."""
 
     @abstractmethod
-    def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        """Return the content of a chunk without finish reason, or None to send no chunk."""
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        """Return the text of some tokens of a choice."""
 
 
 class ChatAnswer(_ChoicesAnswer):
@@ -207,55 +183,34 @@ class ChatAnswer(_ChoicesAnswer):
 
     def first_token_events(self) -> bytes:
         """Return the role, once per choice."""
-        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return b"".join(
-            self._chunk(choice, role, tokens=0, more=_as_fields(self._answer.prompt_ids(choice)))
+            self._chunk(choice, role, _as_fields(self._answer.prompt_ids(choice)))
             for choice in range(len(self._answer.outputs))
         )
 
-    def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
         text = self._answer.outputs[choice].added(start, count)
-        logprobs = self._logprobs(choice, start, count)
-        delta: dict[str, Any] = {"content": text}
-        if self._answer.call is not None:
-            call = {"function": {"arguments": text}} if start else self._call(choice, text)
-            delta = {"tool_calls": [{"index": 0, **call}]}
-        # The first chunk of a call has its name, even if all text so far is held back, because it may begin a
-        # stop string.
-        begins = self._answer.call is not None and not start
-        if not (text or logprobs or begins or ends or self._answer.generation.body.return_token_ids):
-            return None
-        return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._answer.call is None:
+            return {"delta": {"content": text}}
+        return {"delta": {"tool_calls": [{"index": 0, **self._call(choice, text)}]}}
 
     def _content(self, choice: int) -> dict[str, Any]:
-        output, call = self._answer.outputs[choice], self._answer.call
-        message: dict[str, Any] = {"role": "assistant", "content": output.text}
-        if call is not None:
-            message["content"] = ""
-            # vLLM passes on the arguments of a named tool unparsed. It parses other calls from the finished
-            # text, where a truncated call is not recognised.
-            if call.is_named or output.is_complete:
-                message["tool_calls"] = [self._call(choice, output.text)]
-        return {"message": message, "logprobs": self._logprobs(choice)}
+        text = self._answer.outputs[choice].text
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._answer.call is not None:
+            message |= {"content": "", "tool_calls": [self._call(choice, text)]}
+        return {"message": message}
 
     def _call(self, choice: int, arguments: str) -> dict[str, Any]:
-        call = self._answer.call
-        assert call is not None, "called only for tool calls"
         return {
-            "id": f"chatcmpl-tool-{self._answer.call_id(choice)}",
+            "id": f"chatcmpl-tool-{self._answer.request_id}-{choice}",
             "type": "function",
-            "function": {"name": call.name, "arguments": arguments},
+            "function": {"name": self._answer.call, "arguments": arguments},
         }
 
     def _finish_reason(self, choice: int) -> str:
-        """Return "tool_calls" after a call that is not named, as vLLM does; otherwise the output's reason."""
-        output, call = self._answer.outputs[choice], self._answer.call
-        calls = call is not None and not call.is_named and output.is_complete
-        return "tool_calls" if calls else output.finish_reason
-
-    def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
-        entries = self._answer.logprobs(choice, start, count)
-        return None if entries is None else {"content": entries}
+        return super()._finish_reason(choice) if self._answer.call is None else "tool_calls"
 
 
 class CompletionAnswer(_ChoicesAnswer):
@@ -263,33 +218,12 @@ class CompletionAnswer(_ChoicesAnswer):
 
     _kind = _chunk_kind = "text_completion"
 
-    def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any]:  # noqa: ARG002
-        output = self._answer.outputs[choice]
-        return {
-            "text": output.added(start, count),
-            "logprobs": self._logprobs(choice, start, count),
-            "finish_reason": None,
-            "stop_reason": None,
-            **({} if start else self._answer.prompt_ids(choice)),
-        }
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        text = self._answer.outputs[choice].added(start, count)
+        return {"text": text, **({} if start else self._answer.prompt_ids(choice))}
 
     def _content(self, choice: int) -> dict[str, Any]:
-        output = self._answer.outputs[choice]
-        return {"text": output.text, "logprobs": self._logprobs(choice)}
-
-    def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
-        """Return the logprobs object of text completions."""
-        top, output = self._answer.generation.spec.top_logprobs, self._answer.outputs[choice]
-        if top is None:
-            return None
-        tokens = output.tokens[start : None if count is None else start + count]
-        named = [ranked(output.seed, at, token, max(1, top)) for at, token in enumerate(tokens, start)]
-        return {
-            "text_offset": [0, *output.ends][start : start + len(tokens)],
-            "token_logprobs": [entry[0][1] for entry in named],
-            "tokens": tokens,
-            "top_logprobs": [dict(entry) for entry in named],
-        }
+        return {"text": self._answer.outputs[choice].text}
 
 
 def _as_fields(fields: dict[str, Any]) -> bytes:

@@ -110,7 +110,7 @@ class EngineDriver:
     """Owner of the engine model and its clock.
 
     Args:
-        metrics: counters of steps and finished sequences.
+        metrics: counters of steps.
         speed_up: seconds of the model's clock per second of wall time.
     """
 
@@ -153,11 +153,6 @@ class EngineDriver:
         if self._task.done():
             raise EngineError("the emulated engine has stopped")
 
-    @property
-    def open_sequences(self) -> int:
-        """Number of waiting and running sequences."""
-        return len(self._tickets)
-
     def now(self) -> float:
         """Return the time on the model's clock in seconds."""
         assert self._clock is not None, "the driver has not been started"
@@ -181,7 +176,6 @@ class EngineDriver:
         for sequence in ticket.sequences:
             if self._tickets.pop(sequence, None) is not None:
                 self._model.abort(sequence, self.now())
-                self._metrics.count_unfinished(sequence)
 
     def output_tokens(self, sequence: EngineSequence) -> int:
         """Return the number of tokens that a sequence has generated so far."""
@@ -241,16 +235,9 @@ class EngineDriver:
             if ticket.streaming:
                 ticket.notify()
         for sequence in outcome.finished:
-            ticket = tickets.pop(sequence)
-            reason = "stop"
-            if ticket.outputs:
-                reason = ticket.outputs[ticket.sequences.index(sequence)].finish_reason
-            self._metrics.count_finished(sequence, reason, self._speed_up)
-            ticket.count_finished()
+            tickets.pop(sequence).count_finished()
 
     def _fail_all(self, error: Exception) -> None:
         for ticket in set(self._tickets.values()):
             ticket.fail(error)
-        for sequence in self._tickets:
-            self._metrics.count_unfinished(sequence)
         self._tickets.clear()

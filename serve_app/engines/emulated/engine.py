@@ -1,9 +1,8 @@
 """Emulated engine: continuous batching without a GPU, for laptops, load tests and twins of real fleets.
 
 It serves the OpenAI API with placeholder text, at the speed of a named profile, and exposes vLLM's metrics.
-Queueing, batching, chunked prefill, the KV cache with prefix caching and preemption, limits and their error
-messages, streaming and cancellation behave as in vLLM. Tool calls and structured outputs are generated to
-match the request. Features that would change the answer and are not emulated are rejected.
+Queueing, batching, chunked prefill, the KV cache with prefix caching and preemption, context limits,
+streaming and cancellation behave as in vLLM. The content of an answer does not follow the request.
 """
 
 import random
@@ -46,8 +45,6 @@ class EmulatedEngineSettings:
     long_prefill_token_threshold: Annotated[int, ADVANCED] = 0
     # As in vLLM: order of the engine's internal queue, by arrival, or by the `priority` in the request body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
-    # Maximum number of queued and running sequences. None never rejects: further requests wait in the engine.
-    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null means no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
     # 20 the process cannot keep up with small steps, and the engine is slower than configured.
     speed_up: Annotated[float, POSITIVE, ADVANCED] = 1.0
@@ -109,13 +106,7 @@ class EmulatedEngine:
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
         lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
         self._names = ServedNames(settings.model_names, settings.lora_modules)
-        admission = EmulatedAdmission(
-            limits=self._limits,
-            driver=self._driver,
-            lengths=lengths,
-            metrics=metrics,
-            max_num_queued_reqs=settings.max_num_queued_reqs,
-        )
+        admission = EmulatedAdmission(limits=self._limits, driver=self._driver, lengths=lengths)
         tokenizer = PseudoTokenizer(self._limits.block_size)
         self._app = EmulatedApp(self._driver, admission, metrics, tokenizer, self._names)
 

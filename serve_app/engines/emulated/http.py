@@ -1,9 +1,8 @@
-"""HTTP requests to the emulated engine: responses, event streams, and errors with vLLM's messages."""
+"""HTTP requests to the emulated engine: responses, event streams, and errors in vLLM's format."""
 
 import uuid
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 
@@ -52,37 +51,24 @@ class ApiError(ServeAppError):
     def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
         self.body = encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-def invalid(message: str, *, param: str | None = None, value: Any = None) -> ApiError:
+def invalid(message: str, *, param: str | None = None) -> ApiError:
     """Return the error 400 for an invalid request."""
-    extras = [f"{name}={item}" for name, item in (("parameter", param), ("value", value)) if item is not None]
-    if extras:
-        message = f"{message} ({', '.join(extras)})"
     return ApiError(400, message, kind="BadRequestError", param=param)
 
 
-def unreadable(message: str) -> ApiError:
-    """Return the error 400 for a body that cannot be parsed."""
-    return ApiError(400, f"1 validation error:\n  {message}", kind="Bad Request")
-
-
 def not_emulated(field: str) -> ApiError:
-    """Return the error 400 for a field, or a use of it, whose effect on the answer is not emulated."""
-    return invalid(f"{field} is not supported by the emulated engine.", param=field.partition(" ")[0])
+    """Return the error 400 for a field that would change the answer in a way that is not emulated."""
+    return invalid(f"{field} is not supported by the emulated engine: use a real engine", param=field)
 
 
 def no_such_route(status: int) -> ApiError:
     """Return the error 404 or 405 for a path or method that is not served."""
     phrase = HTTPStatus(status).phrase
     return ApiError(status, phrase, kind=phrase)
-
-
-def unknown_model(model: str, served: tuple[str, ...]) -> ApiError:
-    """Return the error 404 for a model that the engine does not serve."""
-    message = f"The model `{model}` does not exist. Valid aliases: {', '.join(served)}."
-    return ApiError(404, message, kind="NotFoundError", param="model")
 
 
 def engine_failed() -> ApiError:

@@ -30,11 +30,11 @@ Document = dict[str, Any]
 
 
 class ResponsesAnswer(EmulatedAnswer):
-    """Answer of `/v1/responses`."""
+    """Answer of `/v1/responses`: one item with text or with a function call."""
 
     def __init__(self, answer: AnswerContent) -> None:
         super().__init__(answer)
-        self._item_id = f"msg_{answer.request_id}"
+        self._item_id = f"item_{answer.request_id}"
         self._events = 0
 
     def initial_events(self) -> bytes:
@@ -45,60 +45,60 @@ class ResponsesAnswer(EmulatedAnswer):
         )
 
     def first_token_events(self) -> bytes:
-        """Return the events up to the empty content part."""
-        item = self._item("in_progress", "", [])
-        return self._event("response.output_item.added", output_index=0, item=item) + self._event(
-            "response.content_part.added", **self._place(), part=_part("", [])
-        )
+        """Return the events up to the empty content part or call."""
+        added = self._event("response.output_item.added", output_index=0, item=self._item("in_progress", ""))
+        if self._answer.call is not None:
+            return added
+        return added + self._text_event("response.content_part.added", part=_part(""))
 
-    # `ends` is unused: `ending` sends the end as separate events.
+    # `ends` is unused: `final_events` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """Return one text delta."""
-        added = self._answer.outputs[0].added(start, count)
-        logprobs = self._answer.logprobs(0, start, count) or []
-        return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
+        """Return what some tokens add to the text or to the arguments."""
+        text = self._answer.outputs[choice].added(start, count)
+        if self._answer.call is not None:
+            return self._call_event("response.function_call_arguments.delta", delta=text)
+        return self._text_event("response.output_text.delta", delta=text, logprobs=[])
 
     def final_events(self) -> bytes:
-        """Return the complete text, part, item and response, each in its completion event."""
-        text, logprobs = self._answer.outputs[0].text, self._answer.logprobs(0) or []
-        return b"".join(
-            (
-                self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
-                self._event("response.content_part.done", **self._place(), part=_part(text, logprobs)),
-                self._completion(),
-            )
-        )
+        """Return the complete text or arguments, item and response, each in its completion event."""
+        text = self._answer.outputs[0].text
+        if self._answer.call is not None:
+            kind = "response.function_call_arguments.done"
+            done = self._call_event(kind, arguments=text, name=self._answer.call)
+        else:
+            done = self._text_event("response.output_text.done", text=text, logprobs=[])
+            done += self._text_event("response.content_part.done", part=_part(text))
+        item = self._item(self._status, text)
+        done += self._event("response.output_item.done", output_index=0, item=item)
+        return done + self._event(f"response.{self._status}", response=self._response(self._status, [item]))
 
     def full_body(self) -> bytes:
         """Return a response object."""
-        return encode(self._response(self._status, [self._whole_item()]))
-
-    def _completion(self) -> bytes:
-        last = "response.completed" if self._status == "completed" else "response.incomplete"
-        item = self._whole_item()
-        return self._event("response.output_item.done", output_index=0, item=item) + self._event(
-            last, response=self._response(self._status, [item])
-        )
-
-    def _whole_item(self) -> Document:
-        return self._item(self._status, self._answer.outputs[0].text, self._answer.logprobs(0) or [])
+        item = self._item(self._status, self._answer.outputs[0].text)
+        return encode(self._response(self._status, [item]))
 
     @property
     def _status(self) -> str:
         return "completed" if self._answer.outputs[0].finish_reason == "stop" else "incomplete"
 
-    def _place(self) -> Document:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _text_event(self, kind: str, **content: Any) -> bytes:
+        return self._call_event(kind, content_index=0, **content)
+
+    def _call_event(self, kind: str, **content: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=0, **content)
 
     def _event(self, kind: str, **content: Any) -> bytes:
         data = encode({"type": kind, **content, "sequence_number": self._events})
         self._events += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
-    def _item(self, status: str, text: str, logprobs: list[Document]) -> Document:
-        content = [] if status == "in_progress" else [_part(text, logprobs)]
-        item = {"type": "message", "id": self._item_id, "role": "assistant"}
-        return {**item, "status": status, "content": content}
+    def _item(self, status: str, text: str) -> Document:
+        item: Document = {"id": self._item_id, "status": status}
+        if (name := self._answer.call) is not None:
+            call = {"type": "function_call", "call_id": f"call_{self._answer.request_id}", "name": name}
+            return {**item, **call, "arguments": text}
+        content = [] if status == "in_progress" else [_part(text)]
+        return {**item, "type": "message", "role": "assistant", "content": content}
 
     def _response(self, status: str, output: list[Document]) -> Document:
         answer = self._answer
@@ -117,47 +117,8 @@ class ResponsesAnswer(EmulatedAnswer):
         }
 
 
-class FunctionCallAnswer(ResponsesAnswer):
-    """Response that consists of a function call."""
-
-    def __init__(self, answer: AnswerContent) -> None:
-        super().__init__(answer)
-        assert answer.call is not None, "called only for tool calls"
-        digits = answer.call_id(0)
-        self._function = {"id": f"fc_{digits}", "call_id": f"call_{digits}", "name": answer.call.name}
-        self._call_place = {"item_id": f"fc_{digits}", "output_index": 0}
-
-    def first_token_events(self) -> bytes:
-        """Return the event of the empty call."""
-        item = self._function_call("in_progress", "")
-        return self._event("response.output_item.added", output_index=0, item=item)
-
-    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """Return the arguments that some tokens add."""
-        added = self._answer.outputs[0].added(start, count)
-        return self._event("response.function_call_arguments.delta", **self._call_place, delta=added)
-
-    def final_events(self) -> bytes:
-        """Return the complete arguments, item and response, each in its completion event."""
-        item = self._whole_item()
-        done = {"arguments": item["arguments"], "name": item["name"]}
-        event = self._event("response.function_call_arguments.done", **self._call_place, **done)
-        return event + self._completion()
-
-    def _whole_item(self) -> Document:
-        return self._function_call(self._status, self._answer.outputs[0].text)
-
-    def _function_call(self, status: str, arguments: str) -> Document:
-        return {"type": "function_call", **self._function, "arguments": arguments, "status": status}
-
-
-def response_answer(answer: AnswerContent) -> ResponsesAnswer:
-    """Return the formatter for a text answer or a function call."""
-    return ResponsesAnswer(answer) if answer.call is None else FunctionCallAnswer(answer)
-
-
-def _part(text: str, logprobs: list[Document]) -> Document:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _part(text: str) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _response(response_id: str, created: int, model: str | None, status: str) -> Document:
@@ -317,7 +278,7 @@ class EmulatedResponses:
         elif query.get("stream", ["false"])[0].lower() != "true":
             await send_response(call.send, 200, encode(response.document()))
         elif response.task is None or not response.is_stream:
-            raise invalid(f"Unknown response_id: {rest}", param="response_id", value=rest)
+            raise invalid(f"Unknown response_id: {rest}", param="response_id")
         else:
             await _replay(response, call, int(query.get("starting_after", ["-1"])[0]) + 1)
 

@@ -122,27 +122,22 @@ async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
     assert (usage_of(answer).prompt_tokens, usage_of(answer).completion_tokens) == (3_000, 2)
 
 
-async def test_equal_requests_have_equal_answers_and_another_seed_gives_another(engine: Served) -> None:
-    async def answer(content: str, seed: int | None) -> str | None:
+async def test_equal_prompts_have_equal_answers_and_others_have_others(engine: Served) -> None:
+    async def answer(content: str) -> str | None:
         messages: Any = [{"role": "user", "content": content}]
-        made = await engine.sdk.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=5, seed=seed
-        )
+        made = await engine.sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=5)
         return made.choices[0].message.content
 
-    assert await answer("a", None) == await answer("a", None)
-    assert await answer("a", 1) == await answer("b", 1)
-    assert await answer("a", 1) != await answer("a", 2)
+    assert await answer("a") == await answer("a")
+    assert await answer("a") != await answer("b")
 
 
-async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> None:
+async def test_drawn_lengths_repeat_with_the_seed_and_respect_the_limit() -> None:
     async def lengths(seed: int) -> list[int]:
         settings = EmulatedEngineSettings(mean_output_tokens=20, speed_up=20, seed=seed)
         async with served(settings) as it:
             answers = [
-                await it.sdk.chat.completions.create(
-                    model="emulated", messages=MESSAGES, max_tokens=40, extra_body={"min_tokens": 3}
-                )
+                await it.sdk.chat.completions.create(model="emulated", messages=MESSAGES, max_tokens=40)
                 for _ in range(6)
             ]
         return [usage_of(answer).completion_tokens for answer in answers]
@@ -150,7 +145,7 @@ async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> 
     first = await lengths(1)
     assert first == await lengths(1)
     assert len(set(first)) > 1
-    assert all(3 <= tokens <= 40 for tokens in first)
+    assert all(1 <= tokens <= 40 for tokens in first)
 
 
 async def test_ignore_eos_generates_up_to_the_limit(engine: Served) -> None:
@@ -219,16 +214,13 @@ async def test_a_response_is_announced_before_anything_is_computed(engine: Serve
 
 
 async def test_embeddings_are_unit_vectors_that_follow_their_input(engine: Served) -> None:
-    answer = await engine.sdk.embeddings.create(model="tiny", input=["one", "two", "one"], dimensions=8)
+    answer = await engine.sdk.embeddings.create(model="tiny", input=["one", "two", "one"])
     vectors = [item.embedding for item in answer.data]
-    assert [len(vector) for vector in vectors] == [8, 8, 8]
     assert vectors[0] == vectors[2] != vectors[1]
     assert sum(value * value for value in vectors[0]) == pytest.approx(1.0)
     assert answer.usage.prompt_tokens == 3
     # The SDK requests base64 by default; plain numbers must be equal.
-    plain = await engine.sdk.embeddings.create(
-        model="tiny", input=["one"], dimensions=8, encoding_format="float"
-    )
+    plain = await engine.sdk.embeddings.create(model="tiny", input=["one"], encoding_format="float")
     assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-6)
 
 
@@ -266,8 +258,6 @@ async def test_a_client_that_leaves_frees_the_engine_within_a_second(stream: boo
         request.cancel()
         await until(lambda: it.is_running(0), timeout_s=1.0)
         assert (await it.engine.load()).kv_usage_ratio == 0.0
-        metrics = await it.metrics()
-        assert metrics["vllm:request_success_total|abort"] == 3
 
 
 async def test_a_client_that_disconnects_in_the_queue_is_unsubscribed() -> None:
@@ -317,14 +307,9 @@ async def test_metrics_count_served_requests(engine: Served) -> None:
             model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
         )
     metrics = await engine.metrics()
-    assert metrics["vllm:request_success_total|length"] == 3
-    assert metrics["vllm:prompt_tokens_total"] == 120
     assert metrics["vllm:generation_tokens_total"] == 30
     assert metrics["vllm:inter_token_latency_seconds_count"] == 27
-    assert metrics["vllm:time_to_first_token_seconds_count"] == 3
-    assert metrics["vllm:time_to_first_token_seconds_bucket|+Inf"] == 3
-    assert metrics["vllm:request_generation_tokens_bucket|10.0"] == 3
-    assert metrics["vllm:request_generation_tokens_bucket|5.0"] == 0
+    assert metrics["vllm:inter_token_latency_seconds_bucket|+Inf"] == 27
     assert metrics["vllm:num_requests_running"] == 0
     assert metrics["vllm:prefix_cache_queries_total"] == 120
     assert metrics["vllm:iteration_tokens_total_count"] == 30
@@ -397,7 +382,6 @@ async def test_the_engine_satisfies_the_protocol_and_returns_its_limits() -> Non
         ({"speed_up": 0}, "speed_up must be positive, got 0"),
         ({"served_model_names": ()}, "at least one name"),
         ({"output_tokens_sigma": -1}, "got -1"),
-        ({"max_num_queued_reqs": -1}, "got -1"),
     ],
 )
 def test_settings_out_of_range_are_rejected(values: dict[str, Any], complaint: str) -> None:
