@@ -34,8 +34,8 @@ from serve_app.cli.serve.messages import (
     Stop,
 )
 from serve_app.cli.serve.processes import become_subreaper, descendants, kill_descendants
-from serve_app.cli.serve.terminal import ConnectionInfo, Console, LiveView
-from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, RAY_TOKEN_VARIABLE
+from serve_app.cli.serve.terminal import ConnectionInfo, Console
+from serve_app.serving.access import ADMIN_KEY_FILE, RAY_TOKEN_VARIABLE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time for Ray to exit after the drain. Remaining processes are killed.
@@ -183,10 +183,8 @@ class Supervisor:
         )
 
     async def _until_stopped(self, reading: asyncio.Task[None]) -> None:
-        live = asyncio.create_task(self._show_live())
         signalled = asyncio.create_task(self._signalled.wait())
         await asyncio.wait({reading, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        live.cancel()
         signalled.cancel()
         if not self._is_ready and self._signals:
             self._console.line("Stopped before it was ready.")
@@ -234,14 +232,6 @@ class Supervisor:
             )
         elif self._aborted:
             self._console.line(f"{self._aborted} in-flight requests were aborted with an error.")
-
-    async def _show_live(self) -> None:
-        view = LiveView(self._launch.job.url, self._launch.environment.get(ADMIN_KEY_VARIABLE))
-        while True:
-            await asyncio.sleep(2.0)
-            if self._is_ready and sys.stderr.isatty():
-                text = await asyncio.to_thread(view.text)
-                self._console.live(text)
 
     async def _end_processes(self) -> None:
         """End the host and its descendants."""

@@ -1,165 +1,20 @@
-"""Terminal output of `serve`: live status of the application, and progress lines."""
+"""Terminal output of `serve`: steps with their times, how to use the application, and the drain.
+
+On a terminal the current step is one line that is updated. Otherwise each line is written once, for logs.
+"""
 
 import contextlib
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 from rich.console import Console as RichConsole
 from rich.status import Status
 from rich.text import Text
 
 from serve_app.cli.command import program
-from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.cli.serve.messages import Progress
-
-# -- live status: two lines from the application's metrics ---------------------------------------------------
-
-
-_TIMEOUT_S = 2.0
-# Number of scrapes that rates and waits cover, so that a quiet moment does not hide recent traffic.
-_MAX_SCRAPES = 6
-_CONCLUDED = "ewsjf_requests_concluded_total"
-_WAIT = "ewsjf_queue_wait_seconds_bucket"
-_REPLICAS = "ewsjf_pool_replicas"
-_RUNNING, _WAITING = "ewsjf_requests_in_flight", "ewsjf_requests_waiting"
-# States of working replicas; the others are shown by name.
-_WORKING = ("open", "saturated")
-_MAX_MODELS = 3
-
-
-@dataclass(slots=True)
-class _Scrape:
-    """Values of one scrape.
-
-    Attributes:
-        concluded: requests by outcome, since the start.
-        waits: cumulative requests by upper bound of their queue time in seconds, since the start.
-        replicas: replicas by model, pool and state.
-    """
-
-    at: float
-    running: float = 0.0
-    waiting: float = 0.0
-    concluded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    waits: dict[float, float] = field(default_factory=lambda: defaultdict(float))
-    replicas: dict[str, dict[str, dict[str, float]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
-    )
-
-
-class LiveView:
-    """Live status, computed from changes of `/metrics`.
-
-    Args:
-        api_key: an admin key, if the application requires keys.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url
-        self._api_key = api_key
-        self._scrapes: deque[_Scrape] = deque(maxlen=_MAX_SCRAPES)
-
-    def text(self) -> str:
-        """Return address and replicas per pool, then requests, their rate and their queue time.
-
-        If the application does not answer, the text is the error.
-        """
-        place = f"{self._url}/v1"
-        try:
-            answer = request(f"{self._url}/metrics", self._api_key, timeout_s=_TIMEOUT_S)
-        except ConnectionFailedError as exc:
-            return f"{place}  does not respond: {exc}"
-        if answer.is_denied:
-            return f"{place}  /metrics requires an admin key"
-        if not answer.is_success:
-            return f"{place}  /metrics returned {answer.status}"
-        scrape = _parse_scrape(answer.text, time.monotonic())
-        self._scrapes.append(scrape)
-        pools = _pools(scrape.replicas)
-        return f"{place}{'  ' if pools else ''}{pools}\n{_traffic(self._scrapes[0], scrape)}"
-
-
-def _parse_scrape(page: str, now: float) -> _Scrape:
-    scrape = _Scrape(now)
-    for sample in _samples(page):
-        labels, value = sample.labels, sample.value
-        if sample.name == _RUNNING:
-            scrape.running += value
-        elif sample.name == _WAITING:
-            scrape.waiting += value
-        elif sample.name == _CONCLUDED:
-            scrape.concluded[labels.get("outcome", "")] += value
-        elif sample.name == _WAIT:
-            scrape.waits[float(labels["le"])] += value
-        elif sample.name == _REPLICAS:
-            scrape.replicas[labels["model"]][labels["pool"]][labels["state"]] += value
-    return scrape
-
-
-def _samples(page: str) -> Iterator[Sample]:
-    """Yield the samples of interest from a page that may have thousands of others."""
-    wanted = (_CONCLUDED, _WAIT, _REPLICAS, _RUNNING, _WAITING)
-    lines = "".join([f"{line}\n" for line in page.splitlines() if line.startswith(wanted)])
-    for family in text_string_to_metric_families(lines):
-        yield from family.samples
-
-
-def _pools(replicas: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Format replicas as `short 2, long 1 (1 draining)`, with the model's name if there are several."""
-    texts = [
-        (f"{model}: " if len(replicas) > 1 else "")
-        + ", ".join(f"{pool} {_states(states)}" for pool, states in pools.items())
-        for model, pools in replicas.items()
-    ]
-    more = f"; {len(texts) - _MAX_MODELS} more models" if len(texts) > _MAX_MODELS else ""
-    return "; ".join(texts[:_MAX_MODELS]) + more
-
-
-def _states(states: Mapping[str, float]) -> str:
-    working = sum(states.get(state, 0.0) for state in _WORKING)
-    others = [f"{count:.0f} {state}" for state, count in states.items() if count and state not in _WORKING]
-    return f"{working:.0f}" + (f" ({', '.join(others)})" if others else "")
-
-
-def _traffic(before: _Scrape, now: _Scrape) -> str:
-    """Format e.g. `3 running, 1 waiting, 2.5 requests/s, queue time: p50 <= 1 s, p95 <= 2 s, 120 total`."""
-    passed_s = now.at - before.at
-    # Counters restart at 0 when a scheduler is replaced.
-    recent = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
-    rejected = sum(count for name, count in recent.items() if name.startswith(("rejected", "expired")))
-    rates = (
-        (sum(recent.values()), "requests"),
-        (rejected, "rejected"),
-        (recent.get("failed", 0.0), "failed"),
-    )
-    texts = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
-    for count, word in rates:
-        if count or word == "requests":
-            texts.append(f"{count / passed_s if passed_s else 0.0:.1f} {word}/s")
-    if waits := _waits(before.waits, now.waits):
-        texts.append(waits)
-    return ", ".join([*texts, f"{sum(now.concluded.values()):.0f} total"])
-
-
-def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
-    """Format the bounds within which 50 % and 95 % of the requests left the queue; empty if none did."""
-    counts = [(bound, now[bound] - before.get(bound, 0.0)) for bound in sorted(now)]
-    total = counts[-1][1] if counts else 0.0
-    if total <= 0:
-        return ""
-    half, most = (next(bound for bound, count in counts if count >= total * share) for share in (0.5, 0.95))
-    return f"queue time: p50 <= {half:g} s, p95 <= {most:g} s"
-
-
-# -- progress: steps with their times, how to use the application, and the drain -----------------------------
-#
-# On a terminal the current step is one line that is updated. Otherwise each line is written once, for logs.
-
 
 _STEPS = {
     "ray": "Ray and Ray Serve",
@@ -276,10 +131,6 @@ class Console:
             f"  stop       Ctrl-C: in-flight requests have {info.drain_s:g} s to complete; "
             "again to stop immediately"
         )
-
-    def live(self, text: str) -> None:
-        """Show the live status, on a terminal only."""
-        self._show(text)
 
     def draining(self, open_requests: int, remaining_s: float) -> None:
         """Show the progress of a drain."""

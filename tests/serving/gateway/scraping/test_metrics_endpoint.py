@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.cli.serve.terminal import LiveView
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.keys import ApiKey
@@ -87,13 +86,6 @@ async def test_the_scrapers_key_opens_nothing_else() -> None:
         for path in ("/v1/models", "/debug/queue", "/debug/status", "/debug/tuner"):
             answer = await http.get(path, headers={"authorization": "Bearer scraper"})
             assert answer.status_code in (401, 403), path
-
-
-async def test_the_line_on_the_terminal_of_serve_reads_them_with_the_key_of_an_admin() -> None:
-    async with serving(gateway(FakeDispatcher([1]), keys=(CLIENT, ADMIN))) as port:
-        url = f"http://127.0.0.1:{port}"
-        assert "0 running, 0 waiting" in await asyncio.to_thread(LiveView(url, "admin").text)
-        assert "requires an admin key" in await asyncio.to_thread(LiveView(url, "client").text)
 
 
 def test_a_secret_comes_from_one_place(tmp_path: Path) -> None:
