@@ -32,7 +32,6 @@ from serve_app.settings.application import (
     GatewayDeploymentSettings,
     ModelSettings,
     PoolSettings,
-    step_times_by_pool,
 )
 from serve_app.settings.loading import settings_of
 
@@ -126,7 +125,6 @@ def _scheduler(model: ModelSettings, settings: ApplicationSettings) -> Applicati
         state_uri=settings.state_uri,
         state_interval_s=settings.state_interval_s,
         scaling=model.scaling,
-        step_times=step_times_by_pool(model),
     )
     name = _deployment_name("scheduler", model.name)
     scales = any(pool.autoscaling is not None for pool in model.pools)

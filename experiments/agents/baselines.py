@@ -53,15 +53,15 @@ class KvOverlap(DirectSimulation):
 
     def _cost(self, replica: SimulatedReplica, simulated: SimulatedRequest) -> int:
         """Return the tokens to prefill and the tokens in use on an engine, with this request."""
-        prompt_tokens, block_size = simulated.counted_tokens, replica.model.settings.block_size
+        prompt_tokens, block_size = simulated.prompt_tokens, replica.model.settings.block_size
         prompt_blocks = simulated.block_hashes[: prompt_tokens // block_size]
         prefill = prompt_tokens - block_size * replica.model.cached_blocks(prompt_blocks)
         active = prompt_tokens
         for other, where in self.live.values():
             if where is replica and other.sequence is not None:
-                active += other.counted_tokens
+                active += other.prompt_tokens
                 if other.sequence.first_token_at is None:
-                    prefill += other.counted_tokens - other.sequence.computed_tokens
+                    prefill += other.prompt_tokens - other.sequence.computed_tokens
         return prefill + active
 
 

@@ -231,7 +231,7 @@ def play_programs(
         summary=summarise([record for record in records if "#" in record.request_id]),
         jct_s=play.jct_s,
         prefill_tokens=sum(replica.prefilled_tokens for replica in replicas)
-        - sum(one.counted_tokens for one in others),
+        - sum(one.prompt_tokens for one in others),
         ideal_prefill_tokens=sum(sum(one.ideal_prefills()) for one in programs),
         prompt_tokens=sum(turn.prompt_tokens for one in programs for turn in one.turns),
         max_wait_s=play.max_wait_s,

@@ -210,7 +210,7 @@ def figures(run: Run) -> Figures:
     ended = [one for one in records if one.tenant == _BATCH and first_s <= one.finished_at < span_s]
     ttft = Distribution.of([one.ttft_s for one in people if one.ttft_s is not None])
     tpot = Distribution.of([one.tpot_s for one in people if one.tpot_s is not None])
-    computed = sum(one.counted_tokens + one.output_tokens for one in backlog.requests)
+    computed = sum(one.prompt_tokens + one.output_tokens for one in backlog.requests)
     return {
         "ttft_p50_s": ttft.p50 or 0.0,
         "ttft_p99_s": ttft.p99 or 0.0,

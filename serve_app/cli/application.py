@@ -61,28 +61,21 @@ class ApplicationClient:
         own = instance_at(self.url, running)
         self.api_key = args.api_key or (None if own is None else read_admin_key(Path(own.folder)))
 
-    def answer(self, path: str, **options: Any) -> HttpResponse:
-        """Return the response to a request, whatever its status; `options` are those of `request`.
-
-        Raises:
-            UnreachableError: the application does not answer.
-        """
-        try:
-            return request(self.url + path, self.api_key, **options)
-        except ConnectionFailedError as error:
-            hint = "; this is the default address: start the application there, or pass --url"
-            raise UnreachableError(
-                f"{self.url} does not respond: {error}{'' if self._is_given else hint}"
-            ) from error
-
     def response(self, path: str, **options: Any) -> HttpResponse:
-        """Return a successful response.
+        """Return a successful response; `options` are those of `request`.
 
         Raises:
             UnreachableError: the application does not answer.
             ApplicationError: it rejects the request.
         """
-        return self.checked(path, self.answer(path, **options))
+        try:
+            answer = request(self.url + path, self.api_key, **options)
+        except ConnectionFailedError as error:
+            hint = "; this is the default address: start the application there, or pass --url"
+            raise UnreachableError(
+                f"{self.url} does not respond: {error}{'' if self._is_given else hint}"
+            ) from error
+        return self._checked(path, answer)
 
     def document(self, path: str, **options: Any) -> Document:
         """Return the JSON object of a successful response; raise as `response`, or if it is none."""
@@ -102,9 +95,9 @@ class ApplicationClient:
 
     def save(self, path: str, out: IO[bytes], timeout_s: float) -> None:
         """Write the body of a successful response to a file."""
-        self.checked(path, download(self.url + path, self.api_key, out, timeout_s))
+        self._checked(path, download(self.url + path, self.api_key, out, timeout_s))
 
-    def checked(self, path: str, answer: HttpResponse) -> HttpResponse:
+    def _checked(self, path: str, answer: HttpResponse) -> HttpResponse:
         """Return a successful response; raise `ApplicationError` with the message of any other."""
         if answer.is_success:
             return answer

@@ -27,7 +27,6 @@ from serve_app.core.settings_base import (
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.model import SchedulingPolicy
 from serve_app.engines.model.profiles import load_profile
-from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
@@ -390,22 +389,3 @@ class ApplicationSettings(ApplicationConfig):
         names = [route.name for route in self.gateway.routes]
         names += [name for model in self.models for name in model.names]
         yield from dict.fromkeys(names)
-
-
-def step_times_by_pool(model: ModelSettings) -> dict[str, StepTimeModel]:
-    """Return step times by pool: of emulated engines, and of others if the tuner has a profile.
-
-    Raises:
-        SettingsError: a profile does not exist.
-    """
-    return dict(_known_step_times(model))
-
-
-def _known_step_times(model: ModelSettings) -> Iterator[tuple[str, StepTimeModel]]:
-    profile = model.tuner.profile
-    for pool in model.pools:
-        emulated = pool.engine.emulated
-        if emulated is not None:
-            yield pool.name, load_profile(emulated.profile).step_time.scaled(1.0 / emulated.speed_up)
-        elif profile is not None:
-            yield pool.name, load_profile(profile).step_time

@@ -12,7 +12,6 @@ In reading order:
   `twin_calibration`.
 - `rollout` brings a winner into production in guarded steps, each a `trial` with one sequential test, and
   `parameter_loop` connects all of it to a running scheduler.
-- `counterfactuals` estimates what would have shortened the wait of one request.
 - `study_report` writes the result of an offline search; `settings` has all settings.
 
 `serve_app.cli.tune` runs that search. Nothing in this package reads a clock: time is an argument.

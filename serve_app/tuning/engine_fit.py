@@ -40,6 +40,8 @@ _REPLAYED = 400
 """Replayed requests per pool: enough for means within a few percent. A fit takes seconds of CPU time."""
 _MIN_OWN = 100
 """Minimum number of measured requests for separate step times of a pool."""
+_MAX_ERROR_RATIO = 0.03
+"""Error up to which the current model remains."""
 _LATENCY_S = 0.003
 """Initial value for the latency between scheduler and engine: two hops in one data centre."""
 
@@ -108,7 +110,6 @@ class EngineFitTask:
         current: the current model; empty if there is none.
         fitted_until: requests dispatched before this time have already been fitted or compared.
         is_fitted: True if `current` was fitted to these engines, False if it is from a profile.
-        max_error_ratio: error up to which the current model remains.
     """
 
     records: Sequence[RequestRecord]
@@ -117,7 +118,6 @@ class EngineFitTask:
     current: Engines = field(default_factory=dict)
     fitted_until: float = -math.inf
     is_fitted: bool = False
-    max_error_ratio: float = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def fit_engines(task: EngineFitTask, yield_cpu: Callable[[], object] = lambda: N
         error = _error(fresh, task.current)
         note(fresh)
     engines = None
-    if error is None or error.max_abs > task.max_error_ratio:
+    if error is None or error.max_abs > _MAX_ERROR_RATIO:
         engines = _fitted(runs, task, note)
     return EngineFitResult(engines=engines or None, error=error, until=task.until, requests=counted)
 

@@ -70,12 +70,10 @@ class TwinCalibration:
         error: last measured error of the current model; None before that.
     """
 
-    def __init__(
-        self, settings: CalibrationSettings, profile: str | None, fitted: Engines | None = None
-    ) -> None:
+    def __init__(self, settings: CalibrationSettings, profile: str | None) -> None:
         self._settings, self._profile_name = settings, profile
         self._profile = None if profile is None else load_profile(profile)
-        self._fitted: Engines = fitted or {}
+        self._fitted: Engines = {}
         self.error: TwinError | None = None
         self._fits = 0
         # Consecutive fits after which the twin was still wrong.
@@ -132,7 +130,7 @@ class TwinCalibration:
         self._fresh = 0
         return EngineFitTask(
             records=tuple(traffic.recent(until)),
-            plans=self.plans(replicas),
+            plans=self._plans(replicas),
             until=until,
             current=self._models(replicas),
             fitted_until=self._fitted_until,
@@ -156,12 +154,7 @@ class TwinCalibration:
 
     def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
         """Return simulated replicas like the connected ones; None while their step times are not known."""
-        return self.plans(replicas) if self._models(replicas) else None
-
-    def plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
-        """Return simulated replicas like the connected ones, even if their step times are unknown."""
-        models = self._models(replicas)
-        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
+        return self._plans(replicas) if self._models(replicas) else None
 
     # Reports and persistence
 
@@ -207,6 +200,11 @@ class TwinCalibration:
         else:
             return {}
         return {pool: self._fitted.get(pool, first) for pool in sorted(pools)}
+
+    def _plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
+        """Return simulated replicas like the connected ones, even if their step times are unknown."""
+        models = self._models(replicas)
+        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
 
     def _plan(self, spec: ReplicaSpec, step_time: StepTimeModel) -> ReplicaPlan:
         known, chunk = self._profile, spec.long_prefill_token_threshold

@@ -12,6 +12,7 @@ from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.lab.workloads.trace import scale_to_rate
+from serve_app.tuning import engine_fit
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of
 from tests.core.metrics.builders import record
 from tests.tuning.builders import with_speed
@@ -41,30 +42,29 @@ def fitted(factor: float = 1.0) -> EngineFitResult:
 # A fit takes some ten seconds of CPU time. Other tests share the fit of unchanged engines.
 @pytest.mark.parametrize("factor", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate_per_s", [3.0, 9.0])
-def test_a_fit_without_a_profile_predicts_other_requests(factor: float, rate_per_s: float) -> None:
+def test_a_fit_without_a_profile_predicts_other_requests(
+    factor: float, rate_per_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_fit, "_MAX_ERROR_RATIO", math.inf)
     result = fitted(factor)
     assert result.error is None
     assert result.engines is not None
     others = served(rate_per_s / factor, 2, factor)
     task = EngineFitTask(records=others, plans=unlike(PLANS), until=math.inf, current=result.engines)
-    error = fit_engines(replace(task, max_error_ratio=math.inf)).error
+    error = fit_engines(task).error
     assert error is not None
     assert error.requests > 200
     assert error.max_abs < 0.05
 
 
 @pytest.mark.slow
-def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced() -> None:
+def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_fit, "_MAX_ERROR_RATIO", 0.06)
     known = fitted().engines
     assert known is not None
-    others = EngineFitTask(
-        records=served(8.0, 3),
-        plans=PLANS,
-        until=math.inf,
-        current=known,
-        is_fitted=True,
-        max_error_ratio=0.06,
-    )
+    others = EngineFitTask(records=served(8.0, 3), plans=PLANS, until=math.inf, current=known, is_fitted=True)
     assert fit_engines(others).engines is None
     # Three times as many as elsewhere: the TTFT error of other seeds is 2 %, and up to 10 % with 520.
     slowed = replace(others, records=served(4.0, 3, 2.0, 780))
@@ -77,19 +77,13 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced() -> N
     assert again.error.max_abs < 0.06
 
 
-def test_only_requests_after_the_last_fit_count_for_the_error() -> None:
+def test_only_requests_after_the_last_fit_count_for_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_fit, "_MAX_ERROR_RATIO", math.inf)
     known = fitted().engines
     assert known is not None
     records = served(8.0, 3)
     middle = sorted(each.dispatched_at or 0.0 for each in records)[200]
-    task = EngineFitTask(
-        records=records,
-        plans=PLANS,
-        until=math.inf,
-        current=known,
-        fitted_until=middle,
-        max_error_ratio=math.inf,
-    )
+    task = EngineFitTask(records=records, plans=PLANS, until=math.inf, current=known, fitted_until=middle)
     error = fit_engines(task).error
     assert error is not None
     assert error.requests == sum((each.dispatched_at or 0.0) >= middle for each in records)

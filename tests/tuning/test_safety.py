@@ -15,6 +15,7 @@ from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
 from serve_app.tuning.search import search_twin
 from serve_app.tuning.search_space import Tunable, Values, space_of
 from serve_app.tuning.study import Budget, StudySettings
+from tests.tuning.builders import with_speed
 from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
@@ -88,9 +89,7 @@ def test_a_twin_that_is_wrong_by_two_in_speed_leaves_production_within_the_margi
     start: Values, factor: float
 ) -> None:
     true = plan(start)
-    wrong = replace(
-        true, engines=tuple(replace(one, step_time=one.step_time.scaled(factor)) for one in true.engines)
-    )
+    wrong = replace(true, engines=with_speed(true.engines, factor))
     rollout = Rollout(true.space, true.space.current, ROLLOUT)
     candidate = recommended(wrong)
     if candidate is not None:

@@ -19,7 +19,6 @@ In a mixture of experts only those experts are read to which a token of the batc
 assumed to be uniform.
 """
 
-from dataclasses import fields, replace
 from typing import Annotated
 
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
@@ -67,14 +66,6 @@ class StepTimeModel:
             )
         if self.prefill_base_s + self.prefill_per_token_s <= 0.0:
             raise ValueError("prefill_base_s and prefill_per_token_s are both 0: a prefill must take time")
-
-    def scaled(self, factor: float) -> "StepTimeModel":
-        """Return a model of the same engine in which every iteration takes `factor` times as long."""
-        # Fields in seconds end in `_s`. The others are shares and do not scale.
-        seconds = {
-            each.name: factor * getattr(self, each.name) for each in fields(self) if each.name.endswith("_s")
-        }
-        return replace(self, **seconds)
 
     def step_s(
         self, *, prefill_tokens: int = 0, attended_pairs: int = 0, sequences: int = 0, context_tokens: int = 0

@@ -64,7 +64,7 @@ class DirectSimulation:
         self.timeline.schedule(at, Phase.ARRIVAL, partial(self._arrive, simulated))
 
     def _arrive(self, simulated: SimulatedRequest) -> None:
-        request, prompt_tokens = simulated.request, simulated.counted_tokens
+        request, prompt_tokens = simulated.request, simulated.prompt_tokens
         replica = self._pick(simulated)
         self.outstanding[replica.spec.replica_id] += 1
         simulated.sequence = EngineSequence(
@@ -79,7 +79,7 @@ class DirectSimulation:
         replica.accept(simulated.sequence)
 
     def _pick(self, simulated: SimulatedRequest) -> SimulatedReplica:
-        total_tokens = simulated.counted_tokens + simulated.output_tokens
+        total_tokens = simulated.prompt_tokens + simulated.output_tokens
         bound_to = simulated.request.bound_to
         able = [
             replica

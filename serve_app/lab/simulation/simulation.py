@@ -190,7 +190,7 @@ class SimulatedReplica:
         self._advance()
 
     def abort(self, sequence: EngineSequence) -> None:
-        """Abort a request whose client has disconnected."""
+        """Abort a request."""
         self.model.abort(sequence, self._timeline.now)
         self._advance()
 
@@ -251,8 +251,6 @@ class SimulatedRequest:
     """A request with its true output length, and its progress.
 
     Attributes:
-        prompt_tokens: as counted by its engine; None if the gateway knows them exactly.
-        cached_tokens: prompt tokens that are cached on any engine before the run.
         ending: how its answer ends; None if that is unknown.
         revocations: number of attempts that were revoked.
         generated_tokens: output tokens of these attempts.
@@ -263,8 +261,6 @@ class SimulatedRequest:
     request: Request
     output_tokens: int
     block_hashes: Sequence[int] = ()
-    prompt_tokens: int | None = None
-    cached_tokens: int = 0
     ending: TurnEnd | None = None
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
@@ -282,9 +278,9 @@ class SimulatedRequest:
             self.recomputed_tokens += max(0, again)
 
     @property
-    def counted_tokens(self) -> int:
-        """Length of the prompt in tokens."""
-        known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        known = self.request.shape.prompt_tokens
         assert known is not None, "a simulated request needs prompt_tokens"
         return known
 
@@ -349,19 +345,6 @@ class Simulation:
         """True if the last request has ended."""
         return not self._pending_arrivals and not self._live
 
-    def in_progress(self, request_id: str) -> SimulatedRequest:
-        """Return a request that has arrived and not ended."""
-        return self._live[request_id]
-
-    def cancel(self, request_id: str) -> None:
-        """Simulate that a request's client disconnects. Does nothing if the request has ended."""
-        simulated = self._live.get(request_id)
-        if simulated is None:
-            return
-        if simulated.sequence is not None and simulated.dispatch is not None:
-            self.replicas[simulated.dispatch.replica_id].abort(simulated.sequence)
-        self.feed(ev.Cancelled(request_id))
-
     # The scheduler
 
     def feed(self, event: ev.Event) -> None:
@@ -422,11 +405,8 @@ class Simulation:
 
     def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
         request, dispatch = simulated.request, simulated.dispatch
-        prompt_tokens = simulated.counted_tokens
+        prompt_tokens = simulated.prompt_tokens
         assert dispatch is not None
-        if request.request_id not in self._live:
-            # Cancelled in transit.
-            return
         if replica.draining:
             self._put_back(request, replica, ev.DispatchFailure.UNREACHABLE)
             return
@@ -435,7 +415,7 @@ class Simulation:
             return
         simulated.sequence = EngineSequence(
             request.request_id,
-            max(1, prompt_tokens + simulated.generated_tokens - simulated.cached_tokens),
+            prompt_tokens + simulated.generated_tokens,
             simulated.output_tokens - simulated.generated_tokens,
             self.timeline.now,
             priority=dispatch.engine_priority or 0,
@@ -479,7 +459,7 @@ class Simulation:
             arrived_at=request.arrived_at,
             finished_at=self.timeline.now if finished_at is None else finished_at,
             outcome=command.conclusion.outcome,
-            prompt_tokens=simulated.counted_tokens,
+            prompt_tokens=simulated.prompt_tokens,
             output_tokens=simulated.output_tokens if completed else 0,
             dispatched_at=simulated.dispatched_at,
             first_token_at=simulated.first_token_at
@@ -516,9 +496,9 @@ class Simulation:
             simulated = self._live[sequence.sequence_id]
             simulated.count_recomputed()
             usage = Usage(
-                prompt_tokens=simulated.counted_tokens,
+                prompt_tokens=simulated.prompt_tokens,
                 output_tokens=simulated.output_tokens,
-                cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
+                cached_tokens=sequence.cached_tokens,
                 ending=simulated.ending,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)

@@ -1,12 +1,10 @@
-"""Admin endpoints: `/debug`, the scheduled share, endpoints of remote pools, and what-if simulations.
+"""Admin endpoints: `/debug`, the scheduled share, and endpoints of remote pools.
 
 GET   /admin/endpoints: the endpoints of remote pools; POST adds or restores one, DELETE removes one
 GET   /admin/mode: each model's scheduled share; POST changes it
 GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv, /debug/usage.csv: the same as `/debug/costs` and `/debug/usage`, as tables
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
-GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
-GET   /debug/requests/ID/what-if: what would have helped it, by simulations in a process next to this gateway
 GET   /debug/capture: the requests of the last ten minutes as a trace without text, as JSON Lines
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
@@ -15,8 +13,6 @@ import asyncio
 import csv
 import io
 import logging
-import os
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,7 +27,6 @@ from serve_app.core.admission.spending import TokenPrices
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
 from serve_app.serving.gateway.answer.responses import (
-    JSON_TYPE,
     RequestRejected,
     encode,
     send_body,
@@ -41,7 +36,6 @@ from serve_app.serving.gateway.budgets import tokens_of
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.tuning.counterfactuals.recording import example_of_tenant, with_tenant_name
 
 ENDPOINTS_PATH = "/admin/endpoints"
 ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
@@ -155,16 +149,14 @@ class EndpointAdmin:
 QUERY_TIMEOUT_S = 5.0
 
 
-async def query_scheduler(
-    model: str, scheduler: SchedulerQueries, query: str, within_s: float = QUERY_TIMEOUT_S, **arguments: Any
-) -> Any:
+async def query_scheduler(model: str, scheduler: SchedulerQueries, query: str, **arguments: Any) -> Any:
     """Query the scheduler of one model.
 
     Raises:
         RequestRejected: it does not answer.
     """
     try:
-        return await asyncio.wait_for(scheduler.query(query, **arguments), within_s)
+        return await asyncio.wait_for(scheduler.query(query, **arguments), QUERY_TIMEOUT_S)
     except Exception as error:
         message = f"the scheduler of {model} does not respond: {error!r}; retry later"
         raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
@@ -247,81 +239,6 @@ class ModeAdmin:
         return chosen
 
 
-# What-if replays of recorded traffic, in a low-priority process next to the gateway.
-
-
-# A what-if runs about 24 replays, at 0.7 ms of CPU time per request each.
-TIME_LIMIT_S = 120.0
-_RETRY_S = 10.0
-_MODULE = "serve_app.tuning.counterfactuals"
-
-
-class Replays:
-    """Runner of what-if replays, one at a time; `module` reads a recording and writes a JSON object."""
-
-    def __init__(self, module: str = _MODULE, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._module, self._time_limit_s = module, time_limit_s
-        self._is_busy = False
-
-    async def what_if(self, recording: str) -> dict[str, Any]:
-        """Replay a recording under other settings, and return the comparison.
-
-        Raises:
-            RequestRejected: another replay is running, this one takes too long, or the recording is not
-                replayable.
-        """
-        if self._is_busy:
-            raise RequestRejected(
-                Outcome.REJECTED_QUEUE_FULL,
-                f"this gateway is already replaying another request: retry in {_RETRY_S:g} s",
-                retry_after_s=_RETRY_S,
-            )
-        self._is_busy = True
-        try:
-            answer = await self._run(recording.encode())
-        finally:
-            self._is_busy = False
-        if "error" in answer:
-            raise RequestRejected(
-                Outcome.REJECTED_INVALID, answer["error"], code="not_replayable", status=409
-            )
-        return answer
-
-    async def _run(self, recording: bytes) -> dict[str, Any]:
-        # This process's `sys.path` has the working directory that Ray ships; a new process would not find it.
-        path = os.pathsep.join(folder for folder in sys.path if folder)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        try:
-            async with asyncio.timeout(self._time_limit_s):
-                output, errors = await process.communicate(recording)
-        except TimeoutError as error:
-            raise RequestRejected(
-                Outcome.FAILED,
-                f"the replay exceeded {self._time_limit_s:g} s: to replay on your machine without a limit, "
-                "run `ewsjf explain ID --what-if`",
-                code="replay_timeout",
-                status=504,
-            ) from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        try:
-            found: dict[str, Any] = msgspec.json.decode(output, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            raise RequestRejected(
-                Outcome.FAILED, f"the replay failed: {last}", code="replay_failed", status=500
-            ) from error
-        return found
-
-
 # The costs of all models as CSV, for spreadsheets and billing.
 
 
@@ -375,8 +292,6 @@ _FROZEN = (
 )
 RECEIPTS_PATH = "/debug/requests/"
 PROGRAMS_PATH = "/debug/programs/"
-RECORDING, WHAT_IF = "/recording", "/what-if"
-_RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
     "no receipt for {request_id!r}: use the x-request-id of the response. Receipts expire ten minutes after "
     "the end of a request, after 20,000 newer ones, or at a restart of the scheduler. Requests that the "
@@ -385,10 +300,6 @@ _NO_RECEIPT = (
 _NO_PROGRAM = (
     "no program {name!r}: `ewsjf status` lists the recent ones. A program is forgotten six hours after its "
     "last turn, earlier if there are very many, and at a restart of the scheduler"
-)
-_NOT_ENDED = (
-    "this request has not ended, or was admitted by an earlier scheduler: its recording is available after "
-    "its end"
 )
 _JSONL_TYPE = (b"content-type", b"application/jsonl")
 _CSV_TYPE = (b"content-type", b"text/csv; charset=utf-8")
@@ -407,7 +318,6 @@ class DebugPages:
         self._queries = queries
         self._reader = reader
         self._prices = prices
-        self._replays = Replays()
 
     @property
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
@@ -431,23 +341,20 @@ class DebugPages:
         }
 
     async def receipt(self, incoming: IncomingRequest) -> None:
-        """Return the receipt of a request of any model, or its recording or what-if analysis.
+        """Return the receipt of a request of any model.
 
         Raises:
             RequestRejected: the caller is not an admin, or no scheduler has the request.
         """
         self._reader.authenticate(incoming).check_admin()
-        name = incoming.path.removeprefix(RECEIPTS_PATH)
-        if name.endswith((RECORDING, WHAT_IF)):
-            await self._replay(incoming, unquote(name.rpartition("/")[0]))
-            return
-        request_id = unquote(name)
+        request_id = unquote(incoming.path.removeprefix(RECEIPTS_PATH))
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
         receipts = [found for found in found_by if "request_id" in found]
         if not receipts:
-            raise _no_receipt(request_id)
+            message = _NO_RECEIPT.format(request_id=request_id)
+            raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         # A request to a route may have been rejected by one model before another one served it.
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
         await send_json(incoming.send, 200, encode(found), [])
@@ -466,23 +373,6 @@ class DebugPages:
             message = _NO_PROGRAM.format(name=name)
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         await send_json(incoming.send, 200, encode({"programs": found}), [])
-
-    async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
-        """Return the recording around a request, or its what-if analysis."""
-        for model, scheduler in self._queries.items():
-            recording = await query_scheduler(
-                model, scheduler, "recording", _RECORDING_TIMEOUT_S, request_id=request_id
-            )
-            if recording and incoming.path.endswith(RECORDING):
-                await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
-                return
-            if recording:
-                analysis = await _with_tenant_name(await self._replays.what_if(recording), model, scheduler)
-                await send_json(incoming.send, 200, encode(analysis), [])
-                return
-            if "request_id" in await query_scheduler(model, scheduler, "receipt", request_id=request_id):
-                raise RequestRejected(Outcome.REJECTED_INVALID, _NOT_ENDED, code="not_ended", status=409)
-        raise _no_receipt(request_id)
 
     async def _capture(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
@@ -528,20 +418,6 @@ class DebugPages:
         if incoming.scope["method"] == "POST":
             audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
         await send_json(incoming.send, 200, encode({"models": models}), [])
-
-
-def _no_receipt(request_id: str) -> RequestRejected:
-    message = _NO_RECEIPT.format(request_id=request_id)
-    return RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
-
-
-async def _with_tenant_name(
-    analysis: dict[str, Any], model: str, scheduler: SchedulerQueries
-) -> dict[str, Any]:
-    """Return a what-if analysis with the name of the omitted tenant, if its receipt still exists."""
-    example = example_of_tenant(analysis)
-    receipt = await query_scheduler(model, scheduler, "receipt", request_id=example) if example else {}
-    return with_tenant_name(analysis, receipt["tenant"]) if "tenant" in receipt else analysis
 
 
 async def _tuner(model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:

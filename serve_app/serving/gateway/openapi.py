@@ -16,8 +16,6 @@ from serve_app.serving.gateway.admin import (
     MODE_PATH,
     PROGRAMS_PATH,
     RECEIPTS_PATH,
-    RECORDING,
-    WHAT_IF,
     EndpointChange,
     ModeChange,
 )
@@ -37,10 +35,6 @@ from serve_app.serving.gateway.stored import STORED_PATHS
 Schema = dict[str, Any]
 
 _BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
-_PARTS = {
-    RECORDING: "recorded traffic around a request, without text, for a replay; for admins",
-    WHAT_IF: "what-if analysis of a request: its estimated wait under single changes; for admins",
-}
 _VIEWS: Mapping[str, str] = {
     "/load": "number of requests in this gateway",
     "/ping": "liveness of the gateway",
@@ -71,7 +65,7 @@ _REJECTIONS: Mapping[str, str] = {
     "401": "the API key is missing, unknown, expired or revoked",
     "403": "the API key does not permit this",
     "404": "unknown model or response",
-    "409": "there is no file of keys, or it cannot be written; a request cannot be replayed; a file is used",
+    "409": "there is no file of keys, or it cannot be written; a file is used",
     "413": "the body is too large",
     "415": "the body is compressed or not JSON",
     "429": "the queue is full or a limit is exceeded; retry after `Retry-After`",
@@ -164,9 +158,6 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     program = {"name": "program", "in": "path", "required": True, "schema": {"type": "string"}}
     summary = "where the time of an agent program went, with its last turns; for admins"
     yield f"{PROGRAMS_PATH}{{program}}", {"get": _operation(summary, parameters=[program])}
-    for part, summary in _PARTS.items():
-        path = f"{RECEIPTS_PATH}{{request_id}}{part}"
-        yield path, {"get": _operation(summary, parameters=[request_id])}
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}

@@ -21,7 +21,6 @@ from serve_app.core.learned_state import STATE_KIND, learned_state, restore_erro
 from serve_app.core.routing.snapshot import section
 from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
-from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
@@ -73,7 +72,6 @@ class SchedulerActorSettings:
         state_uri: folder of learned state, see `StateStore`; None disables persistence.
         state_interval_s: interval of writes.
         scaling: the pools, for autoscaling.
-        step_times: step times of engines with a known profile, by pool, for replays.
     """
 
     scheduler: SchedulerSettings
@@ -83,7 +81,6 @@ class SchedulerActorSettings:
     state_uri: str | None = None
     state_interval_s: float = 30.0
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
-    step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
 
     def hot(self) -> dict[str, Any]:
         """Return the settings that can change while the actor runs; see `SchedulerActor.reconfigure`."""
@@ -95,7 +92,7 @@ class SchedulerActorSettings:
         scheduler = self.scheduler
         fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
         persistence = self.decision_log, self.state_uri, self.state_interval_s
-        return (*fixed, self.channel, self.scope, *persistence, self.step_times)
+        return (*fixed, self.channel, self.scope, *persistence)
 
     def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
         """Return a copy with other hot settings.
@@ -294,7 +291,6 @@ class SchedulerActor:
             previous_costs=self._earlier_costs,
             live_scaling=self.scaling,
             persistent_usage=self._usage,
-            step_times=settings.step_times,
             save=self._save_learned,
         )
         await live.start(self._surroundings.host())

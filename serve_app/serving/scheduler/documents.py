@@ -1,9 +1,11 @@
-"""Documents about one scheduler for operators and tools: queue, replicas and an overview.
+"""Documents about one scheduler for operators and tools: queue, replicas, an overview, and recent traffic.
 
 The dashboard requests the overview once per second. Its lists that grow with the fleet or with tenants are
 therefore truncated; sums include all entries.
 """
 
+import hashlib
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from heapq import nlargest
@@ -14,6 +16,7 @@ from serve_app.core import Scheduler
 from serve_app.core.programs.snapshot import programs_document
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 
@@ -162,6 +165,41 @@ def _first_token_s(known: HistoryRecord) -> float:
     if times is None or times.first_token_s is None:
         return known.wait_s or 0.0
     return times.read_s + times.grant_s + times.first_token_s
+
+
+_PSEUDONYM_KEY = secrets.token_bytes(16)
+
+
+def captured(history: RequestHistory) -> list[dict[str, Any]]:
+    """Return the completed requests whose tokens an engine has counted, as lines of a trace, by arrival.
+
+    The lines have the format of Mooncake's traces, and no text. Hashes of prompts are omitted, because they
+    would confirm a guessed prompt.
+    """
+    counted = [
+        (known, known.gateway_request.usage)
+        for known in history.ended()
+        if known.conclude is not None
+        and known.conclude.conclusion.outcome is Outcome.COMPLETED
+        and known.gateway_request.usage is not None
+    ]
+    counted.sort(key=lambda pair: pair[0].arrived_at)
+    return [
+        {
+            "timestamp": round((known.arrived_at - counted[0][0].arrived_at) * 1e3, 3),
+            "input_length": usage.prompt_tokens,
+            "output_length": usage.output_tokens,
+            "hash_ids": [],
+            "tenant": _pseudonym(known.gateway_request.tenant),
+            "priority": known.gateway_request.priority.value,
+        }
+        for known, usage in counted
+    ]
+
+
+def _pseudonym(tenant: str) -> str:
+    """Return a pseudonym of a tenant, stable for the life of this process."""
+    return "t" + hashlib.blake2b(tenant.encode(), key=_PSEUDONYM_KEY, digest_size=6).hexdigest()
 
 
 # A remote endpoint that is down is no replica of the scheduler, and adds nothing to its pool's budget.

@@ -1,7 +1,7 @@
 """History of one scheduler's requests: one record each, while it is open and ten minutes after its end.
 
-A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures,
-recordings and counts of served requests are derived from these records on demand.
+A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures and
+counts of served requests are derived from these records on demand.
 """
 
 import math
@@ -12,7 +12,6 @@ from time import time
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
-from serve_app.core.events import Arrived
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest
@@ -57,8 +56,6 @@ class HistoryRecord:
         gateway_request: its description by the gateway, with usage and times once the request has ended. For
             a request that ended in the queue, the times arrive slightly later.
         arrived_unix_s: arrival in seconds since the epoch.
-        expires_at: end of its queue timeout.
-        resumed: it was admitted by an earlier scheduler.
         home: pool for which it has waited; empty if it did not wait.
         turn: its turn in a program; None if it belongs to none.
         conclude: None while it is open.
@@ -66,10 +63,8 @@ class HistoryRecord:
 
     gateway_request: GatewayRequest
     arrived_unix_s: float
-    expires_at: float
-    resumed: bool
     home: str
-    turn: ProgramTurn | None = None
+    turn: ProgramTurn | None
     attempts: list[Attempt] = field(default_factory=list)
     conclude: Conclude | None = None
     ended_at: float = math.inf
@@ -210,17 +205,12 @@ class RequestHistory:
                 yield attempt, known
 
     def _begin(self, entry: Entry, gateway_request: GatewayRequest) -> None:
-        scheduled, event = entry.scheduled, entry.event
+        scheduled = entry.scheduled
         home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
         # Computed once, so that all documents about a request agree.
         arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
-        if isinstance(event, Arrived):
-            known = HistoryRecord(
-                gateway_request, arrived, event.request.expires_at, resumed=False, home=home
-            )
-        else:
-            known = HistoryRecord(gateway_request, arrived, math.inf, resumed=True, home=home)
-        known.turn = None if scheduled is None else scheduled.turn
+        turn = None if scheduled is None else scheduled.turn
+        known = HistoryRecord(gateway_request, arrived, home, turn)
         self._open[gateway_request.submission.request_id] = known
         if gateway_request.client_request_id:
             self._by_client[gateway_request.client_request_id] = known

@@ -1,9 +1,8 @@
 """The journal: distributes every event that the core has handled, in order, to subscribers.
 
 The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
-log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, the tuner's
-outcomes, and recordings, each in its own module. They are called in the order of subscription, and must not
-feed the core.
+log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
+outcomes, each in its own module. They are called in the order of subscription, and must not feed the core.
 """
 
 import logging

@@ -45,14 +45,13 @@ from serve_app.serving.scheduler.gauges import (
     queue_figures,
     replica_figures,
 )
-from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
+from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.program_receipts import programs_named
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
-from serve_app.serving.scheduler.recordings import LEAD_S, RecordedSurroundings, TrafficRecorder
 from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
@@ -110,7 +109,6 @@ class LiveScheduler:
         history: its open and recently ended requests.
         activity: activity of the last minutes.
         endpoints: remote endpoints that are down.
-        recorder: creates recordings of the traffic around a request, for replays.
         queries: answers admins' queries; None until set.
     """
 
@@ -155,8 +153,6 @@ class LiveScheduler:
         self.endpoints = options.endpoints or RemoteEndpoints()
         costs = self.core.prefill_costs
         self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
-        surroundings = RecordedSurroundings(self.core, RETENTION_S + LEAD_S)
-        self.recorder = TrafficRecorder(self.core, self.history, surroundings)
         send, count = self._gateways.send_outlooks, self._metrics.on_calibration_errors
         self._outlook = QueueWatch(self.core, self.now, send, count)
         self._receipts = Receipts(self.core, self.history, self._outlook)
@@ -164,7 +160,7 @@ class LiveScheduler:
         self._journal = Journal()
         if self._log is not None:
             self._journal.subscribe(self._log)
-        self._journal.subscribe(self.tuner, self.mode, self.activity, surroundings, self.history)
+        self._journal.subscribe(self.tuner, self.mode, self.activity, self.history)
         self._journal.subscribe(self._metrics, self._outlook, ChangeLog(settings.model))
         if options.usage_ledger is not None:
             self._journal.subscribe(options.usage_ledger)

@@ -4,23 +4,19 @@ Each public method is a query. Answers are sent as JSON, in parts if they are lo
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError
-from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.costs import PersistentCosts
-from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview, slowest
+from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, captured, most_costly, overview, slowest
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
-from serve_app.serving.scheduler.recordings import captured, known_step_times
 from serve_app.serving.scheduler.usage import PersistentUsage
-from serve_app.tuning.counterfactuals.recording import encode_recording
 
 _encoder = msgspec.json.Encoder()
 
@@ -36,7 +32,6 @@ QUERIES = frozenset(
         "spent",
         "receipt",
         "program",
-        "recording",
         "capture",
         "mode",
         "change_mode",
@@ -53,7 +48,6 @@ class AdminQueries:
     Attributes:
         previous_costs: costs counted by its predecessors.
         live_scaling, persistent_usage: of its process; None if there is none.
-        step_times: step times of engines with a known profile, by pool.
         save: persists the learned state.
     """
 
@@ -61,7 +55,6 @@ class AdminQueries:
     previous_costs: PersistentCosts = field(default_factory=PersistentCosts)
     live_scaling: LiveScaling | None = None
     persistent_usage: PersistentUsage | None = None
-    step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     save: Callable[[], Awaitable[None]] | None = None
 
     @property
@@ -128,17 +121,9 @@ class AdminQueries:
         """Return where the time of the programs with an id went."""
         return await self.live.program(program)
 
-    async def recording(self, request_id: str) -> str:
-        """Return the recording around a recently ended request; empty if it is unknown."""
-        live = self.live
-        step_times = known_step_times(live.tuner.document, self.step_times)
-        # In parts, because thousands of requests are visited and grants must not wait.
-        found = await run_in_parts(live.recorder.recording(request_id, step_times, live.now()))
-        return "" if found is None else await asyncio.to_thread(encode_recording, found)
-
     async def capture(self) -> list[dict[str, Any]]:
         """Return recently completed requests as lines of a trace without text."""
-        return captured(self.live.history.ended())
+        return captured(self.live.history)
 
     async def mode(self) -> dict[str, Any]:
         """Return the scheduled share of the traffic, and queue times of both parts."""

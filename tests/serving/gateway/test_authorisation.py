@@ -61,8 +61,7 @@ ADMINS = {"admin": 200, "own admin": 200}
 # Expected statuses other than 200, by endpoint and kind of key.
 PAGE = tuple(f"{DASHBOARD_PATH}/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html")
 OPEN = ("/health", "/ping", "/ready", "/openapi.json", DASHBOARD_PATH, *PAGE)
-RECEIPT = "/debug/requests/nobody-s"
-RECEIPTS = (RECEIPT, f"{RECEIPT}/recording", f"{RECEIPT}/what-if", "/debug/programs/nobody-s")
+RECEIPTS = ("/debug/requests/nobody-s", "/debug/programs/nobody-s")
 REDIRECTED = f"{DASHBOARD_PATH}/"
 QUESTIONS = ("/version", "/tokenizer_info", "/load")
 DEBUG = {

@@ -12,14 +12,11 @@ from serve_app.errors import Outcome
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.tuning.counterfactuals.recording import encode_recording
 from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
-from tests.tuning.counterfactuals.production import burst, produce
 
 KEY = "sk-admin"
-OVERLOAD = produce(burst(60, 0)).recording("r45")
 USAGE = [
     {"day": day, "key": "k1", "model": MODEL, "requests": requests, "prompt_tokens": prompt}
     | {"cached_tokens": 0, "generated_tokens": generated}
@@ -102,10 +99,7 @@ class PageStage:
 
 
 class _Views:
-    """Admin view of the scheduler with a substituted recording and usage.
-
-    A page with one request has too few to compare: the recording of a simulated overload replaces it.
-    """
+    """Admin view of the scheduler with a substituted usage."""
 
     def __init__(self, client: GatewayClient) -> None:
         self._client = client
@@ -113,8 +107,7 @@ class _Views:
     async def query(self, name: str, **arguments: Any) -> Any:
         if name == "usage":
             return {"model": MODEL, "rows": USAGE}
-        found = await self._client.query(name, **arguments)
-        return encode_recording(OVERLOAD) if name == "recording" and found else found
+        return await self._client.query(name, **arguments)
 
 
 @asynccontextmanager

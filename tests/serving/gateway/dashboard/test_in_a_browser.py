@@ -347,15 +347,6 @@ async def test_a_request_that_waited_has_a_receipt(
     assert "until the first token" in shown_text
     assert "of which: prefill (estimated)" in shown_text
     assert "generation" in shown_text
-    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
-    shown_text = plain(
-        await page.becomes(
-            "document.querySelector('#panel-request').innerText.includes('Best change:')"
-            " && document.querySelector('#panel-request').innerText"
-        )
-    )
-    assert "one more replica in pool only" in shown_text
-    assert "Without a change, the replay has a wait of" in shown_text
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 

@@ -41,31 +41,11 @@ export async function opened(page, id) {
     const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(id)}`), {
       headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
     });
-    if (answer.ok) withReplays(page, await answer.json());
+    if (answer.ok) show(parts.result, receipt(await answer.json()));
     else notice(await messageOf(answer));
   } catch (error) {
     notice(`The gateway does not respond (${error.message}).`);
   }
-}
-
-/** Show a receipt, and the what-if analysis on demand. */
-function withReplays(page, shown) {
-  const update = (analysis) => show(parts.result, receipt(shown), shown.outcome ? whatIf(analysis, replay) : null);
-  async function replay() {
-    update({ notice: "Replaying the recorded traffic around the request; this takes some seconds …" });
-    const requested = parts.id.value;
-    const isLeft = () => parts.id.value !== requested;
-    try {
-      const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(shown.request_id)}/what-if`), {
-        headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
-      });
-      const analysis = answer.ok ? { result: await answer.json() } : { notice: await messageOf(answer) };
-      if (!isLeft()) update(analysis);
-    } catch (error) {
-      if (!isLeft()) update({ notice: `The gateway does not respond (${error.message}).` });
-    }
-  }
-  update({});
 }
 
 const NAMES = {
@@ -173,32 +153,6 @@ function served(during) {
   const more = during.is_complete ? "" : " (incomplete: older receipts are gone)";
   return table(`Requests dispatched to pool ${during.pool} during its wait${more}`,
     [["Tenant"], ["Class"], ["Requests", "figure"], ["Share", "meters"]], rows, "None.");
-}
-
-function whatIf({ notice, result }, replay) {
-  return h("div", { class: "card", key: "what-if" },
-    h("h2", null, "What-if analysis"),
-    h("p", { class: "note" }, "Replays the recorded traffic around the request once per change, to estimate its wait under that change."),
-    result ? null : h("button", { type: "button", onclick: replay }, "Replay"),
-    notice ? h("p", { class: "notice" }, notice) : null,
-    result ? changes(result) : null);
-}
-
-function changes(result) {
-  const { replay } = result;
-  const rows = result.changes.map((each) => ({
-    key: each.label,
-    cells: each.wait
-      ? [each.label, ms(each.wait.ms), `${ms(each.wait.low_ms)} to ${ms(each.wait.high_ms)}`, each.ttft ? ms(each.ttft.ms) : NONE, each.note]
-      : [each.label, NONE, NONE, NONE, each.note],
-  }));
-  return [
-    h("p", { class: "note" }, replay.reproduces
-      ? `Without a change, the replay has a wait of ${ms(replay.wait_ms)}; the actual wait was ${ms(result.recorded.wait_ms)}.`
-      : `The replay does not reproduce this wait: it has ${ms(replay.wait_ms)}, the actual wait was ${ms(result.recorded.wait_ms)}.`),
-    table("Estimated wait by change", [["Change"], ["Wait", "figure"], ["90 % interval", "figure"], ["TTFT", "figure"], ["Note", "why"]], rows, "No change applies to this request."),
-    h("p", null, result.best ? `Best change: ${result.best}.` : "No change would have helped by more than the error of the replay."),
-  ];
 }
 
 function attempts(all) {

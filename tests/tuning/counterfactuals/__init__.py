@@ -1,1 +1,0 @@
-"""Tests of recordings, replays and what-if results."""
