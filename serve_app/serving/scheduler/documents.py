@@ -22,6 +22,10 @@ from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 
 # Sized for a person on a page.
 _MAX_PROGRAMS = 50
+_MAX_TENANTS = 50
+SUB_QUEUES_SHOWN = 60
+# Those that need attention are first.
+_MAX_REPLICAS = 100
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def replica_documents(
             **_context_of(core, replica_id, spec),
             "in_flight": in_flight.get(replica_id, 0),
             "report": asdict(report) if report else None,
-            **reserved(core.ledger.get(replica_id)),
+            **_reserved(core.ledger.get(replica_id)),
             "stale": replica_id in stale,
         }
         for replica_id, (spec, report) in reports.items()
@@ -76,14 +80,7 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
     return {"max_model_len": None, "learned_context_tokens": learned}
 
 
-# Sized for a person on a page; replicas that need attention are first.
-_MAX_REPLICAS = 100
-SUB_QUEUES_SHOWN = 60
-_MAX_TENANTS = 50
-_SUMMED = ("in_flight", "peak_tokens", "waiting_in_engine", "running")
-
-
-def reserved(state: ReplicaState | None) -> dict[str, Any]:
+def _reserved(state: ReplicaState | None) -> dict[str, Any]:
     """Return what the scheduler has reserved on a replica; empty if the core does not know it.
 
     `budget_tokens` is None if the engine does not report the size of its KV cache.
@@ -237,6 +234,9 @@ def replica_state(shown: Mapping[str, Any]) -> str:
     if shown.get("suspended"):
         return "suspended"
     return "gated" if shown.get("gated") else "ready"
+
+
+_SUMMED = ("in_flight", "peak_tokens", "waiting_in_engine", "running")
 
 
 def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def check_scheduler(model: Document) -> Iterator[Finding]:
 def check_reports(model: Document) -> Iterator[Finding]:
     """Yield a finding for replicas without a fresh load report, which receive no requests."""
     replicas = model["replicas"]
-    stale = sorted(name for name, replica in replicas.items() if replica["stale"])
-    silent = sorted(name for name, replica in replicas.items() if replica["report"] is None)
-    late = sorted({*stale, *silent})
+    late = sorted(name for name, each in replicas.items() if each["stale"] or each["report"] is None)
     if not late:
         return
     everyone = len(late) == len(replicas)

@@ -48,7 +48,6 @@ from serve_app.serving.scheduler.gauges import (
 from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.serving.scheduler.program_receipts import programs_named
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
@@ -107,6 +106,7 @@ class LiveScheduler:
         tuner: interface towards its tuner.
         mode: the scheduled share of the traffic, and the latencies of both parts.
         history: its open and recently ended requests.
+        receipts: receipts of these requests.
         activity: activity of the last minutes.
         endpoints: remote endpoints that are down.
         queries: answers admins' queries; None until set.
@@ -155,7 +155,7 @@ class LiveScheduler:
         self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         send, count = self._gateways.send_outlooks, self._metrics.on_calibration_errors
         self._outlook = QueueWatch(self.core, self.now, send, count)
-        self._receipts = Receipts(self.core, self.history, self._outlook)
+        self.receipts = Receipts(self.core, self.history, self._outlook)
         self._log = self._open_log()
         self._journal = Journal()
         if self._log is not None:
@@ -242,14 +242,6 @@ class LiveScheduler:
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
         """Return what is queued, for how long and why, with at most `most` sub-queues."""
         return queue_document(self.core, self.now(), most)
-
-    async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Return the receipt of a request by its id or its client's; empty if it is unknown."""
-        return await self._receipts.document(request_id, self.now())
-
-    async def program(self, name: str) -> dict[str, Any]:
-        """Return where the time of the programs with an id went."""
-        return await programs_named(name, self.core, self.history, self.now())
 
     # Called by the sessions and the registry.
 

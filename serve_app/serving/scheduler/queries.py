@@ -5,7 +5,7 @@ Each public method is a query. Answers are sent as JSON, in parts if they are lo
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, captured, mo
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
+from serve_app.serving.scheduler.program_receipts import programs_named
 from serve_app.serving.scheduler.usage import PersistentUsage
 
 _encoder = msgspec.json.Encoder()
@@ -47,15 +48,15 @@ class AdminQueries:
 
     Attributes:
         previous_costs: costs counted by its predecessors.
-        live_scaling, persistent_usage: of its process; None if there is none.
+        live_scaling, persistent_usage: of its process.
         save: persists the learned state.
     """
 
     live: LiveScheduler
-    previous_costs: PersistentCosts = field(default_factory=PersistentCosts)
-    live_scaling: LiveScaling | None = None
-    persistent_usage: PersistentUsage | None = None
-    save: Callable[[], Awaitable[None]] | None = None
+    previous_costs: PersistentCosts
+    live_scaling: LiveScaling
+    persistent_usage: PersistentUsage
+    save: Callable[[], Awaitable[None]]
 
     @property
     def _model(self) -> str:
@@ -88,38 +89,34 @@ class AdminQueries:
         status, queue = live.status(), live.queue(SUB_QUEUES_SHOWN)
         found = overview(status, queue, live.activity.document())
         found["findings"] = findings_document(status, queue)
-        found["slowest"] = slowest(self.live.history, self.live.now())
+        found["slowest"] = slowest(live.history, live.now())
         return {**found, "scaling": await self.scaling(), "costs": most_costly(await self.costs())}
 
     async def costs(self) -> dict[str, Any]:
         """Return the costs of each tenant: engine time and imposed delay."""
         costs = self.previous_costs.plus(self.live.core)
-        gpus = self.live_scaling.gpus() if self.live_scaling is not None else {}
-        return {"model": self._model, **costs.document(gpus)}
+        return {"model": self._model, **costs.document(self.live_scaling.gpus())}
 
     async def scaling(self) -> dict[str, Any]:
         """Return the desired replicas of each pool, and why."""
-        return self.live_scaling.status() if self.live_scaling is not None else {}
+        return self.live_scaling.status()
 
     async def usage(self) -> dict[str, Any]:
         """Return the usage of each API key by day."""
-        return (
-            self.persistent_usage.shown()
-            if self.persistent_usage is not None
-            else {"model": self._model, "rows": []}
-        )
+        return self.persistent_usage.shown()
 
     async def spent(self, keys: list[str]) -> dict[str, Any]:
         """Return what API keys have used in the current day and month."""
-        return self.persistent_usage.ledger.spent(keys) if self.persistent_usage is not None else {}
+        return self.persistent_usage.ledger.spent(keys)
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Return the receipt of a request; empty if it is unknown."""
-        return await self.live.receipt(request_id)
+        return await self.live.receipts.document(request_id, self.live.now())
 
     async def program(self, program: str) -> dict[str, Any]:
         """Return where the time of the programs with an id went."""
-        return await self.live.program(program)
+        live = self.live
+        return await programs_named(program, live.core, live.history, live.now())
 
     async def capture(self) -> list[dict[str, Any]]:
         """Return recently completed requests as lines of a trace without text."""
@@ -132,8 +129,7 @@ class AdminQueries:
     async def change_mode(self, active_share: float) -> None:
         """Schedule another share of the requests; persisted with the learned state."""
         self.live.mode.change(active_share)
-        if self.save is not None:
-            await self.save()
+        await self.save()
 
     async def freeze(self, reason: str) -> None:
         """Freeze the tuner with a reason, or thaw it with an empty one."""

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import AsyncMock
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.scaling import ScalingSettings
 from serve_app.errors import Conclusion, EngineError
 from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.serving.channel.gateway_client import GatewayClient
@@ -20,8 +22,11 @@ from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Me
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.scheduler.costs import PersistentCosts
+from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.queries import AdminQueries
+from serve_app.serving.scheduler.usage import PersistentUsage
 from tests.relay import Relay
 
 # Faster than in production, yet slow enough for a busy machine.
@@ -153,7 +158,14 @@ class Simulation:
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
         live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
-        live.queries = AdminQueries(live=live)
+        model = self.settings.model
+        live.queries = AdminQueries(
+            live=live,
+            previous_costs=PersistentCosts(),
+            live_scaling=LiveScaling(model, ScalingSettings()),
+            persistent_usage=PersistentUsage(model, None, model, 1.0),
+            save=AsyncMock(),
+        )
         await live.start("127.0.0.1")
         self.shells.append(live)
         return live
