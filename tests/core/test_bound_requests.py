@@ -13,12 +13,6 @@ def two_replicas() -> ManualDriver:
     return driver
 
 
-def test_it_is_sent_to_its_replica_at_any_load() -> None:
-    driver = two_replicas()
-    driver.arrive("large", prompt_tokens=800, bound_to="s1")
-    assert dispatched(driver.arrive("next", bound_to="s1")) == [("next", "s1")]
-
-
 def test_it_waits_for_its_replica_while_others_idle_and_blocks_no_request() -> None:
     driver = two_replicas()
     fill(driver, bound_to="s1")

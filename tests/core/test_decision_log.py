@@ -1,6 +1,5 @@
 """Decision log: an exact round trip, and a replay with equal commands."""
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -69,18 +68,6 @@ def test_a_log_is_read_exactly_as_written() -> None:
     assert run.header == HEADER
     assert [decision for _, decision in run.decisions] == list(STEPS)
     assert [number for number, _ in run.decisions] == [2, 3, 4, 5]
-
-
-def test_a_file_may_hold_several_runs() -> None:
-    first, second = read_runs([*played(), *played()])
-    assert first == dataclasses.replace(second, decisions=first.decisions)
-    assert len(first.decisions) == len(second.decisions) == 5
-
-
-def test_a_replay_gives_the_same_commands() -> None:
-    (run,) = read_runs(played())
-    assert any(decision.commands for _, decision in run.decisions)
-    assert replay(run) is None
 
 
 def test_a_replay_reports_the_first_line_that_differs() -> None:

@@ -20,7 +20,6 @@ from tests.builders import (
     concluded,
     dispatched,
     fill,
-    only_conclusion,
     request,
     two_pools,
 )
@@ -47,24 +46,6 @@ def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) ->
     driver.feed(DispatchFailed("f2", "s1", DispatchFailure.UNREACHABLE))
     for number, following in enumerate(["f1", "f2", "waiting"]):
         assert dispatched(driver.feed(FirstToken(f"long{number}"))) == [(following, "l1")]
-
-
-def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(driver: ManualDriver) -> None:
-    driver.arrive("r")
-    driver.feed(ReplicaLost("s1"))
-    assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["s1", "l1"]
-    driver.feed(Finished("r", Outcome.COMPLETED))
-    assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["l1"]
-
-
-def test_a_request_rejected_by_a_short_engine_as_too_long_is_sent_to_the_long_pool(
-    driver: ManualDriver,
-) -> None:
-    driver.arrive("r")
-    assert dispatched(driver.feed(DispatchFailed("r", "s1", DispatchFailure.TOO_LONG))) == [("r", "l1")]
-    message = "maximum context length is 4000"
-    rejection = only_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
-    assert (rejection.outcome, rejection.message) == (Outcome.REJECTED_TOO_LONG, message)
 
 
 def test_a_lost_gateway_releases_queued_requests_and_running_ones_retain_holds(driver: ManualDriver) -> None:

@@ -91,19 +91,6 @@ def test_put_backs_do_not_extend_the_deadline() -> None:
     assert "put back 6 times; last failure: no" in end.conclusion.message
 
 
-def test_a_request_put_back_after_its_deadline_expires_immediately() -> None:
-    driver = pool_of(2)
-    driver.arrive("r", expires_at=1.0)
-    driver.now = 1.5
-    assert concluded(driver.feed(DispatchFailed("r", "s0", LOST))) == [("r", "expired")]
-
-
-def test_a_request_is_retried_on_another_replica() -> None:
-    driver = pool_of(3)
-    driver.arrive("r")
-    assert dispatched(driver.feed(DispatchFailed("r", "s0", ENGINE_ERROR))) == [("r", "s1")]
-
-
 def test_a_request_waits_for_others_rather_than_for_the_replica_that_failed_it() -> None:
     driver = ManualDriver(routing=ONE_POOL)
     driver.join("s0", "only")

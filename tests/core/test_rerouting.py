@@ -15,7 +15,7 @@ Routed = list[str]
 @pytest.fixture
 def driver() -> ManualDriver:
     """Return two full pools, where every arrival waits."""
-    made = two_pools(no_replica_grace_s=1.0)
+    made = two_pools()
     fill(made, "s")
     fill(made, "l", prompt_tokens=2_000)
     return made
@@ -48,15 +48,6 @@ def test_one_more_replica_like_the_others_reroutes_no_request(driver: ManualDriv
     assert routed_again(driver, lambda: driver.feed(ReplicaLost("s3"))) == []
 
 
-def test_all_are_routed_again_when_a_context_limit_changes(driver: ManualDriver) -> None:
-    driver.arrive("a")
-    driver.arrive("b", prompt_tokens=900)
-    assert driver.find("b").pools == ("long", "short")
-    assert routed_again(driver, lambda: join(driver, "s2", "short", 500)) == ["a", "b"]
-    assert driver.find("b").pools == ("long",)
-    assert driver.find("a").pools == ("short", "long")
-
-
 def test_a_request_that_no_longer_fits_any_pool_is_rejected_and_others_remain_queued(
     driver: ManualDriver,
 ) -> None:
@@ -73,13 +64,3 @@ def test_while_a_request_is_particular_each_change_of_the_fleet_routes_again(dri
     assert routed_again(driver, lambda: driver.feed(ReplicaLost("s2"))) == ["a", "bound"]
     driver.feed(Cancelled("bound"))
     assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
-
-
-def test_requests_without_a_live_pool_are_rejected_when_the_grace_ends(driver: ManualDriver) -> None:
-    driver.arrive("long", prompt_tokens=2_000)
-    driver.arrive("a")
-    assert not concluded(driver.feed(ReplicaLost("l1")))
-    driver.report("s1", after_s=0.9)
-    assert driver.find("long").queued
-    assert concluded(driver.report("s1", after_s=0.2)) == [("long", "rejected_no_replica")]
-    assert driver.find("a").queued

@@ -35,12 +35,6 @@ def test_a_request_that_fits_is_dispatched_immediately() -> None:
     )
 
 
-def test_a_budget_above_b_short_is_sent_to_the_long_pool() -> None:
-    driver = two_pools()
-    assert dispatched(driver.arrive("r1", prompt_tokens=480, max_output_tokens=20)) == [("r1", "s1")]
-    assert dispatched(driver.arrive("r2", prompt_tokens=480, max_output_tokens=21)) == [("r2", "l1")]
-
-
 def test_a_short_request_spills_when_its_pool_has_no_capacity_and_a_long_one_spills_back() -> None:
     driver = two_pools()
     fill(driver)
@@ -48,19 +42,6 @@ def test_a_short_request_spills_when_its_pool_has_no_capacity_and_a_long_one_spi
     other = two_pools()
     sent = [dispatched(other.arrive(f"r{n}", prompt_tokens=600))[0][1] for n in range(4)]
     assert sent == ["l1", "l1", "l1", "s1"]
-
-
-def test_a_request_that_the_other_pool_cannot_hold_waits_for_its_own() -> None:
-    driver = two_pools()
-    fill(driver, "long", **LONG)
-    assert driver.arrive("r", **LONG) == []
-    assert dispatched(driver.feed(FirstToken("long0"))) == [("r", "l1")]
-
-
-def test_without_spill_a_request_waits_for_its_home() -> None:
-    driver = two_pools(routing=RoutingSettings(b_short_tokens=500, spill=False))
-    fill(driver)
-    assert driver.arrive("r") == []
 
 
 def test_requests_at_home_are_dispatched_before_those_that_spill() -> None:
@@ -153,32 +134,12 @@ def test_a_head_that_does_not_fit_the_kv_budget_blocks_its_sub_queue() -> None:
     assert dispatched(driver.feed(Finished("big", Outcome.COMPLETED))) == [("big2", "s1"), ("small", "s1")]
 
 
-def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
-    driver = one_replica("s1")
-    driver.join("s2", "only")
-    assert dispatched(driver.arrive("a", prompt_tokens=400)) == [("a", "s1")]
-    for name in ("b", "c", "d"):
-        assert dispatched(driver.arrive(name, prompt_tokens=100)) == [(name, "s2")]
-    assert dispatched(driver.arrive("e", prompt_tokens=100)) == [("e", "s1")]
-
-
 def test_a_request_too_long_for_every_pool_is_rejected_with_its_limit_and_size() -> None:
     rejection = only_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
     assert (rejection.outcome, rejection.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
     assert "maximum context length is 4000 tokens. " in rejection.message
     assert "estimated at 4,000 tokens, and the requested output is 1" in rejection.message
     assert "needs 4,001." in rejection.message
-
-
-def test_a_full_queue_rejects_with_a_retry_after() -> None:
-    driver = ManualDriver(max_waiting=2)
-    driver.join("s1")
-    fill(driver)
-    driver.arrive("w1")
-    driver.arrive("w2")
-    rejected = driver.arrive("w3")
-    assert concluded(rejected) == [("w3", "rejected_queue_full")]
-    assert 0 < retry_after_s(rejected) <= 60
 
 
 def test_retry_after_follows_the_measured_drain_rate() -> None:
@@ -211,16 +172,6 @@ def test_an_alias_is_served() -> None:
     assert dispatched(driver.arrive("r", model="m-lora")) == [("r", "s1")]
 
 
-def test_a_request_expires_at_its_queue_timeout() -> None:
-    driver = two_pools()
-    fill(driver)
-    fill(driver, "long", **LONG)
-    driver.arrive("w", expires_at=2.0)
-    assert driver.scheduler.next_wakeup() == 2.0
-    assert concluded(driver.feed(Woke(), after_s=2.0)) == [("w", "expired")]
-    assert len(driver.scheduler.queue) == 0
-
-
 def test_expiry_precedes_dispatch_at_the_same_time() -> None:
     driver = two_pools()
     fill(driver)
@@ -251,12 +202,6 @@ def test_a_stale_report_closes_the_replica_until_the_next_report() -> None:
     assert dispatched(commands) == [("r", "s1")]
 
 
-def test_a_draining_replica_receives_no_new_requests() -> None:
-    driver = two_pools()
-    driver.report("s1", draining=True)
-    assert dispatched(driver.arrive("r")) == [("r", "l1")]
-
-
 def test_without_any_replica_requests_wait_and_are_rejected_after_the_grace() -> None:
     driver = ManualDriver(no_replica_grace_s=10.0)
     assert driver.arrive("r") == []
@@ -268,13 +213,6 @@ def test_without_any_replica_requests_wait_and_are_rejected_after_the_grace() ->
     assert concluded(driver.arrive("late")) == [("late", "rejected_no_replica")]
     driver.join("s1", "short")
     assert dispatched(driver.arrive("later")) == [("later", "s1")]
-
-
-def test_waiting_requests_are_routed_again_when_a_pool_turns_out_too_small() -> None:
-    driver = ManualDriver()
-    driver.arrive("r", prompt_tokens=450, max_output_tokens=40)
-    assert dispatched(driver.join("s1", "short", max_model_len=300)) == []
-    assert dispatched(driver.join("l1", "long", max_model_len=4_000)) == [("r", "l1")]
 
 
 def test_a_decreasing_time_is_rejected() -> None:

@@ -10,11 +10,7 @@ from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import (
     Cancelled,
-    DispatchFailed,
-    DispatchFailure,
     Finished,
-    GatewayLost,
-    ReplicaLost,
     Resumed,
     Woke,
 )
@@ -193,30 +189,6 @@ def test_a_failed_request_costs_no_tokens() -> None:
     limited = key(tokens_per_minute=TOKENS)
     granted(driver, "a", key=limited)
     driver.feed(Finished("a", Outcome.FAILED))
-    granted(driver, "b", key=limited)
-
-
-def test_a_put_back_request_is_counted_once() -> None:
-    driver = fleet()
-    limited = key(requests_per_minute=2, tokens_per_minute=2 * TOKENS, concurrent=2, queued=1)
-    granted(driver, "a", key=limited)
-    driver.feed(DispatchFailed("a", "r1", DispatchFailure.BUSY))
-    driver.feed(ReplicaLost("r1"))
-    driver.join("r1", "only")
-    assert driver.scheduler.admission.keys.open_requests("k1") == 1
-    granted(driver, "b", key=limited)
-    rejected(driver, "c", key=limited)
-
-
-def test_running_requests_of_a_lost_gateway_count_until_they_end() -> None:
-    driver = fleet(seats=1)
-    limited = key(concurrent=2)
-    granted(driver, "a", key=limited)
-    driver.arrive("waits", key=limited)
-    driver.feed(GatewayLost("g1"))
-    assert driver.scheduler.admission.keys.open_requests("k1") == 1
-    driver.feed(Cancelled("a"))
-    assert driver.scheduler.admission.keys.open_requests("k1") == 0
     granted(driver, "b", key=limited)
 
 

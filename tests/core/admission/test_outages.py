@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.core.admission.admission import RETRY_AFTER_CAP_S
 from serve_app.core.commands import Conclude
-from serve_app.core.events import DispatchFailed, DispatchFailure, ReplicaJoined, ReplicaLost, Woke
+from serve_app.core.events import DispatchFailed, DispatchFailure, ReplicaLost, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from tests.builders import (
@@ -13,9 +13,7 @@ from tests.builders import (
     dispatched,
     fill,
     one_replica,
-    only_conclusion,
     retry_after_s,
-    spec,
     two_pools,
 )
 
@@ -28,14 +26,6 @@ def waiting_when_the_last_replica_dies() -> ManualDriver:
     driver.arrive("waits", expires_at=driver.now + 300.0)
     driver.feed(ReplicaLost("r1"))
     return driver
-
-
-def test_a_request_that_waits_when_the_last_replica_dies_is_rejected_after_the_grace() -> None:
-    driver = waiting_when_the_last_replica_dies()
-    assert driver.scheduler.next_wakeup() == driver.now + GRACE_S
-    commands = driver.feed(Woke(), after_s=GRACE_S)
-    assert concluded(commands) == [("waits", "rejected_no_replica")]
-    assert "m has had no live replica for" in only_conclusion(commands).message
 
 
 def test_a_replica_that_joins_within_the_grace_period_serves_the_request() -> None:
@@ -63,29 +53,6 @@ def test_a_no_wait_request_is_rejected_immediately() -> None:
     driver = one_replica()
     driver.feed(ReplicaLost("r1"))
     assert concluded(driver.arrive("r", no_wait=True)) == [("r", "rejected_no_replica")]
-
-
-@pytest.mark.parametrize("draining", [True, False])
-def test_a_replica_that_drains_or_does_not_report_is_not_alive(draining: bool) -> None:
-    driver = one_replica()
-    if draining:
-        driver.report("r1", draining=True)
-    else:
-        driver.feed(Woke(), after_s=2.5)
-    rejected = []
-    driver.arrive("r", expires_at=driver.now + 300.0)
-    for _ in range(10):
-        rejected += (
-            driver.report("r1", draining=True, after_s=0.5) if draining else driver.feed(Woke(), after_s=0.5)
-        )
-    assert concluded(rejected) == [("r", "rejected_no_replica")]
-
-
-def test_a_replica_that_never_reports_is_not_alive() -> None:
-    driver = ManualDriver()
-    driver.feed(ReplicaJoined(spec()))
-    driver.arrive("r")
-    assert concluded(driver.feed(Woke(), after_s=GRACE_S)) == [("r", "rejected_no_replica")]
 
 
 def test_a_request_that_fits_only_the_dead_pool_is_rejected_and_others_are_served() -> None:

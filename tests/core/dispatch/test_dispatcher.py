@@ -104,16 +104,6 @@ def test_a_request_that_was_returned_unserved_is_not_charged() -> None:
     assert driver.scheduler.queue.shares[DEFAULT].counters()["a"] == 0
 
 
-def test_a_returned_request_is_dispatched_before_every_class() -> None:
-    driver = make_driver()
-    driver.join("r2", "only", kv_tokens=50_000, max_num_seqs=200)
-    sent = [name for n in range(6) for name, _ in dispatched(driver.arrive(f"a{n}", priority=DEFAULT))]
-    driver.arrive("urgent", priority=INTERACTIVE)
-    driver.feed(DispatchFailed(sent[0], "r1", DispatchFailure.UNREACHABLE))
-    other = [name for name in sent if driver.find(name).replica_id == "r2"]
-    assert dispatched(driver.feed(FirstToken(other[0]))) == [(sent[0], "r2")]
-
-
 def test_the_wait_reason_of_a_head_is_readable() -> None:
     driver = make_driver()
     for n in range(4):

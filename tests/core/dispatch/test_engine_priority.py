@@ -28,37 +28,12 @@ def make_driver() -> ManualDriver:
     return driver
 
 
-def test_a_tenants_first_pending_request_is_numbered_zero_and_the_next_from_there() -> None:
-    pending = EnginePriorities(ON)
-    heavy = [pending.on_dispatch(request(f"a{n}", tenant="a", priority=INTERACTIVE)) for n in range(4)]
-    assert heavy == [0, 1, 2, 3]
-    assert pending.on_dispatch(request("b0", tenant="b", priority=INTERACTIVE)) == 0
-
-
-def test_the_end_of_a_request_lowers_the_next_number() -> None:
-    pending = EnginePriorities(ON)
-    sent = [request(f"a{n}") for n in range(3)]
-    assert [pending.on_dispatch(one) for one in sent] == [BAND, BAND + 1, BAND + 2]
-    pending.on_departure(sent[1])
-    assert pending.on_dispatch(request("a3")) == BAND + 2
-    for one in [sent[0], sent[2], request("a3")]:
-        pending.on_departure(one)
-    assert repr(pending) == "<EnginePriorities 0 of 0 tenants and classes>"
-
-
 def test_the_last_of_a_class_precedes_the_first_of_the_next() -> None:
     pending = EnginePriorities(ON)
     # As if a tenant had more in flight than any fleet can hold.
     pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND
     last = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass]
     assert last == [BAND - 1, 2 * BAND - 1, 2 * BAND]
-
-
-def test_a_tenants_batch_does_not_delay_its_chat() -> None:
-    pending = EnginePriorities(ON)
-    for n in range(50):
-        pending.on_dispatch(request(f"b{n}", priority=BATCH))
-    assert pending.on_dispatch(request("chat", priority=INTERACTIVE)) == 0
 
 
 def test_exactly_the_requests_in_engines_are_pending_in_any_order_of_events() -> None:
@@ -73,6 +48,9 @@ def test_exactly_the_requests_in_engines_are_pending_in_any_order_of_events() ->
             same = sum((other.tenant, other.priority) == (one.tenant, one.priority) for other in driver)
             assert pending.on_dispatch(one) == one.priority.rank * BAND + same
             driver.append(one)
+    for one in driver:
+        pending.on_departure(one)
+    assert repr(pending) == "<EnginePriorities 0 of 0 tenants and classes>"
 
 
 def test_without_the_mode_no_priority_is_sent() -> None:

@@ -14,10 +14,12 @@ from serve_app.core.events import (
     DispatchFailure,
     Event,
     Finished,
+    ReplicaJoined,
     ReplicaLost,
+    ReplicaReported,
 )
 from serve_app.errors import Outcome
-from tests.builders import ONE_POOL, ManualDriver, request, settings
+from tests.builders import ONE_POOL, ManualDriver, report, request, spec
 
 
 def fleet(active_share: float, replicas: int = 3, **limits: int) -> ManualDriver:
@@ -111,12 +113,16 @@ def test_a_bypassing_request_is_retried_on_another_replica() -> None:
     arrivals=st.lists(st.integers(1, 500), min_size=1, max_size=60),
 )
 def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float], arrivals: list[int]) -> None:
-    driver = fleet(shares[0], replicas=2, max_num_seqs=3)
+    driver = ManualDriver(routing=ONE_POOL, active_share=shares[0])
     decisions: list[tuple[int, Decision]] = []
     before = driver.scheduler
 
     def feed(event: Event) -> None:
         decisions.append((len(decisions), Decision(driver.now, event, tuple(driver.feed(event)))))
+
+    for replica_id in ("s0", "s1"):
+        feed(ReplicaJoined(spec(replica_id, "only", max_num_seqs=3)))
+        feed(ReplicaReported(replica_id, report()))
 
     for number, tokens in enumerate(arrivals):
         feed(ActiveShareChanged(shares[number % len(shares)]))
@@ -127,23 +133,4 @@ def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float],
             held = [before.find(f"r{one}") for one in range(number + 1)]
             mine = [each for each in held if each and each.replica_id == state.spec.replica_id]
             assert state.held_tokens == sum(each.hold.tokens for each in mine)
-
-
-def test_changes_of_the_share_are_part_of_the_decision_log() -> None:
-    driver = ManualDriver(routing=ONE_POOL)
-    logged: list[tuple[int, Decision]] = []
-    plain_feed = driver.feed
-
-    def feed(event: Event, *, after_s: float = 0.0) -> list:  # type: ignore[type-arg]
-        commands = plain_feed(event, after_s=after_s)
-        logged.append((len(logged), Decision(driver.now, event, tuple(commands))))
-        return commands
-
-    driver.feed = feed  # type: ignore[method-assign]
-    driver.join("s0", "only", max_num_seqs=1)
-    for number in range(40):
-        if number % 10 == 0:
-            driver.feed(ActiveShareChanged(number / 40))
-        driver.arrive(f"r{number}")
-    assert any(isinstance(c, Dispatch) and c.passed for _, d in logged for c in d.commands)
-    assert replay(LoggedRun(RunHeader(settings=settings(routing=ONE_POOL)), logged)) is None
+    assert replay(LoggedRun(RunHeader(settings=before.settings), decisions)) is None

@@ -15,16 +15,6 @@ def measured(delay_s: float, *, long_s: float, count: int = 200, seed: int = 0) 
     return delay
 
 
-def test_the_delay_is_the_recent_minimum_and_follows_it_both_ways() -> None:
-    delay = measured(0.4, long_s=0.4)
-    assert delay.seconds == pytest.approx(0.4, abs=0.05)
-    for _ in range(64):
-        delay.on_short_first_token(0.7)
-    assert delay.seconds == 0.7
-    delay.on_short_first_token(0.2)
-    assert delay.seconds == 0.2
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_minimum_is_exact(seed: int) -> None:
     rng, delay, seen = random.Random(seed), FeedbackDelay(), []

@@ -24,11 +24,6 @@ def busy(**changes: Any) -> ManualDriver:
     return driver
 
 
-def test_an_empty_queue_has_no_order() -> None:
-    driver = busy()
-    assert ordered(driver.scheduler, driver.now) == []
-
-
 def test_under_fcfs_the_order_is_that_of_arrival() -> None:
     driver = busy(fairness=NO_SHARES)
     for number in range(5):

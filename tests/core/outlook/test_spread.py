@@ -15,14 +15,6 @@ def test_quantiles_are_those_of_the_observations() -> None:
         assert found == pytest.approx(ratios[int(share * len(ratios))], rel=0.2)
 
 
-def test_one_ratio_is_all_quantiles_within_a_bin() -> None:
-    spread = RatioSpread()
-    spread.add(1.5)
-    found = spread.quantiles()
-    assert found.low == pytest.approx(1.5, rel=0.1)
-    assert found.high == pytest.approx(1.5, rel=0.1)
-
-
 @pytest.mark.parametrize(("ratio", "low", "high"), [(0.0, 2**-7, 2**-6), (1e9, 2**4, 2**5)])
 def test_an_observation_out_of_range_counts_at_its_end(ratio: float, low: float, high: float) -> None:
     spread = RatioSpread()

@@ -87,12 +87,6 @@ def test_a_request_that_does_not_wait_is_not_watched() -> None:
     assert updates(line.watched, 0.0) == {}
 
 
-def test_a_single_queued_request_has_the_first_position() -> None:
-    line = ServedQueue()
-    line.arrive()
-    assert {name: outlook.position for name, outlook in updates(line.watched, line.now).items()} == {"r0": 1}
-
-
 def test_before_the_first_dispatch_only_the_position_is_known() -> None:
     line = ServedQueue()
     line.arrive(3)

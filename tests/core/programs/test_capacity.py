@@ -17,30 +17,24 @@ def learned(*hits: int) -> LearnedCapacity:
     return capacity
 
 
-def test_without_evidence_a_likely_capacity_is_assumed() -> None:
-    assert LearnedCapacity().tokens == learned(5_000).tokens == LIKELY_KV_TOKENS
-
-
-def test_a_deeper_context_that_is_cached_raises_it_a_little_beyond() -> None:
-    assert learned(200_000).tokens == 210_000
-
-
-def test_a_context_that_is_not_cached_lowers_it() -> None:
-    capacity = learned(30_000)
-    capacity.on_miss(60_000)
-    assert capacity.tokens == 60_000
-
-
-def test_a_miss_says_nothing_while_the_engine_has_reported_no_cached_tokens() -> None:
-    capacity = LearnedCapacity()
-    capacity.on_miss(60_000)
-    assert capacity.tokens == LIKELY_KV_TOKENS
-
-
-def test_a_lower_bound_that_was_refuted_is_forgotten() -> None:
-    capacity = learned(300_000)
-    capacity.on_miss(200_000)
-    assert capacity.tokens == 200_000
+@pytest.mark.parametrize(
+    ("hits", "misses", "tokens"),
+    [
+        pytest.param((), (), LIKELY_KV_TOKENS, id="no evidence"),
+        pytest.param((5_000,), (), LIKELY_KV_TOKENS, id="a small context is cached"),
+        pytest.param((200_000,), (), 210_000, id="a deeper context is cached: a little beyond it"),
+        pytest.param((30_000,), (60_000,), 60_000, id="a context is not cached"),
+        pytest.param((), (60_000,), LIKELY_KV_TOKENS, id="the engine has reported no cached tokens"),
+        pytest.param((300_000,), (200_000,), 200_000, id="a refuted lower bound is forgotten"),
+    ],
+)
+def test_hits_and_misses_bound_the_capacity(
+    hits: tuple[int, ...], misses: tuple[int, ...], tokens: int
+) -> None:
+    capacity = learned(*hits)
+    for depth in misses:
+        capacity.on_miss(depth)
+    assert capacity.tokens == tokens
 
 
 def test_an_upper_bound_that_was_refuted_rises_with_every_refutation() -> None:

@@ -142,19 +142,6 @@ def test_the_context_of_a_lost_replica_is_forgotten_and_its_turns_go_elsewhere()
     assert driver.conversation("a").replica_id == "s2"
 
 
-def test_a_replica_that_joins_again_has_nothing_admitted() -> None:
-    driver = bound()
-    driver.arrive("fills s2", prompt_tokens=80_000, bound_to="s2")
-    assert dispatched(driver.feed(ReplicaLost("s1"))) == []
-    driver.join_fleet("s1")
-    driver.take_turn("b1", "b", prompt_tokens=90_000 - 100)
-    driver.feed(Cancelled("a2"))
-    assert driver.contexts("s1").admitted >= 0
-    for request_id in ("b1", "fills s2", "f0", "f1", "f2"):
-        driver.feed(Cancelled(request_id))
-    assert_nothing_is_left(driver)
-
-
 def test_a_context_moves_if_its_replica_accepts_nothing() -> None:
     driver = fleet("s1", "s2")
     driver.take_turn("a1", "a")
@@ -397,29 +384,6 @@ def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
 # Order among the parked
 
 
-def two_parked(first: dict[str, object], second: dict[str, object]) -> list[tuple[str, str]]:
-    """Park two turns, of which the second arrives later. Return which is dispatched when one fits."""
-    driver = full()
-    driver.take_turn("first", "b", **first)  # type: ignore[arg-type]
-    driver.take_turn("second", "c", **second)  # type: ignore[arg-type]
-    assert len(driver.programs.parked) == 2
-    driver.end_turn("a1")
-    return dispatched(driver.wake())
-
-
-def test_equal_turns_are_admitted_in_the_order_of_arrival() -> None:
-    assert two_parked({}, {})[0] == ("first", "s1")
-
-
-def test_a_higher_class_is_admitted_first() -> None:
-    commands = two_parked({}, {"priority": PriorityClass.INTERACTIVE})
-    assert commands == [("second", "s1")]
-
-
-def test_a_tenant_that_was_served_less_is_admitted_first() -> None:
-    assert two_parked({}, {"tenant": "t2"}) == [("second", "s1")]
-
-
 @pytest.mark.parametrize(
     ("order", "expected"), [(ProgramOrder.FCFS, "late"), (ProgramOrder.LEAST_SERVICE, "early")]
 )
@@ -472,19 +436,6 @@ def test_an_expired_turn_reports_that_the_caches_had_no_room() -> None:
     driver.take_turn("b1", "b", expires_at=30.0)
     message = only_conclusion(driver.feed(Woke(), after_s=30.0)).message
     assert "main cause: the KV caches had no room for the context of its program" in message
-
-
-@pytest.mark.parametrize("event", [Cancelled("a2"), GatewayLost("g1"), Woke()])
-def test_a_bound_turn_that_ends_leaves_nothing(event: Event) -> None:
-    driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a", prompt_tokens=40_000)
-    driver.end_turn("a1", context=40_000)
-    fill(driver, bound_to="s1", gateway_id="other")
-    assert driver.take_turn("a2", "a", prompt_tokens=45_000, expires_at=1.0) == []
-    assert [request_id for request_id, _ in concluded(driver.feed(event, after_s=1.0))] == ["a2"]
-    assert_nothing_is_left(driver)
-    # Its context is still cached.
-    assert driver.conversation("a").replica_id == "s1"
 
 
 def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> None:

@@ -55,30 +55,11 @@ def test_the_use_grows_with_each_iteration_whether_the_peak_is_forecast_or_not()
     assert made.used() == 100 + 10 + 200 + 2 * 10 + 3 * HALF_BLOCK
 
 
-def test_choices_grow_together_and_share_their_prompt() -> None:
-    assert forecast(use(100, 64, choices=3)).peak() == 100 + 3 * (64 + HALF_BLOCK)
-
-
 def test_the_peak_is_below_the_final_sizes_if_answers_end_at_different_times() -> None:
     # At the end of the short answer both use 100 + 64, afterwards only the long one grows.
     made = forecast(use(100, 64), use(100, 128))
     assert made.peak() == 2 * (100 + 64 + HALF_BLOCK)
     assert made.peak() < 164 + 228
-
-
-def test_an_answer_that_began_earlier_is_ahead() -> None:
-    made = forecast(early := use(100, 128))
-    made.advance(64)
-    made.add(use(100, 128))
-    assert made.peak() == 2 * (100 + HALF_BLOCK) + 128 + 64
-    made.remove(early)
-    assert made.peak() == 100 + 128 + HALF_BLOCK
-
-
-def test_an_idle_replica_uses_nothing() -> None:
-    made = forecast(only := use(100, 64))
-    made.remove(only)
-    assert (made.peak(), made.spread) == (0, 0.0)
 
 
 def test_known_lengths_have_no_spread_and_unknown_ones_do() -> None:

@@ -54,21 +54,6 @@ def test_a_lost_replica_has_no_report_to_expire() -> None:
     assert silent.connected_count == 0
 
 
-def test_a_pool_is_alive_as_long_as_any_of_its_replicas_is() -> None:
-    made = ledger("a", "b")
-    assert made.has_alive("short")
-    made.lose("a")
-    assert made.has_alive("short")
-    made.report("b", report(draining=True), 1.0)
-    assert not made.has_alive("short")
-    made.report("b", report(), 2.0)
-    assert made.has_alive("short")
-    made.join(spec("b", "long"), 3.0)
-    made.report("b", report(), 3.0)
-    assert not made.has_alive("short")
-    assert made.has_alive("long")
-
-
 def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ledger(*(f"s{number}" for number in range(200)))
     for number in range(200):

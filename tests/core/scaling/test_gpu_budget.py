@@ -1,5 +1,6 @@
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,34 +11,21 @@ def need(replicas: int, *, least: int = 0, gpus: float = 1.0, needed: float | No
     return PoolNeed(replicas=replicas, needed=replicas if needed is None else needed, least=least, gpus=gpus)
 
 
-def test_without_a_budget_every_pool_gets_what_it_requests() -> None:
-    assert share_gpus({"short": need(7), "long": need(3, gpus=4)}, None) == {"short": 7, "long": 3}
-
-
-def test_a_sufficient_budget_changes_no_request() -> None:
-    assert share_gpus({"short": need(2), "long": need(1, gpus=4)}, 6) == {"short": 2, "long": 1}
-
-
-def test_a_shortage_is_shared_evenly() -> None:
-    assert share_gpus({"short": need(8), "long": need(4)}, 6) == {"short": 4, "long": 2}
-
-
-def test_a_pool_without_replicas_precedes_one_that_has_some() -> None:
-    assert share_gpus({"short": need(9, needed=8.5), "long": need(1, needed=0.1)}, 4) == {
-        "short": 3,
-        "long": 1,
-    }
-
-
-def test_a_pool_too_large_for_the_rest_leaves_it_to_others() -> None:
-    assert share_gpus({"short": need(5), "long": need(2, gpus=4)}, 7) == {"short": 3, "long": 1}
-
-
-def test_the_minimum_is_given_in_any_case() -> None:
-    assert share_gpus({"short": need(9, least=1), "long": need(2, least=2, gpus=4)}, 10) == {
-        "short": 2,
-        "long": 2,
-    }
+@pytest.mark.parametrize(
+    ("short", "long", "budget", "shares"),
+    [
+        pytest.param(need(7), need(3, gpus=4), None, (7, 3), id="without a budget all get what they request"),
+        pytest.param(need(2), need(1, gpus=4), 6, (2, 1), id="a sufficient budget changes nothing"),
+        pytest.param(need(8), need(4), 6, (4, 2), id="a shortage is shared evenly"),
+        pytest.param(need(9, needed=8.5), need(1, needed=0.1), 4, (3, 1), id="one without replicas is first"),
+        pytest.param(need(5), need(2, gpus=4), 7, (3, 1), id="a pool too large for the rest leaves it"),
+        pytest.param(need(9, least=1), need(2, least=2, gpus=4), 10, (2, 2), id="minimums are given"),
+    ],
+)
+def test_pools_share_a_budget(
+    short: PoolNeed, long: PoolNeed, budget: float | None, shares: tuple[int, int]
+) -> None:
+    assert tuple(share_gpus({"short": short, "long": long}, budget).values()) == shares
 
 
 needs = st.builds(

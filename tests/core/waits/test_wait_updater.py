@@ -120,36 +120,6 @@ def test_reading_a_wait_before_it_ends_does_not_change_it() -> None:
     assert ended[0].wait_s == 3.0
 
 
-def test_backoff_is_a_wait_cause() -> None:
-    driver = steady()
-    driver.join("r2", "only")
-    commands = driver.arrive("often")
-    for after_s in (1.0, 2.0):
-        replica_id = next(c.replica_id for c in commands if isinstance(c, Dispatch))
-        busy = ev.DispatchFailed("often", replica_id, ev.DispatchFailure.ENGINE_ERROR)
-        commands = driver.feed(busy, after_s=after_s)
-
-    scheduled = driver.find("often")
-    found = wait_so_far(scheduled, driver.now + 0.5)
-
-    assert current_cause(scheduled) is WaitCause.BACKOFF
-    assert found.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
-
-
-def test_a_newcomer_is_not_charged_for_the_time_before_its_arrival() -> None:
-    driver = steady()
-    fill(driver)
-    driver.arrive("early", tenant="a")
-    driver.now += 5.0
-    driver.arrive("late", tenant="b")
-
-    early = waited(finish(driver, "f0", after_s=1.0), "early")
-    late = waited(finish(driver, "f1", after_s=1.0), "late")
-
-    assert early.causes == {WaitCause.ENGINES_BUSY: 6 * SECOND}
-    assert late.causes == {WaitCause.OTHER_TENANTS: SECOND, WaitCause.ENGINES_BUSY: SECOND}
-
-
 def test_a_large_request_waits_for_kv_cache_while_small_ones_pass() -> None:
     driver = steady(kv_tokens=10_000, max_model_len=10_000)
     driver.arrive("running", prompt_tokens=5_000)
@@ -215,6 +185,10 @@ def test_an_earlier_attempt_and_its_backoff_are_wait_causes() -> None:
         busy = ev.DispatchFailed("often", replica_id, ev.DispatchFailure.ENGINE_ERROR)
         commands = driver.feed(busy, after_s=after_s)
     assert commands == []
+    waiting = driver.find("often")
+    assert current_cause(waiting) is WaitCause.BACKOFF
+    so_far = wait_so_far(waiting, driver.now + 0.5)
+    assert so_far.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
     wake_at = driver.scheduler.next_wakeup()
     assert wake_at is not None
     rest_s = wake_at - driver.now

@@ -95,16 +95,6 @@ def test_a_long_text_is_judged_by_all_of_it_and_not_by_its_start() -> None:
     assert classify(BASE64 * 2 + PROSE * 3000) is TextCategory.PROSE
 
 
-def test_the_sample_reaches_from_the_first_byte_to_the_last() -> None:
-    from serve_app.core.routing.estimation.byte_classes import _evenly_spread
-
-    text = b"a" * 50 + b"b" * 100_000 + b"c" * 50
-    sample = _evenly_spread(text)
-    assert len(sample) == 8192
-    assert sample.startswith(b"a" * 50)
-    assert sample.endswith(b"c" * 50)
-
-
 @given(st.binary(max_size=20_000))
 def test_any_bytes_have_a_category(text: bytes) -> None:
     assert classify(text) in TextCategory

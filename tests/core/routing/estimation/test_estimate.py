@@ -1,4 +1,3 @@
-import json
 import math
 import random
 from typing import Any
@@ -121,26 +120,6 @@ def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
     assert expected == pytest.approx(sum(usage.prompt_tokens for _, usage in judged), rel=0.25)
 
 
-def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:
-    """Return chats of a tokenizer with 4.5 +- 0.2 bytes per token and a template of 23 + 5 per message."""
-    history = []
-    for _ in range(count):
-        size, messages = int(math.exp(rng.uniform(3, 9))), rng.choice((1, 3, 5))
-        tokens = round(size / rng.gauss(4.5, 0.2)) + 23 + 5 * messages
-        history.append(
-            (request(text_bytes=size, messages=messages), Usage(prompt_tokens=tokens, output_tokens=9))
-        )
-    return history
-
-
-def test_ratio_and_template_are_learned_apart_from_chats_of_all_sizes() -> None:
-    learned = trained_estimator(chats(random.Random(2), 100))
-    mean = learned.bytes_per_token(request().shape)
-    assert mean == pytest.approx(4.5, rel=0.03)
-    short = learned.estimate(request(text_bytes=20, messages=1))
-    assert short.expected_prompt_tokens == pytest.approx(20 / 4.5 + 28, abs=4)
-
-
 def test_short_chats_do_not_bias_the_ratio_of_long_ones() -> None:
     learned = estimator()
     for _ in range(500):
@@ -156,17 +135,6 @@ def test_tools_are_learned_where_they_are_the_bulk_of_the_prompt() -> None:
     for _ in range(50):
         learned.observe(asked, Usage(prompt_tokens=2000 + 20 + 21, output_tokens=5))
     assert learned.estimate(asked).expected_prompt_tokens == pytest.approx(2041, rel=0.03)
-
-
-@pytest.mark.parametrize(("margin", "share"), [(1.0, 0.25), (2.0, 0.06)])
-def test_the_careful_estimate_covers_more_with_a_margin_and_the_least_covers_all(
-    margin: float, share: float
-) -> None:
-    rng = random.Random(4)
-    learned = trained_estimator(chats(rng, 100), margin_deviations=margin)
-    judged = [(learned.estimate(asked), usage.prompt_tokens) for asked, usage in chats(rng, 500)]
-    assert sum(estimate.prompt_tokens < true for estimate, true in judged) <= share * len(judged)
-    assert all(estimate.least_prompt_tokens <= true for estimate, true in judged)
 
 
 @given(HISTORY, REQUESTS)
@@ -193,16 +161,3 @@ def test_more_bytes_never_mean_fewer_tokens(
     assert less.prompt_tokens <= more.prompt_tokens
     assert less.expected_prompt_tokens <= more.expected_prompt_tokens
     assert less.least_prompt_tokens <= more.least_prompt_tokens
-
-
-@given(HISTORY, REQUESTS)
-def test_a_restored_estimator_estimates_and_learns_like_the_original(
-    history: list[tuple[Request, Usage]], asked: Request
-) -> None:
-    learned, copy = trained_estimator(history), estimator()
-    copy.restore(json.loads(json.dumps(learned.state())))
-    assert copy.state() == learned.state()
-    assert copy.estimate(asked) == learned.estimate(asked)
-    for both in (learned, copy):
-        both.observe(asked, Usage(prompt_tokens=100, output_tokens=10))
-    assert copy.state() == learned.state()

@@ -30,10 +30,6 @@ def expected(learned: OutputLengthEstimator, limit: int) -> float:
     return learned.estimate(request(max_output_tokens=limit)).expected
 
 
-def test_the_clients_own_limit_is_used_unchanged() -> None:
-    assert OutputLengthEstimator().estimate(request(max_output_tokens=777)).limit == 777
-
-
 def test_without_a_limit_or_with_an_absurd_one_the_default_holds_until_enough_is_learned() -> None:
     learned = OutputLengthEstimator()
     observe(learned, 100, times=49)
@@ -136,14 +132,6 @@ def test_embeddings_and_answers_of_no_tokens_are_not_learned_from() -> None:
     observe(learned, 0)
     assert learned.state() == {"categories": {}, "tenants": []}
     assert learned.estimate(request(max_output_tokens=0)).limit == 0
-
-
-def test_the_weights_survive_more_observations_than_a_float_could_count() -> None:
-    curve = LengthCurve()
-    for _ in range(40_000):
-        curve.observe(bucket_of(100), was_cut=False)
-    assert 100 <= curve.quantile() <= 100 * QUARTER_OCTAVE
-    assert curve.expected(10_000) == pytest.approx(100, rel=0.15)
 
 
 @given(

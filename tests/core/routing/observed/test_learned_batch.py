@@ -12,12 +12,19 @@ def learned(*loads: tuple[int | None, int | None, float | None]) -> int | None:
     return batch.size
 
 
-def test_a_plateau_with_a_queue_is_the_size_of_the_batch() -> None:
-    assert learned(*[(2, 16, 0.5)] * 5) == 16
-
-
-def test_four_reports_are_too_few() -> None:
-    assert learned(*[(2, 16, 0.5)] * 4) is None
+@pytest.mark.parametrize(
+    ("loads", "size"),
+    [
+        pytest.param([(2, 16, 0.5)] * 5, 16, id="a plateau with a queue"),
+        pytest.param([(2, 16, 0.5)] * 4, None, id="four reports are too few"),
+        pytest.param([(2, running, 0.5) for running in range(1, 12)], None, id="a batch that still grows"),
+        pytest.param([(2, 16, None)] * 5, 16, id="an unknown use of the cache"),
+    ],
+)
+def test_a_plateau_with_a_queue_is_the_size_of_the_batch(
+    loads: list[tuple[int, int, float | None]], size: int | None
+) -> None:
+    assert learned(*loads) == size
 
 
 @pytest.mark.parametrize("load", [(0, 16, 0.5), (2, 16, 0.95), (None, 16, 0.5), (2, None, 0.5), (2, 0, 0.0)])
@@ -25,14 +32,6 @@ def test_without_a_queue_or_with_a_full_cache_nothing_is_learned(
     load: tuple[int | None, int | None, float | None],
 ) -> None:
     assert learned(*[load] * 9) is None
-
-
-def test_a_batch_that_still_grows_is_no_plateau() -> None:
-    assert learned(*[(2, running, 0.5) for running in range(1, 12)]) is None
-
-
-def test_an_unknown_use_of_the_cache_is_no_obstacle() -> None:
-    assert learned(*[(2, 16, None)] * 5) == 16
 
 
 def test_a_batch_limit_that_proves_too_low_is_dropped() -> None:

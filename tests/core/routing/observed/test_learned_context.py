@@ -6,14 +6,6 @@ from hypothesis import strategies as st
 from serve_app.core.routing.observed import LearnedContext
 
 
-def test_a_stated_limit_is_used_unchanged() -> None:
-    context = LearnedContext()
-    assert context.limit_tokens is None
-    context.on_rejection(5_000, None)
-    context.on_rejection(9_000, 4_096)
-    assert context.limit_tokens == 4_096
-
-
 def test_without_a_number_the_limit_is_below_the_shortest_rejected_and_not_below_the_longest_served() -> None:
     context = LearnedContext()
     context.on_served(900)

@@ -33,15 +33,6 @@ def matches(index: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
     return {one.replica_id: one.blocks for one in found}
 
 
-def test_a_replica_matches_the_common_prefix_of_what_it_was_sent() -> None:
-    index = prefix_index("s1", "s2", "s3")
-    index.add("s1", chain("abba"))
-    index.add("s2", chain("abab"))
-    assert matches(index, chain("abbaab")) == {"s1": 4, "s2": 2}
-    assert matches(index, chain("baba")) == {}
-    assert index.longest(chain("abbaab")) == 4
-
-
 def test_replicas_that_hold_more_are_listed_longest_match_first() -> None:
     index = prefix_index("s1", "s2", "s3")
     index.add("s1", chain("abbb"))
