@@ -12,7 +12,6 @@ from serve_app.engines.adapters import (
     dynamo,
     identify,
     llama_cpp,
-    others,
     sglang,
     tensorrt_llm,
 )
@@ -238,7 +237,3 @@ def test_another_owner_of_a_library_is_not_ollama() -> None:
 def test_the_page_of_another_server_is_rejected(read: object, page: bytes) -> None:
     with pytest.raises(EngineError):
         read(page)  # type: ignore[operator]
-
-
-def test_the_page_of_tgi_is_never_rejected_since_an_idle_one_is_empty() -> None:
-    assert others.read_tgi(b"").waiting == 0

@@ -39,11 +39,6 @@ def test_a_busy_server_of_vllm_0_32_is_read() -> None:
     assert 0 < reading.kv_usage_ratio < 1
 
 
-def test_the_capacity_of_the_kv_cache_leaves_out_the_block_that_vllm_never_fills() -> None:
-    # 4,096 blocks of 128 tokens.
-    assert read(IDLE).kv_tokens == 4_095 * 128
-
-
 def test_the_names_of_older_releases_are_understood() -> None:
     reading = read(OLD_NAMES)
     assert (reading.running, reading.waiting, reading.kv_usage_ratio) == (3, 7, 0.25)

@@ -74,18 +74,6 @@ async def test_a_stream_has_no_usage_unless_requested_and_ends_with_done(engine:
     assert all("usage" not in json.loads(event) for event in events[:-1])
 
 
-async def test_a_stream_and_a_whole_answer_have_the_same_text(
-    engine: Served, settings: EmulatedEngineSettings
-) -> None:
-    async with served(settings) as other:
-        whole = await engine.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9)
-        stream = await other.sdk.chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=9, stream=True
-        )
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert text == whole.choices[0].message.content
-
-
 async def test_choices_share_their_prompt(engine: Served) -> None:
     answer = await engine.sdk.chat.completions.create(
         model="tiny",
@@ -113,15 +101,6 @@ async def test_a_repeated_prompt_comes_from_the_cache(engine: Served) -> None:
     assert second == prompt_tokens // 16 * 16
 
 
-async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
-    answer = await engine.sdk.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        extra_body={"ewsjf_prompt_tokens": 3_000, "ewsjf_output_tokens": 2},
-    )
-    assert (usage_of(answer).prompt_tokens, usage_of(answer).completion_tokens) == (3_000, 2)
-
-
 async def test_equal_prompts_have_equal_answers_and_others_have_others(engine: Served) -> None:
     async def answer(content: str) -> str | None:
         messages: Any = [{"role": "user", "content": content}]
@@ -146,13 +125,6 @@ async def test_drawn_lengths_repeat_with_the_seed_and_respect_the_limit() -> Non
     assert first == await lengths(1)
     assert len(set(first)) > 1
     assert all(1 <= tokens <= 40 for tokens in first)
-
-
-async def test_ignore_eos_generates_up_to_the_limit(engine: Served) -> None:
-    answer = await engine.sdk.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=33, extra_body={"ignore_eos": True}
-    )
-    assert (usage_of(answer).completion_tokens, answer.choices[0].finish_reason) == (33, "length")
 
 
 # -- the other endpoints ----------------------------------------------------------------------------------

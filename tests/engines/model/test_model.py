@@ -6,7 +6,7 @@ sequence.
 
 import pytest
 
-from serve_app.engines.model import SchedulingPolicy, SequenceState
+from serve_app.engines.model import SequenceState
 from tests.engines.model.builders import model, names, run_until_idle, sequence, step
 
 
@@ -56,19 +56,6 @@ def test_short_prefills_overtake_a_long_one_when_a_threshold_is_set() -> None:
     assert (second.prefill_tokens, second.sequences) == (40, 1)
     # Alone in the engine, it gets the whole budget: 120 tokens are left.
     assert [step(engine).prefill_tokens for _ in range(2)] == [100, 20]
-
-
-def test_a_sequence_waits_while_prefills_before_it_take_the_budget() -> None:
-    engine = model(max_num_batched_tokens=8, max_num_seqs=3, long_prefill_token_threshold=4)
-    engine.add(sequence("first", 40, 2), 0.0)
-    engine.add(sequence("second", 40, 2), 0.0)
-    both = step(engine)
-    assert (both.prefill_tokens, both.sequences) == (8, 0)
-    # Two long prefills use the budget, so a third gets nothing.
-    third = sequence("third", 1, 2)
-    engine.add(third, 0.0)
-    assert step(engine).prefill_tokens == 8
-    assert third.state is SequenceState.WAITING
 
 
 def test_the_last_admitted_is_preempted_and_computed_again() -> None:
@@ -211,39 +198,6 @@ def test_the_cached_blocks_of_a_prompt_end_at_the_first_unknown_one() -> None:
     assert engine.cached_blocks(()) == 0
 
 
-def test_priority_orders_the_waiting_sequences() -> None:
-    engine = model(max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY)
-    order = []
-    for name, priority in (("low", 5), ("high", -1), ("middle", 0), ("later", 0)):
-        engine.add(sequence(name, 16, 1, priority=priority), 0.0)
-    while engine.has_work:
-        order += names(step(engine).finished)
-    assert order == ["high", "middle", "later", "low"]
-
-
-def test_a_head_that_does_not_fit_blocks_the_sequences_behind_it() -> None:
-    engine = model(max_model_len=128, kv_tokens=128)
-    for name, prompt in (("running", 100), ("big", 64), ("small", 16)):
-        engine.add(sequence(name, prompt, 2), 0.0)
-    assert step(engine).prefill_tokens == 100
-    snapshot = engine.snapshot(0.0)
-    assert (snapshot.running, snapshot.waiting) == (1, 2)
-
-
-@pytest.mark.parametrize("full_prompt_must_fit", [True, False])
-def test_a_prompt_may_be_admitted_by_its_first_chunk_alone(full_prompt_must_fit: bool) -> None:
-    engine = model(
-        max_model_len=128,
-        kv_tokens=128,
-        max_num_batched_tokens=80,
-        max_num_seqs=4,
-        full_prompt_must_fit=full_prompt_must_fit,
-    )
-    engine.add(sequence("a", 64, 9), 0.0)
-    engine.add(sequence("b", 80, 9), 0.0)
-    assert step(engine).prefill_tokens == (64 if full_prompt_must_fit else 80)
-
-
 def test_embeddings_end_with_their_prompt() -> None:
     engine = model()
     only = sequence(output=0)
@@ -364,10 +318,3 @@ def test_steps_are_begun_and_ended_in_turn() -> None:
     engine.begin_step(0.0)
     with pytest.raises(RuntimeError, match="end it first"):
         engine.begin_step(0.0)
-
-
-def test_the_model_shows_its_counts() -> None:
-    engine = model(max_model_len=128, kv_tokens=128)
-    engine.add(sequence(prompt=20), 0.0)
-    engine.begin_step(0.0)
-    assert repr(engine) == "<EngineModel waiting=0 running=1 kv=<KVBlocks total=8 free=6 cached=0 named=0>>"

@@ -22,27 +22,6 @@ def test_the_cache_is_rounded_down_to_whole_blocks() -> None:
     assert settings(kv_tokens=4_127, block_size=16).kv_blocks == 257
 
 
-def test_first_come_first_served_with_the_preempted_in_front() -> None:
-    queue = WaitingQueue(SchedulingPolicy.FCFS)
-    for name in "abc":
-        queue.add(sequence(name))
-    queue.put_back(sequence("back"))
-    assert names(queue) == ["back", "a", "b", "c"]
-    assert queue.head() is queue.pop()
-    assert len(queue) == 3
-
-
-def test_lower_values_first_then_arrival_also_after_a_preemption() -> None:
-    queue = WaitingQueue(SchedulingPolicy.PRIORITY)
-    queue.add(sequence("later", priority=1, at=2.0))
-    queue.add(sequence("earlier", priority=1, at=1.0))
-    queue.put_back(sequence("preempted", priority=2, at=0.0))
-    queue.add(sequence("urgent", priority=-3, at=9.0))
-    assert names(queue) == ["urgent", "earlier", "later", "preempted"]
-    assert names(queue.pop() for _ in range(4)) == ["urgent", "earlier", "later", "preempted"]
-    assert len(queue) == 0
-
-
 def test_any_sequence_can_be_taken_out() -> None:
     for policy in SchedulingPolicy:
         queue = WaitingQueue(policy)
@@ -103,13 +82,6 @@ def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     pool.allocate(1)
     assert pool.fits(2, [1, 2])
     assert not pool.fits(3, [1, 2])
-
-
-def test_a_hit_ends_at_the_first_missing_block() -> None:
-    pool = KVBlocks(8)
-    cached(pool, 1, 3)
-    assert pool.count_hits([1, 2, 3], 3) == 1
-    assert pool.count_hits([1], 0) == 0
 
 
 def test_a_name_is_given_once() -> None:

@@ -16,25 +16,27 @@ MODEL = StepTimeModel(
 )
 
 
-def test_a_decode_step_reads_the_weights_and_every_context() -> None:
-    assert MODEL.step_s(sequences=4, context_tokens=4_000) == pytest.approx(0.010 + 0.004 + 0.004)
-
-
-def test_a_prefill_step_grows_with_tokens_and_attended_pairs() -> None:
-    assert MODEL.step_s(prefill_tokens=100, attended_pairs=5_050) == pytest.approx(0.010 + 5.05e-5)
-
-
-def test_a_few_prompt_tokens_are_computed_while_the_weights_are_read() -> None:
-    assert MODEL.step_s(prefill_tokens=19) == pytest.approx(0.002)
-    assert MODEL.step_s(prefill_tokens=99, sequences=1) == pytest.approx(0.010 + 0.001)
-
-
-def test_a_mixed_step_takes_as_long_as_its_prompt_tokens_once_they_outlast_the_reading() -> None:
-    assert MODEL.step_s(prefill_tokens=150, sequences=1) == pytest.approx(0.015 + 0.001)
-
-
-def test_an_empty_step_takes_no_time() -> None:
-    assert MODEL.step_s() == 0.0
+@pytest.mark.parametrize(
+    ("step", "seconds"),
+    [
+        pytest.param({}, 0.0, id="an empty step"),
+        pytest.param(
+            {"sequences": 4, "context_tokens": 4_000},
+            0.010 + 0.004 + 0.004,
+            id="decoding reads the weights and every context",
+        ),
+        pytest.param(
+            {"prefill_tokens": 100, "attended_pairs": 5_050},
+            0.010 + 5.05e-5,
+            id="a prefill grows with tokens and attended pairs",
+        ),
+        pytest.param({"prefill_tokens": 19}, 0.002, id="few tokens are computed during the reading"),
+        pytest.param({"prefill_tokens": 99, "sequences": 1}, 0.010 + 0.001, id="and so beside decoding"),
+        pytest.param({"prefill_tokens": 150, "sequences": 1}, 0.015 + 0.001, id="more outlast the reading"),
+    ],
+)
+def test_the_seconds_of_a_step(step: dict[str, int], seconds: float) -> None:
+    assert MODEL.step_s(**step) == pytest.approx(seconds)
 
 
 def test_each_token_attends_to_all_before_it_and_itself() -> None:
