@@ -5,7 +5,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.engines.model.profiles import load_profile
-from tests.lab.calibration.builders import engine_run, measured_request, write_rows
+from tests.lab.calibration.builders import engine_run, write_rows
 
 LIMITS = ["--kv-tokens", "20000", "--max-model-len", "4096"]
 
@@ -87,9 +87,3 @@ def test_a_profile_that_could_not_be_found_again_is_rejected(
 ) -> None:
     assert calibrate(rows, tmp_path / "mine.json", *LIMITS) == 2
     assert "must end in .yaml" in capsys.readouterr().err
-
-
-def test_too_few_measurements_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [measured_request()] * 12)
-    assert calibrate(path, tmp_path / "mine.yaml", *LIMITS) == 2
-    assert "cannot fit 8 of 12 readable requests" in capsys.readouterr().err

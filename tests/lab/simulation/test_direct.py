@@ -39,13 +39,6 @@ def test_a_request_that_fits_nowhere_is_rejected_aloud() -> None:
         direct.run(mixed_requests(50, rate_per_s=5.0, seed=5))
 
 
-def test_nothing_is_left_behind() -> None:
-    direct = DirectSimulation([plan("a", "all", max_model_len=4_000)])
-    direct.run(mixed_requests(100, rate_per_s=50.0, seed=6))
-    assert not any(replica.model.has_work for replica in direct.replicas)
-    assert len(direct.timeline) == 0
-
-
 def test_a_bound_request_reaches_its_engine_only() -> None:
     requests = [simulated(f"r{number}", bound_to="b") for number in range(9)]
     direct = DirectSimulation([plan(name, "all", max_model_len=4_000) for name in "abc"])

@@ -2,11 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.errors import Outcome, SettingsError
-from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.errors import Outcome
 from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names, simulate
 from serve_app.lab.simulation.simulation import SimulationSettings
@@ -49,13 +47,6 @@ def test_all_policies_meet_the_same_requests_at_the_same_times_and_do_the_same_w
     assert all(one == played[0] for one in played)
 
 
-@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
-def test_the_same_seed_gives_the_same_decisions_to_the_byte(policy: str) -> None:
-    first, second = (repr(decisions_of(settings(policy))).encode() for _ in range(2))
-    assert first == second
-    assert len(first) > 10_000
-
-
 def test_the_first_tenth_by_arrival_is_not_measured_and_the_last_is() -> None:
     result = simulate(settings())
     assert len(result.measured) == 270
@@ -84,12 +75,6 @@ def test_answers_end_at_the_context_limit_and_are_counted() -> None:
     assert len(clipped) >= result.workload.clipped
 
 
-def test_a_scheduler_holds_back_what_an_engine_could_not_start() -> None:
-    held_back = simulate(settings("fcfs", rate_per_s=200.0)).summary.queue_wait_s.all.max
-    assert held_back is not None
-    assert held_back > 0.5
-
-
 def test_two_pools_keep_long_prompts_out_of_the_short_one() -> None:
     pools = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_500)
     result = simulate(settings(fleet=pools))
@@ -116,36 +101,6 @@ def test_reports_and_control_latency_are_those_of_the_settings() -> None:
     # Grants reach engines late, so no first token can be earlier.
     assert min(record.ttft_s or 0.0 for record in far.records) > 0.3
     assert min(record.ttft_s or 0.0 for record in near.records) < 0.3
-
-
-def test_a_queue_timeout_ends_requests_that_wait_too_long() -> None:
-    result = simulate(settings(rate_per_s=400.0, disclosure=Disclosure(queue_timeout_s=0.5)))
-    assert result.whole.outcomes["expired"] > 0
-    assert result.whole.completed < 300
-
-
-def test_scheduler_settings_are_changed_by_path() -> None:
-    generous = decisions_of(settings(rate_per_s=400.0, scheduler={"backpressure.target_waiting": 30}))
-    default = decisions_of(settings(rate_per_s=400.0))
-
-    def sent_early(log: list[Decision]) -> int:
-        return sum(isinstance(one, Dispatch) for step in log if step.now < 0.3 for one in step.commands)
-
-    assert sent_early(generous) > sent_early(default)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"policy": "lifo"}, "no policy 'lifo': choose one of direct, "),
-        ({"scheduler": {"backpressure.target": 3}}, "target"),
-        ({"scheduler": {"policy": "sjf"}}, "policy cannot be set"),
-        ({"scheduler": {"model.name": "m"}}, "cannot be set below 'model'"),
-    ],
-)
-def test_impossible_settings_are_rejected_by_name(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        simulate(settings(**changes))
 
 
 def record(prompt_tokens: int, ttft_s: float) -> RequestRecord:

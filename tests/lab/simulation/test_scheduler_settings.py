@@ -31,5 +31,16 @@ def test_the_fleet_defines_the_pools_and_the_changes_define_their_use() -> None:
     assert settings.routing == replace(ROUTING, spill=False)
     assert settings.backpressure.target_waiting == 5
     assert settings.backpressure.tpot_gate_s is None
-    with pytest.raises(SettingsError, match="b_short_tokens cannot be set"):
-        scheduler_settings("ewsjf", ROUTING, {"routing.b_short_tokens": 100})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("routing.b_short_tokens", "b_short_tokens cannot be set"),
+        ("policy", "policy cannot be set"),
+        ("model.name", "cannot be set below 'model'"),
+    ],
+)
+def test_what_the_run_decides_cannot_be_set(path: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        scheduler_settings("ewsjf", ROUTING, {path: "x"})

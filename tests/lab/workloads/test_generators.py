@@ -92,14 +92,6 @@ def test_arrivals_ascend_whatever_the_count_and_the_seed(count: int, seed: int) 
         assert np.all(np.diff(times) >= 0)
 
 
-def test_the_same_seed_gives_the_same_arrivals_and_another_gives_others() -> None:
-    process = GammaArrivals(rate_per_s=1)
-    once, again = (process.sample(5, stream(7, "arrivals")) for _ in range(2))
-    assert np.array_equal(once, again)
-    assert not np.array_equal(once, process.sample(5, stream(8, "arrivals")))
-    assert not np.array_equal(once, process.sample(5, stream(7, "lengths")))
-
-
 def test_a_rate_of_zero_is_rejected_with_its_value() -> None:
     with pytest.raises(ValueError, match="rate_per_s must be positive, got 0"):
         GammaArrivals(rate_per_s=0)
