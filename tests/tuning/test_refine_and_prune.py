@@ -140,14 +140,6 @@ def test_few_distinct_lengths_give_a_queue_each(
     assert extents(refine_and_prune(lengths, kind)) == expected
 
 
-@EVERY_KIND
-def test_a_single_huge_prompt_among_many_does_no_harm(kind: RefineAndPruneSettings) -> None:
-    partition = refine_and_prune([*paper_mix(3000, seed=4).tolist(), 10**9], kind)
-
-    assert partition.intervals[-1].max_tokens == 10**9
-    assert sum(queue.count for queue in partition.intervals) == 3001
-
-
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [

@@ -164,19 +164,6 @@ def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
     assert course.finding.reason.startswith("the time ended")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"search_windows": 0}, "search_windows"),
-        ({"confirm_windows": 1}, "confirm_windows"),
-        ({"proposals": -1}, "proposals"),
-    ],
-)
-def test_settings_that_mean_nothing_are_rejected(wrong: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StudySettings(**wrong)
-
-
 # Comparisons
 
 
