@@ -27,11 +27,6 @@ def kuberay(kind: str, name: str = "ewsjf") -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", ["local", "cpu_vllm", "remote", "gpu_1x", "gpu_8x"])
-def test_every_configuration_that_is_shipped_parses(name: str) -> None:
-    assert list(load_settings(CONFIGS / f"{name}.yaml").served_names())
-
-
 def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env() -> None:
     spec = kuberay("RayService")["spec"]
     ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]

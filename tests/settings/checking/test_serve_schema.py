@@ -41,12 +41,6 @@ def sentences(folder: Path, content: Any) -> list[str]:
 APPLICATION = {"name": "ewsjf", "import_path": IMPORT_PATH, "args": {}}
 
 
-def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
-    options = {"port": 8000, "host": "127.0.0.1"}
-    content = {"proxy_location": "Disabled", "http_options": options, "applications": [APPLICATION]}
-    assert sentences(tmp_path, content) == []
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
