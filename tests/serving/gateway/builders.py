@@ -13,6 +13,7 @@ import httpx
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
@@ -24,6 +25,9 @@ from serve_app.serving.channel.scheduler_client import (
     SchedulerClient,
 )
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
+from serve_app.serving.gateway.answer.client import ClientExchange
+from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.http_server import EXCHANGE
 from tests.http_server import listening
 
 MODEL = "tiny"
@@ -211,6 +215,59 @@ async def send_event(send: Send, document: object, name: str | None = None) -> N
     lines = f"event: {name}\n" if name else ""
     event = f"{lines}data: {json.dumps(document)}\n\n".encode()
     await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+def streams(*parts: Any, ends: bytes = b"data: [DONE]\n\n") -> Answer:
+    """Return an answer that streams these parts.
+
+    Args:
+        parts: documents of events, bytes, pauses in seconds, functions to await, and errors to raise.
+        ends: bytes at the end.
+    """
+
+    async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        for part in parts:
+            match part:
+                case dict():
+                    await send_event(send, part, name=part.get("type"))
+                case bytes():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                case int() | float():
+                    await asyncio.sleep(part)
+                case Exception():
+                    raise part
+                case _:
+                    await part()
+        await send({"type": "http.response.body", "body": ends})
+
+    return answer
+
+
+def chunk(content: str, **more: Any) -> dict[str, Any]:
+    """Return an event of a chat."""
+    return {"choices": [{"index": 0, "delta": {"content": content}, **more}]}
+
+
+ANTHROPIC_TEXT: tuple[dict[str, Any], ...] = (
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}},
+    {"type": "message_stop"},
+)
+ANTHROPIC_START: dict[str, Any] = {
+    "type": "message_start",
+    "message": {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [],
+        "usage": {"input_tokens": 9, "output_tokens": 1, "cache_read_input_tokens": 4},
+    },
+}
+anthropic_stream = streams(ANTHROPIC_START, *ANTHROPIC_TEXT, ends=b"")
 
 
 def _count(parsed: dict[str, Any]) -> int:
@@ -416,6 +473,10 @@ class FakeDispatcher:
         )
         return Grant(dispatch, address)
 
+    def put_backs(self) -> list[DispatchFailure]:
+        """Return the reasons of put-backs, in order."""
+        return [event[1] for event in self.events if event[0] == "put_back"]
+
     def names(self) -> list[str]:
         """Return the kinds of events, in order."""
         return [str(event[0]) for event in self.events]
@@ -429,22 +490,47 @@ def rejection(outcome: Outcome, message: str = "", retry_after_s: float | None =
     return Conclusion(outcome, message, retry_after_s)
 
 
+@contextlib.asynccontextmanager
+async def http_client(app: ASGIApp, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve an engine or a gateway, and yield a client of it."""
+    async with serving(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(**{"base_url": url, "timeout": 60, **options}) as http:
+            yield http
+    if isinstance(app, Gateway):
+        app.close()
+
+
+@contextlib.asynccontextmanager
+async def emulated(**settings: Any) -> AsyncIterator[EmulatedEngine]:
+    """Run an emulated engine of the model, which answers as vLLM does."""
+    engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=(MODEL,), **settings))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
 _numbers = itertools.count()
 
 
 def gateway(dispatcher: SchedulerClient, queries: Any = None, **changes: Any) -> Gateway:
-    """Build a gateway with one model.
+    """Build a gateway whose models have this scheduler, by default one model.
 
     Args:
-        queries: answers admin queries; None has no answers.
+        queries: answers admin queries of all models, or by model; None has no answers.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "models": (ServedModel(name=MODEL, max_model_len=4096),),
         "upstream": UpstreamSettings(connect_timeout_s=2.0),
         **changes,
     }
-    seen = {} if queries is None else {MODEL: queries}
-    return Gateway(GatewaySettings(**settings), {MODEL: dispatcher}, f"gw{next(_numbers)}", seen)
+    schedulers = {served.name: dispatcher for served in settings["models"]}
+    seen = queries or {}
+    if not isinstance(seen, Mapping):
+        seen = dict.fromkeys(schedulers, queries)
+    return Gateway(GatewaySettings(**settings), schedulers, f"gw{next(_numbers)}", seen)
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
@@ -458,6 +544,52 @@ async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> 
 def chat(**changes: Any) -> dict[str, Any]:
     """Return a small chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **changes}
+
+
+def http_post(document: object, *lines: bytes) -> bytes:
+    """Return the bytes of a chat request with these extra header lines."""
+    body = json.dumps(document).encode()
+    head = b"".join(b"%b\r\n" % line for line in (*lines, b"content-length: %d" % len(body)))
+    return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%b\r\n%b" % (head, body)
+
+
+async def exchange(port: int, *sent: bytes) -> bytes:
+    """Send bytes over a new connection; return everything until the server closes it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(sent))
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def _ignore(_: Any) -> None:
+    """Send to a client that has no connection."""
+
+
+async def call(
+    app: Gateway,
+    document: object = None,
+    *,
+    path: str = "/v1/chat/completions",
+    headers: Any = (),
+    send: Send = _ignore,
+    exchange: ClientExchange | None = None,
+) -> None:
+    """Call a gateway as its server does for a client that stays connected.
+
+    Args:
+        document: the body of a POST request; None for a GET request.
+    """
+    body = b"" if document is None else json.dumps(document).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.sleep(3_600)
+
+    scope = {"type": "http", "method": "GET" if document is None else "POST", "path": path}
+    extensions = {EXCHANGE: exchange or CollectingExchange()}
+    await app({**scope, "headers": headers, "extensions": extensions}, receive, send)
 
 
 class Answers:
@@ -483,9 +615,5 @@ async def admin_client(queries: Mapping[str, Answers], **changes: Any) -> AsyncI
     settings = {"models": tuple(ServedModel(name=name) for name in queries), "keys": keys, **changes}
     app = Gateway(GatewaySettings(**settings), {name: FakeDispatcher([]) for name in queries}, "gw", queries)
     headers = {"authorization": "Bearer k1"}
-    async with (
-        serving(app) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as http,
-    ):
+    async with http_client(app, headers=headers) as http:
         yield http
-    app.close()

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.serving.gateway import ServedModel
 from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.keys import Caller
@@ -17,7 +16,7 @@ from tests.engines.servers import serving, until
 from tests.serving.remote.servers import WatchedFleet, watched
 from tests.serving.test_api_keys import record
 
-from .builders import MODEL, FakeDispatcher
+from .builders import MODEL, FakeDispatcher, emulated
 
 
 class Servers:
@@ -52,12 +51,7 @@ async def servers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
     async with AsyncExitStack() as stack:
         urls = []
         for adapters in (("sql", "both"), ("both",), ()):
-            settings = EmulatedEngineSettings(
-                served_model_names=(MODEL,), speed_up=4.0, lora_modules=adapters
-            )
-            engine = EmulatedEngine(settings)
-            await engine.start()
-            stack.push_async_callback(engine.stop)
+            engine = await stack.enter_async_context(emulated(speed_up=4.0, lora_modules=adapters))
             urls.append(await stack.enter_async_context(serving(engine.app)))
         fleet = await stack.enter_async_context(watched(*urls))
         found = Servers(fleet, urls)

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -247,16 +246,8 @@ async def test_models_are_listed_and_shown(stage: Stage) -> None:
 
 async def test_model_names_may_contain_slashes() -> None:
     name = "org/model-7b"
-    app = Gateway(GatewaySettings(models=(ServedModel(name=name),)), {name: FakeDispatcher([])}, "gw")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-        assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
-
-
-async def test_a_gateway_mounted_below_a_prefix_finds_its_routes() -> None:
-    dispatcher = FakeDispatcher([1])
-    transport = httpx.ASGITransport(gateway(dispatcher), root_path="/llm")
-    async with httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
-        assert (await http.get("/llm/health")).status_code == 200
+    async with staged(models=(ServedModel(name=name),)) as stage:
+        assert (await stage.http.get(f"/v1/models/{name}")).json()["id"] == name
 
 
 async def test_it_is_ready_when_every_model_has_a_replica(stage: Stage) -> None:
@@ -269,19 +260,15 @@ async def test_it_is_ready_when_every_model_has_a_replica(stage: Stage) -> None:
 
 
 async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can_start_it() -> None:
-    dispatcher = FakeDispatcher([])
-    served = ServedModel(name=MODEL, starts_on_demand=True)
-    app = Gateway(GatewaySettings(models=(served,)), {MODEL: dispatcher}, "g")
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
+    async with staged(models=(ServedModel(name=MODEL, starts_on_demand=True),)) as stage:
+        http, stage.dispatcher.ports = stage.http, []
         assert (await http.get("/ready")).status_code == 200
-        dispatcher.is_connected = False
+        stage.dispatcher.is_connected = False
         answer = await http.get("/ready")
         assert (answer.status_code, answer.json()["status"]) == (503, "waiting")
         assert answer.json()["models_without_replica"] == [MODEL]
         # The process itself is healthy and keeps queued requests until the next scheduler connects.
         assert (await http.get("/health")).status_code == 200
-    app.close()
 
 
 async def test_tokenize_goes_to_a_replica_without_being_scheduled(stage: Stage) -> None:

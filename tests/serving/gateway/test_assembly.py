@@ -1,46 +1,31 @@
 """Answers assembled from streams: equal to the engine's own, with detection of silent engines."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.serving.gateway import UpstreamSettings
-from tests.engines.servers import Served, served
 
 from .builders import (
     MODEL,
     FakeDispatcher,
     chat,
+    chunk,
+    emulated,
     error_json,
-    gateway,
-    send_event,
-    serving,
-    start_stream,
+    http_client,
+    streams,
 )
 from .conftest import Stage, staged
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "tell me"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@asynccontextmanager
-async def emulated() -> AsyncIterator[Served]:
-    """Start a new engine each time: texts and lengths depend on the request's number."""
-    settings = EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
-    async with served(settings) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize(
@@ -61,19 +46,15 @@ async def emulated() -> AsyncIterator[Served]:
 )
 async def test_an_assembled_answer_is_the_engines_own(path: str, wanted: dict[str, Any]) -> None:
     document = {"model": MODEL, **wanted}
-    async with emulated() as engine:
-        whole = await engine.http.post(path, json=document)
-    async with emulated() as engine:
-        port = engine.http.base_url.port
-        assert port is not None
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, assemble_answers=True)
-        async with (
-            serving(app) as gateway_port,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway_port}", timeout=30) as http,
-        ):
-            answer = await http.post(path, json=document)
-        app.close()
+    # A new engine each time: texts and lengths depend on the request's number.
+    async with emulated(profile="laptop", speed_up=20.0) as engine, http_client(engine.app) as http:
+        whole = await http.post(path, json=document)
+    dispatcher = FakeDispatcher([])
+    async with (
+        emulated(profile="laptop", speed_up=20.0) as engine,
+        staged(dispatcher, engine=engine.app, assemble_answers=True) as stage,
+    ):
+        answer = await stage.http.post(path, json=document)
     assert (answer.status_code, answer.headers["content-type"]) == (whole.status_code, "application/json")
     assert apart_from_ids(answer.json()) == apart_from_ids(whole.json())
     if whole.status_code == 200:
@@ -111,33 +92,23 @@ async def test_an_answer_that_takes_longer_than_any_silence_is_served(stage: Sta
 
 
 async def test_silence_in_the_middle_of_an_answer_ends_it(stage: Stage) -> None:
-    async def hangs(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, {"choices": [{"index": 0, "delta": {"content": "w0"}}]})
-        await asyncio.sleep(3_600)
-
-    stage.engine.answers.append(hangs)
+    stage.engine.answers.append(streams(chunk("w0"), 3_600))
     answer = await stage.http.post(CHAT, json=chat())
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
     assert len(stage.engine.bodies) == 1
 
 
-@pytest.mark.parametrize("ends", ["cut", "early", "unreadable"])
-async def test_an_engine_lost_in_the_middle_is_replaced_transparently(stage: Stage, ends: str) -> None:
-    async def breaks(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, {"choices": [{"index": 0, "delta": {"content": "lost"}}]})
-        if ends == "cut":
-            raise ConnectionError("the engine died")
-        if ends == "unreadable":
-            await send({"type": "http.response.body", "body": b'data: {"choices": 5}\n\n', "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.append(breaks)
+@pytest.mark.parametrize(
+    "rest",
+    [[ConnectionError("the engine died")], [], [b'data: {"choices": 5}\n\n']],
+    ids=["cut", "early", "unreadable"],
+)
+async def test_an_engine_lost_in_the_middle_is_replaced_transparently(stage: Stage, rest: list[Any]) -> None:
+    stage.engine.answers.append(streams(chunk("lost"), *rest))
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 200
     assert "lost" not in answer.text
-    assert [event[1] for event in stage.dispatcher.events if event[0] == "put_back"] == [DispatchFailure.LOST]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST]
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
@@ -145,12 +116,7 @@ async def test_an_engine_lost_in_the_middle_is_replaced_transparently(stage: Sta
 async def test_an_error_inside_the_stream_is_an_error_answer(
     stage: Stage, code: int, status: int, tries: int
 ) -> None:
-    async def fails(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, error_json("no such image", code))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.extend([fails] * 2)
+    stage.engine.answers.extend([streams(error_json("no such image", code))] * 2)
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == "no such image"
@@ -158,31 +124,26 @@ async def test_an_error_inside_the_stream_is_an_error_answer(
 
 
 async def test_reasoning_and_text_are_joined_apart(stage: Stage) -> None:
-    async def reasons(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        deltas = [{"role": "assistant", "content": ""}, {"reasoning": "let "}, {"reasoning": "me"}]
-        for delta in (*deltas, *([{"content": "yes"}] if parsed["max_tokens"] > 5 else [])):
-            await send_event(send, {"id": "x", "choices": [{"index": 0, "delta": delta}]})
-        await send_event(send, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    def part(finish_reason: str | None = None, **delta: str) -> dict[str, Any]:
+        return {"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
-    stage.engine.answers.extend([reasons] * 2)
-    both, alone = [(await stage.http.post(CHAT, json=chat(max_tokens=n))).json() for n in (9, 5)]
+    reasons = (part(role="assistant", content=""), part(reasoning="let "), part(reasoning="me"))
+    stage.engine.answers.append(streams(*reasons, part(content="yes"), part("stop")))
+    stage.engine.answers.append(streams(*reasons, part("stop")))
+    both, alone = [(await stage.http.post(CHAT, json=chat())).json() for _ in range(2)]
     assert both["choices"][0]["message"] == {"role": "assistant", "content": "yes", "reasoning": "let me"}
     assert alone["choices"][0]["message"]["content"] is None
 
 
 async def test_logprobs_of_each_choice_are_joined(stage: Stage) -> None:
-    async def counts(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        for index, text in ((0, "a"), (1, "b"), (0, "c"), (1, "d")):
-            logprobs = {"tokens": [text], "token_logprobs": [-0.5]}
-            reason = "stop" if text in "cd" else None
-            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-            await send_event(send, {"id": "x", "object": "text_completion", "choices": [choice]})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    def part(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        logprobs = {"tokens": [text], "token_logprobs": [-0.5]}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"id": "x", "object": "text_completion", "choices": [choice]}
 
-    stage.engine.answers.append(counts)
+    stage.engine.answers.append(
+        streams(part(0, "a"), part(1, "b"), part(0, "c", "stop"), part(1, "d", "stop"))
+    )
     asked = {"model": MODEL, "prompt": "x", "n": 2, "logprobs": 0}
     choices = (await stage.http.post(COMPLETIONS, json=asked)).json()["choices"]
     assert [(choice["text"], choice["logprobs"]["tokens"]) for choice in choices] == [
@@ -190,9 +151,3 @@ async def test_logprobs_of_each_choice_are_joined(stage: Stage) -> None:
         ("bd", ["b", "d"]),
     ]
     assert all(choice["logprobs"]["token_logprobs"] == [-0.5, -0.5] for choice in choices)
-
-
-async def test_without_the_setting_bodies_are_forwarded_unchanged() -> None:
-    async with staged() as stage:
-        await stage.http.post(CHAT, json=chat())
-        assert json.loads(stage.engine.bodies[0]) == chat()

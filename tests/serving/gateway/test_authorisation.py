@@ -11,14 +11,14 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.serving.access import ADMIN_KEY_VARIABLE
 from serve_app.serving.api_keys import changed_keys
-from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway import ApiKey, ServedModel
 from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
 from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
-from tests.serving.gateway.builders import Answers
 from tests.serving.test_api_keys import record
 
-from .builders import MODEL, Engine, FakeDispatcher, serving
+from .builders import MODEL, Answers, FakeDispatcher, gateway
+from .conftest import staged
 
 PAST = datetime.now(UTC) - timedelta(days=1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -135,27 +135,10 @@ async def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     changed_keys(path, lambda _: [found for found, _ in made.values()])
     secrets = {kind: secret for kind, (_, secret) in made.items()}
     secrets |= {"unknown": "sk-of-somewhere-else", "written": "k1", "own admin": "made-by-serve"}
-
-    async def view() -> dict[str, Any]:
-        return {"model": MODEL, "tuner": {}}
-
-    async def freeze(_: str) -> None:
-        return None
-
-    views = Answers(queue=view, status=view, freeze=freeze, usage=view, mode=view)
-    async with serving(Engine()) as port:
-        dispatcher = FakeDispatcher([port])
-        names = (MODEL, "other")
-        settings = GatewaySettings(
-            models=tuple(ServedModel(name=name) for name in names),
-            keys=(ApiKey(tenant="t", key="k1"),),
-            keys_file=str(path),
-        )
-        app = Gateway(settings, dict.fromkeys(names, dispatcher), "gw", dict.fromkeys(names, views))
-        async with serving(app) as front, httpx.AsyncClient(timeout=30) as http:
-            http.base_url = httpx.URL(f"http://127.0.0.1:{front}")
-            yield KeyedGateway(http, secrets)
-        app.close()
+    models = tuple(ServedModel(name=name) for name in (MODEL, "other"))
+    keys = (ApiKey(tenant="t", key="k1"),)
+    async with staged(models=models, keys=keys, keys_file=str(path), queries=Answers()) as stage:
+        yield KeyedGateway(stage.http, secrets)
 
 
 def routes() -> list[str]:
@@ -164,58 +147,55 @@ def routes() -> list[str]:
 
 
 async def test_no_endpoint_is_left_out() -> None:
-    settings = GatewaySettings(models=(ServedModel(name=MODEL),))
-    app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw")
+    app = gateway(FakeDispatcher([]))
     unlisted = set(app._routes) - set(routes())
     app.close()
     assert not unlisted
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-async def test_each_key_opens_its_endpoints_and_no_others(keyed: KeyedGateway, kind: str) -> None:
-    answers = {path: await keyed.ask(path, kind) for path in routes()}
-    found = {path: answer.status_code for path, answer in answers.items()}
-    assert found == {path: expected(path, kind) for path in routes()}
-    for path, answer in answers.items():
-        if answer.status_code == 401:
-            assert answer.headers["www-authenticate"] == "Bearer", path
-        if answer.status_code == 403:
-            assert answer.headers.get("www-authenticate") is None, path
-            assert "error" in answer.json(), path
+async def test_each_key_opens_its_endpoints_and_no_others(keyed: KeyedGateway) -> None:
+    for kind in ALL_KINDS:
+        answers = {path: await keyed.ask(path, kind) for path in routes()}
+        found = {path: answer.status_code for path, answer in answers.items()}
+        assert found == {path: expected(path, kind) for path in routes()}, kind
+        for path, answer in answers.items():
+            if answer.status_code == 401:
+                assert answer.headers["www-authenticate"] == "Bearer", path
+            if answer.status_code == 403:
+                assert answer.headers.get("www-authenticate") is None, path
+                assert "error" in answer.json(), path
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-async def test_a_key_opens_the_same_in_the_header_of_anthropics_clients(
-    keyed: KeyedGateway, kind: str
-) -> None:
-    headers = {"x-api-key": keyed.secrets[kind]} if kind in keyed.secrets else {}
-    for path in ("/v1/messages", "/v1/models", "/debug/queue", "/metrics"):
-        answer = await keyed.ask(path, "none", **headers)
-        assert answer.status_code == expected(path, kind), (path, answer.text)
+async def test_a_key_opens_the_same_in_the_header_of_anthropics_clients(keyed: KeyedGateway) -> None:
+    for kind in ALL_KINDS:
+        headers = {"x-api-key": keyed.secrets[kind]} if kind in keyed.secrets else {}
+        for path in ("/v1/messages", "/v1/models", "/debug/queue", "/metrics"):
+            answer = await keyed.ask(path, "none", **headers)
+            assert answer.status_code == expected(path, kind), (kind, path, answer.text)
 
 
-@pytest.mark.parametrize("kind", ["plain", "other model", "admin", "written"])
-async def test_each_key_sees_the_models_that_it_may_use(keyed: KeyedGateway, kind: str) -> None:
-    listed = [model["id"] for model in (await keyed.ask("/v1/models", kind)).json()["data"]]
-    assert listed == (["other"] if kind == "other model" else [MODEL, "other"])
+async def test_each_key_sees_the_models_that_it_may_use(keyed: KeyedGateway) -> None:
+    for kind in ("plain", "other model", "admin", "written"):
+        listed = [model["id"] for model in (await keyed.ask("/v1/models", kind)).json()["data"]]
+        assert listed == (["other"] if kind == "other model" else [MODEL, "other"]), kind
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-async def test_no_key_sends_requests_above_its_class(keyed: KeyedGateway, kind: str) -> None:
-    for path in (*SCHEDULED, *FORMS):
-        answer = await keyed.ask(path, kind, **{"x-priority": "interactive"})
-        wanted = 403 if kind == "lower class" else expected(path, kind)
-        assert answer.status_code == wanted, (path, answer.text)
-        answer = await keyed.ask(path, kind, **{"x-priority": "batch"})
-        assert answer.status_code == expected(path, kind), (path, answer.text)
+async def test_no_key_sends_requests_above_its_class(keyed: KeyedGateway) -> None:
+    for kind in ALL_KINDS:
+        for path in (*SCHEDULED, *FORMS):
+            answer = await keyed.ask(path, kind, **{"x-priority": "interactive"})
+            wanted = 403 if kind == "lower class" else expected(path, kind)
+            assert answer.status_code == wanted, (kind, path, answer.text)
+            answer = await keyed.ask(path, kind, **{"x-priority": "batch"})
+            assert answer.status_code == expected(path, kind), (kind, path, answer.text)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-async def test_only_keys_with_the_right_act_for_another_tenant(keyed: KeyedGateway, kind: str) -> None:
+async def test_only_keys_with_the_right_act_for_another_tenant(keyed: KeyedGateway) -> None:
     # The application's admin key belongs to no client: it names tenants as keyless callers do.
     allowed = {"may act", "own admin"}
-    for path in (*SCHEDULED, *FORMS):
-        answer = await keyed.ask(path, kind, **{"x-tenant": "somebody-else"})
-        wanted = expected(path, kind)
-        wanted = wanted if kind in allowed or wanted == 401 else 403
-        assert answer.status_code == wanted, (path, answer.text)
+    for kind in ALL_KINDS:
+        for path in (*SCHEDULED, *FORMS):
+            answer = await keyed.ask(path, kind, **{"x-tenant": "somebody-else"})
+            wanted = expected(path, kind)
+            wanted = wanted if kind in allowed or wanted == 401 else 403
+            assert answer.status_code == wanted, (kind, path, answer.text)

@@ -14,10 +14,11 @@ import pytest
 
 from serve_app.core.admission.spending import TokenPrices
 from serve_app.serving.api_keys import create_key, read_keys
-from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, budgets
+from serve_app.serving.gateway import ServedModel, budgets
 from tests.engines.servers import until
 
-from .builders import Answers, Engine, FakeDispatcher, eventually, serving
+from .builders import Answers, Engine, eventually
+from .conftest import staged
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
@@ -43,20 +44,11 @@ async def gateway(
     path: Path, queries: dict[str, Answers], **permissions: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
     _, secret = create_key(path, tenant="app", **permissions)
-    engine = Engine()
-    async with serving(engine) as port:
-        price = TokenPrices(prompt=1_000_000.0, generated=2_000_000.0, cached=0.0)
-        settings = GatewaySettings(
-            models=tuple(ServedModel(name=name, price=price) for name in ("a", "b")), keys_file=str(path)
-        )
-        app = Gateway(settings, dict.fromkeys(("a", "b"), FakeDispatcher([port])), "g", queries)
-        headers = {"authorization": f"Bearer {secret}"}
-        async with (
-            serving(app) as front,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", headers=headers, timeout=10) as http,
-        ):
-            yield http, engine
-        app.close()
+    price = TokenPrices(prompt=1_000_000.0, generated=2_000_000.0, cached=0.0)
+    models = tuple(ServedModel(name=name, price=price) for name in ("a", "b"))
+    async with staged(models=models, keys_file=str(path), queries=queries) as stage:
+        stage.http.headers["authorization"] = f"Bearer {secret}"
+        yield stage.http, stage.engine
 
 
 async def ask(http: httpx.AsyncClient, model: str = "a") -> httpx.Response:

@@ -2,42 +2,25 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
-from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.serving import http_server
 
 from .builders import (
     FakeDispatcher,
     chat,
-    eventually,
+    chunk,
+    exchange,
     gateway,
-    send_event,
+    http_post,
     serving,
-    start_stream,
+    streams,
 )
 from .conftest import Stage
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-async def raw(port: int, *requests: bytes) -> bytes:
-    """Read until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"".join(requests))
-    async with asyncio.timeout(20):
-        answer = await reader.read()
-    writer.close()
-    return answer
-
-
-def post(document: object, *lines: bytes, path: str = "/v1/chat/completions") -> bytes:
-    body = json.dumps(document).encode()
-    head = b"".join(b"%b\r\n" % line for line in (*lines, b"content-length: %d" % len(body)))
-    return b"POST %b HTTP/1.1\r\nhost: x\r\n%b\r\n%b" % (path.encode(), head, body)
 
 
 CLOSE = b"connection: close"
@@ -45,9 +28,9 @@ CLOSE = b"connection: close"
 
 async def test_requests_in_one_piece_are_answered_one_after_the_other(stage: Stage) -> None:
     stage.engine.token_delay_s = 0.01
-    first = post(chat(stream=True, max_tokens=3), b"x-request-id: one")
-    second = post(chat(max_tokens=2), b"x-request-id: two", CLOSE)
-    answer = (await raw(stage.port, first, ASKED, second)).lower()
+    first = http_post(chat(stream=True, max_tokens=3), b"x-request-id: one")
+    second = http_post(chat(max_tokens=2), b"x-request-id: two", CLOSE)
+    answer = (await exchange(stage.port, first, ASKED, second)).lower()
     marks = [b"x-request-id: one", b"data: [done]", b'{"status":"ok"}', b"x-request-id: two"]
     places = [answer.index(mark) for mark in marks]
     assert places == sorted(places)
@@ -57,7 +40,7 @@ async def test_requests_in_one_piece_are_answered_one_after_the_other(stage: Sta
 
 async def test_the_head_of_an_answer_is_sent_with_its_first_piece(stage: Stage) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    writer.write(post(chat(max_tokens=2)))
+    writer.write(http_post(chat(max_tokens=2)))
     async with asyncio.timeout(20):
         head, _, body = (await reader.read(65_536)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -74,7 +57,7 @@ async def test_every_answer_has_the_id_of_its_request(stage: Stage) -> None:
 
 
 async def test_head_is_answered_without_a_body(stage: Stage) -> None:
-    answer = await raw(stage.port, b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await exchange(stage.port, b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) > 0
@@ -82,7 +65,7 @@ async def test_head_is_answered_without_a_body(stage: Stage) -> None:
 
 
 async def test_a_client_that_expects_100_continue_gets_it(stage: Stage) -> None:
-    request = post(chat(), b"expect: 100-continue", CLOSE)
+    request = http_post(chat(), b"expect: 100-continue", CLOSE)
     head, mark, body = request.partition(b"\r\n\r\n")
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
     writer.write(head + mark)
@@ -98,9 +81,11 @@ OFFER = (b"connection: upgrade, http2-settings", b"upgrade: h2c", b"http2-settin
 
 async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(stage: Stage) -> None:
     """Java's HttpClient does this; the connection then serves requests with and without the offer."""
-    offered = post(chat(max_tokens=2), b"x-request-id: one", *OFFER)
-    last = post(chat(max_tokens=2), b"x-request-id: three", b"connection: Upgrade, close", b"upgrade: h2c")
-    answer = (await raw(stage.port, offered, ASKED, offered.replace(b"one", b"two"), last)).lower()
+    offered = http_post(chat(max_tokens=2), b"x-request-id: one", *OFFER)
+    last = http_post(
+        chat(max_tokens=2), b"x-request-id: three", b"connection: Upgrade, close", b"upgrade: h2c"
+    )
+    answer = (await exchange(stage.port, offered, ASKED, offered.replace(b"one", b"two"), last)).lower()
     marks = [b"x-request-id: one", b'{"status":"ok"}', b"x-request-id: two", b"x-request-id: three"]
     places = [answer.index(mark) for mark in marks]
     assert places == sorted(places)
@@ -123,7 +108,7 @@ async def test_such_a_request_may_arrive_in_pieces(stage: Stage) -> None:
 
 
 async def test_a_tunnel_is_rejected(stage: Stage) -> None:
-    answer = await raw(stage.port, b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n\r\n")
+    answer = await exchange(stage.port, b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
@@ -133,7 +118,7 @@ async def test_a_rejected_request_whose_body_does_not_arrive_ends_its_connection
     monkeypatch.setattr(http_server, "REST_OF_BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
     async with serving(gateway(FakeDispatcher([]))) as port:
-        answer = await raw(port, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
+        answer = await exchange(port, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
         assert answer.startswith(b"HTTP/1.1 404 ")
 
 
@@ -148,31 +133,12 @@ async def test_a_rejected_request_whose_body_arrives_later_leaves_its_connection
         writer.close()
 
 
-async def test_a_client_that_leaves_in_a_stream_ends_its_request(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.01
-    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    writer.write(post(chat(stream=True, max_tokens=5_000)))
-    async with asyncio.timeout(20):
-        await reader.readuntil(b"w3 ")
-    writer.transport.abort()
-    await eventually(stage.dispatcher.outcomes)
-    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
-    await eventually(lambda: stage.engine.aborted == 1)
-
-
 async def test_a_slow_reader_gets_every_piece_in_order(stage: Stage) -> None:
     """The answer exceeds all buffers between client and engine."""
     text = "x" * 20_000
-
-    async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        for number in range(1_500):
-            await send_event(send, {"choices": [{"index": 0, "delta": {"content": f"{number} {text}"}}]})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.append(answers)
+    stage.engine.answers.append(streams(*(chunk(f"{number} {text}") for number in range(1_500))))
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    writer.write(post(chat(stream=True), CLOSE))
+    writer.write(http_post(chat(stream=True), CLOSE))
     await asyncio.sleep(0.5)
     assert stage.engine.running == 1
     async with asyncio.timeout(30):

@@ -2,36 +2,20 @@
 
 import asyncio
 import json
-from typing import Any
 
 import httpx
 
-from tests.engines.servers import until
-
-from .builders import MODEL
+from .builders import chat, eventually
 from .conftest import Stage
 
 CHAT = "/v1/chat/completions"
 
 
-def body(tokens: int, *, stream: bool = False) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": tokens,
-        "stream": stream,
-    }
-
-
 async def opened(stage: Stage, tokens: int, *, stream: bool) -> "asyncio.Task[httpx.Response]":
     """Start a request and wait until the engine runs it."""
     before = stage.engine.running
-    task = asyncio.create_task(stage.http.post(CHAT, json=body(tokens, stream=stream)))
-
-    async def runs() -> bool:
-        return stage.engine.running == before + 1
-
-    await until(runs)
+    task = asyncio.create_task(stage.http.post(CHAT, json=chat(max_tokens=tokens, stream=stream)))
+    await eventually(lambda: stage.engine.running == before + 1)
     return task
 
 
@@ -42,7 +26,7 @@ async def test_open_answers_end_and_new_requests_are_rejected(stage: Stage) -> N
     draining = asyncio.create_task(stage.gateway.drain(30.0, 12.0))
     await asyncio.sleep(0)
     assert stage.gateway.open_requests == 2
-    rejected = await stage.http.post(CHAT, json=body(1))
+    rejected = await stage.http.post(CHAT, json=chat())
     assert rejected.status_code == 503
     assert rejected.headers["retry-after"] == "12"
     assert rejected.json()["error"]["code"] == "shutting_down"
@@ -73,12 +57,8 @@ async def test_open_requests_at_the_deadline_end_with_an_error(stage: Stage) -> 
 
 async def test_requests_that_wait_for_their_turn_are_rejected_at_the_deadline(stage: Stage) -> None:
     stage.dispatcher.gate.clear()
-    waiting = asyncio.create_task(stage.http.post(CHAT, json=body(1)))
-
-    async def waits() -> bool:
-        return stage.gateway.open_requests == 1
-
-    await until(waits)
+    waiting = asyncio.create_task(stage.http.post(CHAT, json=chat()))
+    await eventually(lambda: stage.gateway.open_requests == 1)
     assert await stage.gateway.drain(0.1, 5.0) == 1
     assert (await waiting).status_code == 503
     assert not stage.dispatcher.held

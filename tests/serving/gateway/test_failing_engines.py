@@ -11,7 +11,7 @@ from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway import UpstreamSettings
 from tests.serving.channel.harness import scheduler_settings
 
-from .builders import MODEL, Engine, chat, error_json, eventually, reply_json, send_event, start_stream
+from .builders import MODEL, Engine, chat, error_json, eventually, reply_json, streams
 from .fleet import Fleet, fleet_of, gathered
 
 CHAT = "/v1/chat/completions"
@@ -46,17 +46,17 @@ async def ask(fleet: Fleet, content: str = "hello", **headers: str) -> Any:
     return await fleet.http.post(CHAT, json=body, headers=headers)
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 503])
+@pytest.mark.parametrize("status", [401, 503])
 async def test_a_request_that_every_engine_rejects_ends_by_its_deadline(status: int) -> None:
     engines = [Rejecting(status), Rejecting(status)]
     async with fleet_of(engines) as fleet, asyncio.timeout(30):
         began = time.monotonic()
-        answer = await ask(fleet, **{"x-queue-timeout-s": "2"})
+        answer = await ask(fleet, **{"x-queue-timeout-s": "1"})
         assert answer.status_code in {502, 503, 504}
         assert f"the engine answered {status}" in answer.json()["error"]["message"]
         assert time.monotonic() - began < 15
-        # Backoff of 0, 0.1, 0.2, 0.4, 0.8 s within two seconds, rather than one attempt per replica report.
-        assert 2 <= sum(len(engine.bodies) for engine in engines) <= 9
+        # Backoff of 0, 0.1, 0.2, 0.4 s within a second, rather than one attempt per replica report.
+        assert 2 <= sum(len(engine.bodies) for engine in engines) <= 7
         assert len(fleet.core) == 0
 
 
@@ -102,12 +102,11 @@ async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> N
         assert not suspended.called
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> None:
+async def test_an_engines_own_failure_is_tried_once_elsewhere() -> None:
     engines = [Rejecting(500), Engine()]
     async with fleet_of(engines) as fleet:
-        answers = await gathered(*(fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(20)))
-        answers += [await fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(3)]
+        answers = await gathered(*(ask(fleet) for _ in range(20)))
+        answers += [await ask(fleet) for _ in range(3)]
         assert {answer.status_code for answer in answers} == {200}
         # Other replicas served the requests, so the first replica is at fault.
         assert fleet.core.ledger["s0"].suspensions > 0
@@ -116,7 +115,11 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
 async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
     """Regression: it was once computed on each of three replicas and then rejected."""
-    engines = [Engine(token_delay_s=60) for _ in range(3)]
+
+    async def hangs(*_: Any) -> None:
+        await asyncio.sleep(3_600)
+
+    engines = [Engine() for _ in range(3)]
     silent = UpstreamSettings(silence_timeout_s=0.5)
     async with fleet_of(engines, upstream=silent) as fleet:
         for engine in engines:
@@ -130,22 +133,12 @@ async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None
         assert len(fleet.core) == 0
 
 
-async def hangs(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-    await asyncio.sleep(3600)
-
-
 async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_replaced_transparently() -> None:
     """vLLM sends `response.created` and `response.in_progress` before it computes anything."""
-
-    async def dies(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        for kind in ("response.created", "response.in_progress"):
-            await send_event(send, {"type": kind, "response": {"id": "dead", "usage": None}}, name=kind)
-            await asyncio.sleep(0.05)
-        raise ConnectionError("the engine died in its prefill")
-
     engines = [Engine(), Engine()]
-    engines[0].answers.append(dies)
+    dead = {"response": {"id": "dead", "usage": None}}
+    created, begun = ({"type": f"response.{kind}", **dead} for kind in ("created", "in_progress"))
+    engines[0].answers.append(streams(created, 0.05, begun, 0.05, ConnectionError("died in its prefill")))
     async with fleet_of(engines) as fleet:
         body = {"model": MODEL, "input": "hello", "stream": True}
         answer = await fleet.http.post("/v1/responses", json=body)
@@ -158,25 +151,15 @@ async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_repla
 
 async def test_the_first_token_of_a_response_is_reported_when_it_arrives() -> None:
     prefill_s = 0.3
-
-    async def prefills(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        for kind in ("response.created", "response.in_progress"):
-            await send_event(send, {"type": kind, "response": {}}, name=kind)
-        await asyncio.sleep(prefill_s)
-        for kind in ("response.output_item.added", "response.completed"):
-            await send_event(send, {"type": kind}, name=kind)
-        await send({"type": "http.response.body", "body": b""})
-
+    kinds = [f"response.{kind}" for kind in ("created", "in_progress", "output_item.added", "completed")]
+    created, begun, added, completed = ({"type": kind, "response": {}} for kind in kinds)
     engine = Engine()
-    engine.answers.append(prefills)
+    engine.answers.append(streams(created, begun, prefill_s, added, completed, ends=b""))
     async with fleet_of([engine]) as fleet:
         body = {"model": MODEL, "input": "hello", "stream": True}
         async with fleet.http.stream("POST", "/v1/responses", json=body) as answer:
             lines = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
-        assert lines == [
-            f"event: response.{kind}" for kind in ("created", "in_progress", "output_item.added", "completed")
-        ]
+        assert lines == [f"event: {kind}" for kind in kinds]
         page = (await fleet.http.get("/metrics")).text
         (ttft_s,) = (
             float(line.split()[-1])

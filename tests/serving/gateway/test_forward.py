@@ -10,20 +10,20 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.serving.gateway import Gateway
 from serve_app.serving.gateway.batches.calls import CollectingExchange
-from serve_app.serving.http_server import EXCHANGE
 
 from .builders import (
     MODEL,
     RawReplica,
+    call,
     chat,
+    chunk,
     error_json,
     eventually,
+    http_post,
     rejection,
     replies,
-    send_event,
-    start_stream,
+    streams,
 )
 from .conftest import Stage
 
@@ -34,16 +34,12 @@ TOO_LONG = "This model's maximum context length is 512 tokens. However, your pro
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def put_backs(stage: Stage) -> list[DispatchFailure]:
-    return [event[1] for event in stage.dispatcher.events if event[0] == "put_back"]
-
-
 async def test_a_lost_replica_is_replaced_transparently(stage: Stage) -> None:
     stage.dispatcher.script.extend([1, *stage.dispatcher.ports])
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 200
     assert answer.headers["x-replica"] == f"r{stage.dispatcher.ports[0]}"
-    assert put_backs(stage) == [DispatchFailure.UNREACHABLE]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.UNREACHABLE]
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
@@ -59,7 +55,7 @@ async def test_a_rejecting_engine_is_replaced_transparently(
     answer = await stage.http.post(CHAT, json=chat(stream=stream))
     assert answer.status_code == 200
     assert "w3" in answer.text
-    assert put_backs(stage) == [failure]
+    assert stage.dispatcher.put_backs() == [failure]
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
@@ -85,27 +81,22 @@ async def test_a_replica_that_dies_before_the_first_event_is_replaced_transparen
         answer = await stage.http.post(CHAT, json=chat(stream=True))
     assert answer.status_code == 200
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert put_backs(stage) == [DispatchFailure.LOST]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST]
     assert stage.dispatcher.names().count("first_token") == 1
 
 
 async def test_an_engine_error_as_the_first_event_puts_the_request_back(stage: Stage) -> None:
-    async def dies(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, error_json("engine dead", 500))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.append(dies)
+    stage.engine.answers.append(streams(error_json("engine dead", 500)))
     answer = await stage.http.post(CHAT, json=chat(stream=True))
     assert '"error"' not in answer.text
-    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
 
 
 async def test_a_request_too_long_for_its_engine_is_rerouted_transparently(stage: Stage) -> None:
     stage.engine.answers.append(replies(400, error_json(TOO_LONG)))
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 200
-    assert put_backs(stage) == [DispatchFailure.TOO_LONG]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.TOO_LONG]
 
 
 async def test_where_no_longer_pool_exists_the_client_gets_the_engines_own_message(stage: Stage) -> None:
@@ -127,20 +118,15 @@ async def test_the_second_error_of_an_engine_is_the_clients_to_know(stage: Stage
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 500
     assert "cannot fetch the image" in caught.value.message
-    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]
 
 
 async def test_the_second_error_of_an_engine_is_passed_on_in_its_stream(stage: Stage) -> None:
-    async def fails(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, error_json("cannot fetch the image", 500))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.extend([fails] * 2)
+    stage.engine.answers.extend([streams(error_json("cannot fetch the image", 500))] * 2)
     answer = await stage.http.post(CHAT, json=chat(stream=True))
     assert answer.text.count("cannot fetch the image") == 1
-    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]
 
 
@@ -153,7 +139,7 @@ async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_rejection(
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 502
     assert "the engine answered 500: EngineCore encountered an issue" in caught.value.message
-    assert put_backs(stage) == [DispatchFailure.LOST] * 2
+    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST] * 2
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (404, True), (422, False), (501, False)])
@@ -192,20 +178,9 @@ async def test_the_schedulers_rejections_reach_the_client_with_a_time_to_retry(
     assert stage.dispatcher.names() == ["acquire"]
 
 
-async def breaks_after_two_events(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-    await start_stream(send)
-    for number in range(2):
-        await send_event(send, {"choices": [{"index": 0, "delta": {"content": f"w{number}"}}]})
-        await asyncio.sleep(0.02)
-    await send({"type": "http.response.body", "body": b'data: {"half', "more_body": True})
-    await asyncio.sleep(0.02)
-    raise ConnectionError("the engine dies here")
-
-
-async def test_a_break_after_the_first_byte_is_reported_in_the_stream(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage.engine.answers.append(breaks_after_two_events)
+async def test_a_break_after_the_first_byte_is_reported_in_the_stream(stage: Stage) -> None:
+    parts = (chunk("w0"), 0.02, chunk("w1"), 0.02, b'data: {"half', 0.02, ConnectionError("the engine dies"))
+    stage.engine.answers.extend([streams(*parts)] * 2)
     answer = await stage.http.post(CHAT, json=chat(stream=True))
     events = answer.text.split("\n\n")
     assert len(events) == 4
@@ -214,41 +189,30 @@ async def test_a_break_after_the_first_byte_is_reported_in_the_stream(
     assert error["type"] == "server_error"
     assert "incomplete" in error["message"]
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]
-    stage.engine.answers.append(breaks_after_two_events)
     stream = await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="incomplete"):
         [chunk async for chunk in stream]
 
 
 async def test_an_engines_error_inside_a_stream_fails_the_request(stage: Stage) -> None:
-    async def fails(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        await send_event(send, {"choices": [{"index": 0, "delta": {"content": "w0"}}]})
-        await asyncio.sleep(0.02)
-        await send_event(send, error_json("out of memory", 500))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    stage.engine.answers.append(fails)
+    stage.engine.answers.append(streams(chunk("w0"), 0.02, error_json("out of memory", 500)))
     answer = await stage.http.post(CHAT, json=chat(stream=True))
     assert answer.text.count("out of memory") == 1
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]
 
 
-async def raw_request(
+async def connected(
     stage: Stage, document: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request over a new connection, and return the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    body = json.dumps(document).encode()
-    writer.write(
-        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
-    )
-    await writer.drain()
+    writer.write(http_post(document))
     return reader, writer
 
 
 async def test_a_client_that_disconnects_in_the_queue_releases_its_slot(stage: Stage) -> None:
     stage.dispatcher.gate.clear()
-    _, writer = await raw_request(stage, chat())
+    _, writer = await connected(stage, chat())
     await eventually(lambda: stage.dispatcher.waiting == 1)
     writer.close()
     await eventually(lambda: stage.dispatcher.waiting == 0)
@@ -263,7 +227,7 @@ async def test_a_client_that_disconnects_after_a_put_back_releases_its_slot(stag
         await replies(503, error_json("full", 503))(scope, parsed, send)
 
     stage.engine.answers.append(full)
-    _, writer = await raw_request(stage, chat())
+    _, writer = await connected(stage, chat())
     await eventually(lambda: stage.dispatcher.waiting == 1)
     writer.close()
     await eventually(lambda: stage.gateway.in_flight == 0)
@@ -276,7 +240,7 @@ async def test_a_client_that_leaves_while_its_request_runs_stops_the_engine(
     stage: Stage, stream: bool
 ) -> None:
     stage.engine.token_delay_s = 0.05
-    reader, writer = await raw_request(stage, chat(stream=stream, max_tokens=2000))
+    reader, writer = await connected(stage, chat(stream=stream, max_tokens=2000))
     await eventually(lambda: stage.engine.running == 1)
     if stream:
         await reader.readuntil(b"w1")
@@ -288,22 +252,10 @@ async def test_a_client_that_leaves_while_its_request_runs_stops_the_engine(
     assert not stage.dispatcher.held
 
 
-async def test_a_client_that_leaves_before_its_body_is_complete_reaches_no_scheduler(stage: Stage) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{" % CHAT.encode())
-    await writer.drain()
-    await asyncio.sleep(0.05)
-    writer.close()
-    page = ""
-    while "cancelled" not in page:
-        page = (await stage.http.get("/metrics")).text
-    assert stage.dispatcher.events == []
-
-
 async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> None:
     stage.engine.token_delay_s = 0.05
     exchange = CollectingExchange()
-    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), exchange))
+    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), exchange=exchange))
     await eventually(lambda: len(exchange.pieces) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -312,30 +264,13 @@ async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> 
     assert stage.gateway.in_flight == 0
     await eventually(lambda: stage.engine.running == 0)
     stage.dispatcher.gate.clear()
-    task = asyncio.create_task(call(stage.gateway, chat(), exchange))
+    task = asyncio.create_task(call(stage.gateway, chat()))
     await eventually(lambda: stage.dispatcher.waiting == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stage.dispatcher.waiting == 0
     assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
-
-
-async def call(app: Gateway, document: dict[str, Any], exchange: CollectingExchange) -> None:
-    """Call the app as its server does for a connected client."""
-    messages = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await asyncio.sleep(3600)
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        exchange.pieces.append(message.get("body", b""))
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    await app({**scope, "extensions": {EXCHANGE: exchange}}, receive, send)
 
 
 async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(
@@ -356,7 +291,7 @@ async def test_many_requests_with_every_kind_of_end_each_conclude_once(stage: St
 
     async def one(number: int) -> None:
         if number % 4 == 0:
-            _, writer = await raw_request(stage, chat(stream=True, max_tokens=500))
+            _, writer = await connected(stage, chat(stream=True, max_tokens=500))
             await asyncio.sleep(0.01 * (number % 7))
             writer.close()
         else:

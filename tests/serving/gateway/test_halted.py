@@ -1,14 +1,17 @@
 """Replicas that are halted with their connections open, as clients of the gateway see them."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from serve_app.serving.gateway import halted
-from tests.serving.channel.harness import until
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.serving.gateway import UpstreamSettings, halted
+from tests.serving.channel.harness import scheduler_settings, until
 
-from .builders import Engine, chat
+from .builders import MODEL, Engine, chat
 from .fleet import Fleet, fleet_of, gathered
 
 CHAT = "/v1/chat/completions"
@@ -19,6 +22,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halted, "_SILENT_S", 0.3)
     monkeypatch.setattr(halted, "_PROBE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(halted, "_END_AFTER", 6)
+
+
+@asynccontextmanager
+async def relayed(*engines: Engine) -> AsyncIterator[Fleet]:
+    """Run a fleet whose scheduler and gateway notice silence sooner than in production."""
+    settings = scheduler_settings(model=MODEL, backpressure=BackpressureSettings(report_limit_s=0.8))
+    upstream = UpstreamSettings(connect_timeout_s=2.0, idle_expiry_s=0.6)
+    async with (
+        fleet_of(engines, settings=settings, upstream=upstream, relayed=True) as fleet,
+        asyncio.timeout(40),
+    ):
+        yield fleet
 
 
 def halt(fleet: Fleet) -> None:
@@ -32,8 +47,8 @@ async def ask(fleet: Fleet, **changes: Any) -> Any:
 
 
 async def test_requests_without_an_answer_go_to_another_replica() -> None:
-    engines = [Engine(token_delay_s=0.3), Engine(token_delay_s=0.3)]
-    async with fleet_of(engines, relayed=True) as fleet, asyncio.timeout(40):
+    engines = [Engine(token_delay_s=0.2), Engine(token_delay_s=0.2)]
+    async with relayed(*engines) as fleet:
         asking = asyncio.create_task(gathered(*(ask(fleet, stream=number % 2 == 0) for number in range(8))))
         fleet.relays[0].partitioned = True
         await asyncio.sleep(0.5)
@@ -52,7 +67,7 @@ async def test_requests_without_an_answer_go_to_another_replica() -> None:
 
 
 async def test_an_answer_that_has_begun_ends_with_an_error_event() -> None:
-    async with fleet_of([Engine(token_delay_s=0.2)], relayed=True) as fleet, asyncio.timeout(40):
+    async with relayed(Engine(token_delay_s=0.2)) as fleet:
         async with fleet.http.stream("POST", CHAT, json=chat(stream=True, max_tokens=50)) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -64,12 +79,12 @@ async def test_an_answer_that_has_begun_ends_with_an_error_event() -> None:
 
 
 async def test_a_replica_that_responds_keeps_its_requests_without_reports() -> None:
-    engines = [Engine(token_delay_s=1.0)]
-    async with fleet_of(engines, relayed=True) as fleet, asyncio.timeout(40):
+    engine = Engine(token_delay_s=0.6)
+    async with relayed(engine) as fleet:
         asking = asyncio.create_task(ask(fleet, max_tokens=4))
         await asyncio.sleep(0.3)
         fleet.doubles[0].broken = True
         assert (await asking).status_code == 200
-        assert sum(b"messages" in body for body in engines[0].bodies) == 1
+        assert sum(b"messages" in body for body in engine.bodies) == 1
         # It has been asked for its health in the meantime.
-        assert "/health" in engines[0].paths
+        assert "/health" in engine.paths

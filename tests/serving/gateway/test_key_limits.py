@@ -13,7 +13,7 @@ from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway.answer.responses import duration
 from tests.serving.test_api_keys import record
 
-from .builders import Engine, chat, gateway, serving
+from .builders import Engine, chat, gateway, http_client
 from .fleet import fleet_of
 
 LIMIT = 7
@@ -43,12 +43,8 @@ async def stage(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[Stage]:
     engine = Engine()
     async with fleet_of([engine], keys_file=str(path)) as fleet:
         other = gateway(await fleet.world.gateway("g2"), keys_file=str(path))
-        async with (
-            serving(other) as port,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
-        ):
+        async with http_client(other) as http:
             yield Stage(secret, [fleet.http, http], engine)
-        other.close()
 
 
 async def test_two_gateways_together_admit_exactly_the_limit(stage: Stage) -> None:

@@ -12,19 +12,26 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
-from serve_app.serving.api_keys import KeysFileError, changed_keys
+from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import ApiKey, Caller, FileKeys, Keyring
 from tests.serving.test_api_keys import record
 
-MakeFileKeys = Callable[[Path], FileKeys]
+MakeFileKeys = Callable[..., FileKeys]
 
 
 @pytest.fixture
-def watched() -> Iterator[MakeFileKeys]:
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+@pytest.fixture
+def watched(path: Path) -> Iterator[MakeFileKeys]:
+    """Return a function that writes keys to the file, and watches it."""
     made: list[FileKeys] = []
 
-    def make(path: Path) -> FileKeys:
+    def make(*records: KeyRecord) -> FileKeys:
+        changed_keys(path, lambda _: [*records])
         made.append(FileKeys(path, poll_s=0.01))
         return made[-1]
 
@@ -40,11 +47,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_a_key_carries_its_terms(tmp_path: Path, watched: MakeFileKeys) -> None:
-    path = tmp_path / "keys.json"
+def test_a_key_carries_its_terms(watched: MakeFileKeys) -> None:
     found, secret = record(tenant="a", highest_class=PriorityClass.BATCH, models=("m",), weight=2.0)
-    changed_keys(path, lambda _: [found])
-    caller = watched(path).caller(secret.encode())
+    caller = watched(found).caller(secret.encode())
     assert caller is not None
     assert caller.tenant(None, None) == "a"
     assert caller.default_class is PriorityClass.BATCH
@@ -58,24 +63,18 @@ def test_a_key_carries_its_terms(tmp_path: Path, watched: MakeFileKeys) -> None:
     assert (other.key_id, other.weight) == (found.id, None)
 
 
-def test_a_wrong_secret_with_a_known_id_is_not_authenticated(tmp_path: Path, watched: MakeFileKeys) -> None:
-    path = tmp_path / "keys.json"
+def test_a_wrong_secret_with_a_known_id_is_not_authenticated(watched: MakeFileKeys) -> None:
     found, secret = record()
-    changed_keys(path, lambda _: [found])
-    keys = watched(path)
+    keys = watched(found)
     assert keys.caller(secret.encode()[:-2] + b"xx") is None
     assert keys.caller(f"ewsjf_{found.id}_".encode()) is None
     assert keys.caller(b"sk-anything") is None
 
 
 @pytest.mark.parametrize(("field", "words"), [("expires_at", "has expired"), ("revoked_at", "was revoked")])
-def test_an_ended_key_is_rejected_with_its_reason(
-    tmp_path: Path, watched: MakeFileKeys, field: str, words: str
-) -> None:
-    path = tmp_path / "keys.json"
+def test_an_ended_key_is_rejected_with_its_reason(watched: MakeFileKeys, field: str, words: str) -> None:
     found, secret = record(**{field: datetime.now(UTC) - timedelta(seconds=1)})
-    changed_keys(path, lambda _: [found])
-    keys = watched(path)
+    keys = watched(found)
     with pytest.raises(RequestRejected, match=words) as caught:
         keys.caller(secret.encode())
     assert caught.value.status == 401
@@ -83,11 +82,9 @@ def test_an_ended_key_is_rejected_with_its_reason(
     assert keys.caller(secret.encode()[:-2] + b"xx") is None
 
 
-def test_a_changed_file_is_read_again_and_a_revoked_key_ends(tmp_path: Path, watched: MakeFileKeys) -> None:
-    path = tmp_path / "keys.json"
+def test_a_changed_file_is_read_again_and_a_revoked_key_ends(path: Path, watched: MakeFileKeys) -> None:
     first, secret = record()
-    changed_keys(path, lambda _: [first])
-    keys = watched(path)
+    keys = watched(first)
     assert keys.caller(secret.encode()) is not None
     second, second_secret = record()
     changed_keys(path, lambda known: [*known, second])
@@ -97,15 +94,12 @@ def test_a_changed_file_is_read_again_and_a_revoked_key_ends(tmp_path: Path, wat
 
 
 def test_a_broken_file_leaves_the_previous_keys_and_names_the_mistake(
-    tmp_path: Path, watched: MakeFileKeys, caplog: pytest.LogCaptureFixture
+    path: Path, watched: MakeFileKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "keys.json"
     found, secret = record()
-    changed_keys(path, lambda _: [found])
-    good = path.read_text()
     logging.getLogger("ray.serve").propagate = True
-    keys = watched(path)
-    path.write_text(good.replace('"tenant"', '"tennant"'))
+    keys = watched(found)
+    path.write_text(path.read_text().replace('"tenant"', '"tennant"'))
     until(lambda: "tennant" in caplog.text)
     assert "$.keys[0]" in caplog.text
     assert "keys_file_invalid" in caplog.text
@@ -117,7 +111,7 @@ def test_a_broken_file_leaves_the_previous_keys_and_names_the_mistake(
     until(lambda: keys.caller(secret.encode()) is None)
 
 
-def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path, watched: MakeFileKeys) -> None:
+def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path) -> None:
     """Kubernetes replaces mounted secrets this way: same path, size and age."""
     first, secret = record()
     second, second_secret = record()
@@ -126,36 +120,22 @@ def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path, watched
         os.utime(tmp_path / name, (1e9, 1e9))
     link = tmp_path / "keys.json"
     link.symlink_to(tmp_path / "one")
-    keys = watched(link)
+    keys = FileKeys(link, poll_s=0.01)
     (tmp_path / "new").symlink_to(tmp_path / "two")
     (tmp_path / "new").replace(link)
     until(lambda: keys.caller(second_secret.encode()))
     assert keys.caller(secret.encode()) is None
+    keys.close()
 
 
-def test_a_file_that_is_broken_at_the_start_stops_it(tmp_path: Path, watched: MakeFileKeys) -> None:
+def test_a_file_that_is_broken_at_the_start_stops_it(path: Path) -> None:
     with pytest.raises(KeysFileError, match="cannot be read"):
-        watched(tmp_path / "none.json")
+        FileKeys(path)
 
 
-def test_keys_of_the_configuration_hold_beside_those_of_the_file(
-    tmp_path: Path, watched: MakeFileKeys
-) -> None:
-    path = tmp_path / "keys.json"
-    found, secret = record(tenant="of-file")
-    changed_keys(path, lambda _: [found])
-    ring = Keyring([ApiKey(tenant="written", key="k1")], {}, watched(path))
-    assert ring.caller(b"Bearer " + secret.encode()).tenant(None, None) == "of-file"
-    assert ring.caller(b"Bearer k1").tenant(None, None) == "written"
-    with pytest.raises(RequestRejected, match="unknown API key"):
-        ring.caller(b"Bearer k2")
-
-
-def test_an_empty_file_admits_no_client(tmp_path: Path, watched: MakeFileKeys) -> None:
-    path = tmp_path / "keys.json"
-    changed_keys(path, lambda _: [])
+def test_an_empty_file_admits_no_client(watched: MakeFileKeys) -> None:
     with pytest.raises(RequestRejected, match="an API key is required"):
-        Keyring([], {}, watched(path)).caller(None)
+        Keyring([], {}, watched()).caller(None)
 
 
 def test_without_keys_every_client_is_accepted_and_names_its_tenant() -> None:
@@ -173,9 +153,19 @@ def test_an_end_user_with_an_unfit_name_is_known_by_its_digest() -> None:
     assert caller.tenant(None, "x" * 500).startswith("user-")
 
 
-@pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", b"Basic k1", b"k1"])
-def test_with_keys_other_callers_get_401(header: bytes | None) -> None:
-    with pytest.raises(RequestRejected) as caught:
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (None, "an API key is required"),
+        (b"", None),
+        (b"Bearer", None),
+        (b"Bearer wrong", "unknown API key"),
+        (b"Basic k1", None),
+        (b"k1", None),
+    ],
+)
+def test_with_keys_other_callers_get_401(header: bytes | None, words: str | None) -> None:
+    with pytest.raises(RequestRejected, match=words) as caught:
         Keyring([ApiKey(tenant="a", key="k1")]).caller(header)
     assert caught.value.status == 401
 
@@ -195,24 +185,6 @@ def test_a_key_decides_whose_request_it_is() -> None:
 def test_a_malformed_tenant_is_rejected(name: bytes) -> None:
     with pytest.raises(RequestRejected, match="x-tenant"):
         Keyring(()).caller(None).tenant(name, None)
-
-
-def test_a_key_may_be_held_to_some_classes() -> None:
-    key = ApiKey(tenant="a", key="k", default_class=PriorityClass.BATCH, highest_class=PriorityClass.DEFAULT)
-    ring = Keyring([key])
-    caller = ring.caller(b"Bearer k")
-    assert caller.default_class is PriorityClass.BATCH
-    caller.check_class(PriorityClass.DEFAULT, "x-priority")
-    with pytest.raises(RequestRejected, match=r"interactive .*it may use: default, batch"):
-        caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
-
-
-def test_only_an_admin_may_see_every_tenant() -> None:
-    ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="ops", key="k2", admin=True)])
-    with pytest.raises(RequestRejected, match="use one with admin: true") as caught:
-        ring.caller(b"Bearer k1").check_admin()
-    assert caught.value.status in {401, 403}
-    ring.caller(b"Bearer k2").check_admin()
 
 
 def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,23 +11,23 @@ import httpx
 import pytest
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.engine import ASGIApp, Scope, Send
+from serve_app.engines.engine import ASGIApp
 from serve_app.errors import Outcome
 from serve_app.request import TurnEnd, Usage
 from serve_app.serving.gateway import ApiKey
 
 from .builders import (
+    ANTHROPIC_START,
+    ANTHROPIC_TEXT,
     MODEL,
-    Answer,
     Engine,
     FakeDispatcher,
+    emulated,
     error_json,
     eventually,
     rejection,
     replies,
-    send_event,
-    start_stream,
+    streams,
 )
 from .conftest import staged
 
@@ -34,6 +35,8 @@ PATH = "/v1/messages"
 HELLO: Any = {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": "hello"}]}
 SCHEMA = {"type": "object"}
 WEATHER: Any = {"name": "get_weather", "description": "of a city", "input_schema": SCHEMA}
+
+PING = {"type": "ping"}
 
 
 @dataclass
@@ -46,6 +49,7 @@ class AnthropicStage:
     engine: Engine
 
 
+@asynccontextmanager
 async def _anthropic_stage(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator[AnthropicStage]:
     async with staged(engine=engine, **settings) as stage:
         url = f"http://127.0.0.1:{stage.port}"
@@ -55,22 +59,14 @@ async def _anthropic_stage(engine: ASGIApp | None = None, **settings: Any) -> As
 
 @pytest.fixture
 async def anthropic_stage() -> AsyncIterator[AnthropicStage]:
-    """Run a gateway over the emulated engine, which answers as vLLM does."""
-    engine = EmulatedEngine(
-        EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
-    )
-    await engine.start()
-    try:
-        async for made in _anthropic_stage(engine.app):
-            yield made
-    finally:
-        await engine.stop()
+    async with emulated(profile="laptop", speed_up=20.0) as engine, _anthropic_stage(engine.app) as made:
+        yield made
 
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[AnthropicStage]:
     """Run a gateway with keys over an engine that a test scripts."""
-    async for made in _anthropic_stage(keys=(ApiKey(tenant="t", key="k1"),)):
+    async with _anthropic_stage(keys=(ApiKey(tenant="t", key="k1"),)) as made:
         yield made
 
 
@@ -110,32 +106,11 @@ async def test_cached_tokens_are_counted_with_the_prompt(anthropic_stage: Anthro
     )
 
 
-async def test_a_streamed_message_adds_up_and_is_counted(anthropic_stage: AnthropicStage) -> None:
-    async with anthropic_stage.sdk.messages.stream(**HELLO) as stream:
-        kinds = [event.type async for event in stream]
-        whole = await stream.get_final_message()
-    assert kinds[0] == "message_start"
-    assert kinds[1] == "content_block_start"
-    assert kinds[-1] == "message_stop"
-    assert used(whole)[1] == 6
-    assert anthropic_stage.dispatcher.names() == ["acquire", "first_token", "finished"]
-    assert anthropic_stage.dispatcher.events[-1][2] == Usage(
-        prompt_tokens=used(whole)[0], output_tokens=6, cached_tokens=0, ending=TurnEnd.OTHER
-    )
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_an_agent_calls_a_tool_and_continues_with_its_result(
-    anthropic_stage: AnthropicStage, streamed: bool
-) -> None:
+async def test_an_agent_calls_a_tool_and_continues_with_its_result(anthropic_stage: AnthropicStage) -> None:
     question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What weather is it?"}]}]
     request: Any = {**HELLO, "messages": question, "tools": [WEATHER]}
-    demanded: Any = {**request, "tool_choice": {"type": "any"}}
-    if streamed:
-        async with anthropic_stage.sdk.messages.stream(**demanded) as stream:
-            message = await stream.get_final_message()
-    else:
-        message = await anthropic_stage.sdk.messages.create(**demanded)
+    async with anthropic_stage.sdk.messages.stream(**request, tool_choice={"type": "any"}) as stream:
+        message = await stream.get_final_message()
     (call,) = message.content
     assert call.type == "tool_use"
     assert (message.stop_reason, call.name) == ("tool_use", "get_weather")
@@ -154,16 +129,14 @@ async def test_an_agent_calls_a_tool_and_continues_with_its_result(
     assert then.tool_bytes > first.tool_bytes
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tool_choice": {"type": "tool", "name": "get_weather"}, "tools": [WEATHER]},
-        {"stop_sequences": ["e"]},
-        {"thinking": {"type": "adaptive"}},
-        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-    ],
-)
-async def test_output_parameters_reach_the_engine(scripted: AnthropicStage, changes: dict[str, Any]) -> None:
+async def test_output_parameters_reach_the_engine(scripted: AnthropicStage) -> None:
+    changes: dict[str, Any] = {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "stop_sequences": ["e"],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
     scripted.engine.answers.append(replies(200, {"type": "message", "usage": {"input_tokens": 1}}))
     await scripted.sdk.messages.create(**{**HELLO, **changes})
     assert json.loads(scripted.engine.bodies[0]).items() >= changes.items()
@@ -175,44 +148,15 @@ async def test_tokens_are_counted_by_any_replica(anthropic_stage: AnthropicStage
     assert len(anthropic_stage.dispatcher.submissions) == 1
 
 
-def opening(*kinds: str, then: Any = None) -> Answer:
-    """Stream these first events, then continue with `then`."""
-
-    async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        message = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": MODEL}
-        begun = {**message, "usage": {"input_tokens": 9, "output_tokens": 1, "cache_read_input_tokens": 4}}
-        for kind in kinds:
-            content = {"message": begun} if kind == "message_start" else {}
-            await send_event(send, {"type": kind, **content}, name=kind)
-        if then is not None:
-            await then(send)
-
-    return answer
-
-
-async def finish(send: Send) -> None:
-    text = {"type": "text_delta", "text": "hi"}
-    begin = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    await send_event(send, begin, name="content_block_start")
-    block = {"type": "content_block_delta", "index": 0, "delta": text}
-    await send_event(send, block, name="content_block_delta")
-    end = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}}
-    await send_event(send, end, name="message_delta")
-    await send_event(send, {"type": "message_stop"}, name="message_stop")
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: AnthropicStage) -> None:
-    async def look(send: Send) -> None:
+    async def look() -> None:
         await eventually(lambda: "acquire" in scripted.dispatcher.names())
         assert "first_token" not in scripted.dispatcher.names()
-        await finish(send)
 
-    scripted.engine.answers.append(opening("message_start", "ping", then=look))
+    scripted.engine.answers.append(streams(ANTHROPIC_START, PING, look, *ANTHROPIC_TEXT, ends=b""))
     async with scripted.sdk.messages.stream(**HELLO) as stream:
         kinds = [event.type async for event in stream]
-    assert kinds[0] == "message_start"
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
     assert "content_block_delta" in kinds
     assert scripted.dispatcher.names() == ["acquire", "first_token", "finished"]
     # The last event counts generated tokens, the first one prompt tokens.
@@ -224,27 +168,18 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Anthr
 async def test_an_engine_that_dies_after_the_beginning_is_replaced_transparently(
     scripted: AnthropicStage,
 ) -> None:
-    async def die(send: Send) -> None:
-        raise ConnectionResetError
-
-    scripted.engine.answers += [opening("message_start", "ping", then=die), opening(then=finish)]
+    dies = streams(ANTHROPIC_START, PING, ConnectionResetError())
+    scripted.engine.answers += [dies, streams(*ANTHROPIC_TEXT, ends=b"")]
     answer = await scripted.http.post(
         PATH, json={**HELLO, "stream": True}, headers={"x-api-key": "k1", "anthropic-version": "2023-06-01"}
     )
     assert "message_start" not in answer.text
     assert '"hi"' in answer.text
-    assert [event[1] for event in scripted.dispatcher.events if event[0] == "put_back"] == [
-        DispatchFailure.LOST
-    ]
+    assert scripted.dispatcher.put_backs() == [DispatchFailure.LOST]
 
 
 async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: AnthropicStage) -> None:
-    async def break_off(send: Send) -> None:
-        block = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}
-        await send_event(send, block, name="content_block_delta")
-        raise ConnectionResetError
-
-    scripted.engine.answers.append(opening("message_start", then=break_off))
+    scripted.engine.answers.append(streams(ANTHROPIC_START, *ANTHROPIC_TEXT[:2], ConnectionResetError()))
     with pytest.raises(anthropic.APIStatusError, match="failed during its answer"):
         async for _ in await scripted.sdk.messages.create(**HELLO, stream=True):
             pass
@@ -326,7 +261,7 @@ async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: Anthrop
 
 
 async def test_a_rejection_in_a_stream_that_waits_is_an_error_event() -> None:
-    async for waiting in _anthropic_stage(queue_comment_interval_s=0.05):
+    async with _anthropic_stage(queue_comment_interval_s=0.05) as waiting:
         waiting.dispatcher.gate.clear()
         waiting.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}

@@ -17,13 +17,13 @@ from serve_app.serving.gateway.answer.waiting import SUBSCRIBE_AFTER_S
 
 from .builders import (
     Answer,
+    anthropic_stream,
     chat,
     error_json,
     eventually,
+    http_post,
     rejection,
     replies,
-    send_event,
-    start_stream,
 )
 from .conftest import Stage, staged
 
@@ -141,28 +141,22 @@ async def test_a_put_back_request_gets_updates_again() -> None:
     assert text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("headers", [{}, COMMENTS])
-async def test_an_answer_in_one_piece_is_as_without_the_header(headers: dict[str, str]) -> None:
-    async with queued() as stage:
-        asked = asyncio.create_task(stage.http.post(CHAT, json=chat(), headers=headers))
+@pytest.mark.parametrize(("headers", "stream"), [({}, False), (COMMENTS, False), ({}, True)])
+async def test_only_streams_whose_clients_subscribe_get_updates(
+    headers: dict[str, str], stream: bool
+) -> None:
+    async with queued(queue_comment_interval_s=0.1) as stage:
+        asked = asyncio.create_task(stage.http.post(CHAT, json=chat(stream=stream), headers=headers))
         await eventually(lambda: stage.dispatcher.waiting == 1)
         await asyncio.sleep(SUBSCRIBE_AFTER_S + 0.1)
         assert stage.dispatcher.watching == {}
         stage.dispatcher.gate.set()
         answer = await asked
-    assert answer.headers["x-pool"] == "short"
-    assert answer.json()["choices"]
-
-
-async def test_a_client_that_does_not_subscribe_gets_no_updates() -> None:
-    async with queued() as stage:
-        reading = asyncio.create_task(streamed(stage, {}))
-        await eventually(lambda: stage.dispatcher.waiting == 1)
-        await asyncio.sleep(SUBSCRIBE_AFTER_S + 0.1)
-        assert stage.dispatcher.watching == {}
-        stage.dispatcher.gate.set()
-        _, text = await reading
-    assert ": queue" not in text
+    if stream:
+        assert ": queue " not in answer.text
+    else:
+        assert answer.headers["x-pool"] == "short"
+        assert answer.json()["choices"]
 
 
 @pytest.mark.parametrize("value", ["yes", "", "comments, events"])
@@ -202,12 +196,9 @@ async def test_a_client_that_disconnects_in_the_queue_is_unsubscribed() -> None:
 
 async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -> None:
     async with queued() as stage:
-        body = json.dumps(chat(stream=True, max_tokens=3)).encode()
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-ewsjf-queue: comments\r\ncontent-length: {len(body)}\r\n"
-        )
+        asked = http_post(chat(stream=True, max_tokens=3), b"x-ewsjf-queue: comments", b"connection: close")
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
-        writer.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        writer.write(asked)
         await eventually(lambda: bool(stage.dispatcher.watching))
         ((request_id, on_outlook),) = stage.dispatcher.watching.items()
         for position in range(100_000, 0, -1):
@@ -254,32 +245,8 @@ async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
     assert chunks[0].model_extra == {"state": "waiting", "position": 2}
 
 
-def messages_stream() -> Answer:
-    """Stream one word in the format of vLLM's `/v1/messages`."""
-    message = {"id": "m", "type": "message", "role": "assistant", "model": "tiny", "content": []}
-    usage = {"input_tokens": 7, "output_tokens": 1}
-    block = {"type": "text", "text": ""}
-    delta = {"type": "text_delta", "text": "hello"}
-    ends = {"stop_reason": "end_turn", "stop_sequence": None}
-
-    async def answer(_scope: Any, _parsed: Any, send: Any) -> None:
-        await start_stream(send)
-        for event in (
-            {"type": "message_start", "message": {**message, "stop_reason": None, "usage": usage}},
-            {"type": "content_block_start", "index": 0, "content_block": block},
-            {"type": "content_block_delta", "index": 0, "delta": delta},
-            {"type": "content_block_stop", "index": 0},
-            {"type": "message_delta", "delta": ends, "usage": usage},
-            {"type": "message_stop"},
-        ):
-            await send_event(send, event, name=str(event["type"]))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    return answer
-
-
 async def test_anthropics_sdk_reads_a_commented_stream_without_noticing() -> None:
-    async with queued(messages_stream()) as stage:
+    async with queued(anthropic_stream) as stage:
         url = f"http://127.0.0.1:{stage.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk:
 
@@ -295,4 +262,4 @@ async def test_anthropics_sdk_reads_a_commented_stream_without_noticing() -> Non
             await send_update(stage, 2)
             await send_update(stage, 1, 2.4, 1.1, 4.0)
             stage.dispatcher.gate.set()
-            assert await reading == "hello"
+            assert await reading == "hi"

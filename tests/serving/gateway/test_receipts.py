@@ -11,10 +11,16 @@ import httpx
 import openai
 import pytest
 
-from serve_app.engines.engine import Scope, Send
 from serve_app.request import PriorityClass
 from tests.serving.channel.harness import until
-from tests.serving.gateway.builders import MODEL, replies, send_event, start_stream, usage_json
+from tests.serving.gateway.builders import (
+    MODEL,
+    anthropic_stream,
+    chunk,
+    replies,
+    streams,
+    usage_json,
+)
 from tests.serving.gateway.dashboard.stage import KEY, PageStage, page_stage
 
 PATH = "/v1/chat/completions"
@@ -148,17 +154,6 @@ async def test_a_program_shows_the_turns_of_its_conversations(
 TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_ms": 4.0}
 
 
-async def timed_stream(_scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-    """Stream as vLLM does, with the request's timings."""
-    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": parsed["model"]}
-    await start_stream(send)
-    await asyncio.sleep(0.02)
-    await send_event(send, {**chunk, "choices": [{"index": 0, "delta": {"content": "hi"}}]})
-    await asyncio.sleep(0.02)
-    await send_event(send, {**chunk, "choices": [], "usage": usage_json(7, 1), "metrics": TIMES})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
 async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
@@ -176,7 +171,8 @@ async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
 async def test_the_times_that_an_engine_reports_are_not_estimated(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
-    stage.engine.answers.append(timed_stream)
+    last = {"choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
+    stage.engine.answers.append(streams(0.02, chunk("hi"), 0.02, last))
     await send_request(http, "streamed", stream=True)
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
     stage.engine.answers.append(replies(200, whole))
@@ -279,24 +275,6 @@ async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: 
         ) as events,
     ):
         assert await events.get_final_text() == "hi"
-
-
-async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -> None:
-    """Stream in Anthropic's format."""
-    message = {"id": "m", "type": "message", "role": "assistant", "model": MODEL, "content": []}
-    usage = {"input_tokens": 7, "output_tokens": 1}
-    events: list[dict[str, Any]] = [
-        {"type": "message_start", "message": {**message, "usage": usage}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
-        {"type": "message_stop"},
-    ]
-    await start_stream(send)
-    for event in events:
-        event_bytes = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
-        await send({"type": "http.response.body", "body": event_bytes, "more_body": event is not events[-1]})
 
 
 async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:

@@ -11,7 +11,6 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.stream import counts_of
 from serve_app.serving.gateway.routes import RouteSettings
@@ -21,17 +20,20 @@ from .builders import (
     MODEL,
     Engine,
     FakeDispatcher,
+    call,
     chat,
+    chunk,
     error_json,
     eventually,
     rejection,
     reply_json,
     send_event,
     start_stream,
+    streams,
     usage_json,
 )
 from .conftest import Stage, staged
-from .test_forward import put_backs, raw_request
+from .test_forward import connected
 from .test_routes import served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -176,7 +178,7 @@ async def test_a_revoked_answer_is_that_of_an_uninterrupted_request(
     assert answer_of(response) == whole
     assert whole["usage"]["completion_tokens"] == (4 if limit else len(WORDS))
     assert stage.dispatcher.generated_tokens == [at]
-    assert put_backs(stage) == [DispatchFailure.REVOKED]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
     assert engine.aborted == 1
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
     usage = stage.dispatcher.events[-1][2]
@@ -190,9 +192,9 @@ async def test_a_revoked_answer_is_that_of_an_uninterrupted_request(
 
 
 async def test_a_request_is_revoked_at_each_of_its_grants(stage: Stage, engine: Continuing) -> None:
-    whole = await uninterrupted(stage, CHAT)
+    whole = await uninterrupted(stage, CHAT, max_tokens=9)
     engine.pauses_at = 1
-    request = asyncio.create_task(stage.http.post(CHAT, json=asked(), headers=BATCH))
+    request = asyncio.create_task(stage.http.post(CHAT, json=asked(max_tokens=9), headers=BATCH))
     for word in (2, 4, None):
         await engine.paused.wait()
         engine.paused.clear()
@@ -203,6 +205,7 @@ async def test_a_request_is_revoked_at_each_of_its_grants(stage: Stage, engine: 
     whole.pop("id")
     assert answer == whole
     assert stage.dispatcher.generated_tokens == [1, 2, 4]
+    assert [engine.body(number)["max_completion_tokens"] for number in (2, 3, 4)] == [8, 7, 5]
 
 
 async def test_a_second_revocation_of_a_grant_changes_nothing(stage: Stage, engine: Continuing) -> None:
@@ -234,14 +237,7 @@ async def test_an_answer_that_begins_is_not_revoked(
     monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", late)
     sent: list[Any] = []
     tool = {"type": "function", "function": {"name": "f"}}
-    body = json.dumps(asked(tools=[tool])).encode()
-    received = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        return received.pop() if received else await asyncio.sleep(3_600)
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"x-priority", b"batch")]}
-    await stage.gateway(scope, receive, send)
+    await call(stage.gateway, asked(tools=[tool]), headers=[(b"x-priority", b"batch")], send=send)
     assert sent[0]["status"] == 200
     assert stage.dispatcher.names() == ["acquire", "finished"]
     assert len(engine.bodies) == 1
@@ -276,7 +272,7 @@ async def test_an_engine_that_cannot_continue_begins_anew_by_the_same_grant(
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert answer["usage"] == usage_json(3, 5)
     assert stage.dispatcher.names() == ["acquire", "first_token", "put_back", "first_token", "finished"]
-    assert put_backs(stage) == [DispatchFailure.REVOKED]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
     assert engine.body(1)["max_completion_tokens"] == 3
     assert "max_completion_tokens" not in engine.body(2)
     assert b"token_ids" not in engine.bodies[2]
@@ -300,7 +296,7 @@ async def test_a_lost_answer_is_continued_elsewhere(stage: Stage, engine: Contin
     answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert answer["usage"] == usage_json(3, 5)
-    assert put_backs(stage) == [DispatchFailure.LOST]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST]
     assert stage.dispatcher.generated_tokens == [3]
     assert engine.body(1)["kv_transfer_params"] == {"prompt_token_ids": [*PROMPT, 0, 1, 2]}
 
@@ -316,7 +312,7 @@ async def test_a_revocation_before_the_attempt_is_not_lost(stage: Stage, engine:
     stage.dispatcher.__class__ = Hasty
     answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
     assert answer["choices"][0]["message"]["content"] == TEXT
-    assert put_backs(stage) == [DispatchFailure.REVOKED]
+    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
@@ -324,7 +320,7 @@ async def test_a_client_that_leaves_after_a_revocation_is_forgotten(
     stage: Stage, engine: Continuing, is_queued: bool
 ) -> None:
     engine.pauses_at = 2
-    _, writer = await raw_request(stage, asked(priority=1))
+    _, writer = await connected(stage, asked(priority=1))
     await engine.paused.wait()
     await eventually(lambda: "first_token" in stage.dispatcher.names())
     stage.dispatcher.gate.clear()
@@ -350,7 +346,8 @@ async def test_another_model_begins_anew() -> None:
         stable, new = models.schedulers["stable"], models.schedulers["new"]
         stable.names_responses = new.names_responses = True
         stable.script.extend([*stable.ports, rejection(Outcome.REJECTED_QUEUE_FULL)])
-        models.engines["stable"].answers.append(begins)
+        begun = {**chunk("one", token_ids=[0]), "prompt_token_ids": PROMPT}
+        models.engines["stable"].answers.append(streams(begun, 3_600))
         request = asyncio.create_task(models.ask(headers=BATCH))
         await eventually(lambda: "first_token" in stable.names())
         await asyncio.sleep(0.05)
@@ -364,17 +361,8 @@ async def test_another_model_begins_anew() -> None:
     assert not {"kv_transfer_params", "max_completion_tokens"} & body.keys()
 
 
-async def begins(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-    """Send the first word of an answer."""
-    await start_stream(send)
-    choice = {"index": 0, "delta": {"content": "one"}, "token_ids": [0]}
-    await send_event(send, {"choices": [choice], "prompt_token_ids": PROMPT})
-    await asyncio.sleep(3_600)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "revocable"),
-    [
+async def test_answers_that_nobody_has_begun_to_read_are_revocable(stage: Stage) -> None:
+    requests: list[tuple[str, dict[str, Any], dict[str, str], bool]] = [
         (CHAT, asked(), BATCH, True),
         (CHAT, asked(service_tier="flex"), {}, True),
         (COMPLETIONS, asked(COMPLETIONS), BATCH, True),
@@ -385,15 +373,11 @@ async def begins(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         (CHAT, asked(), {**BATCH, "x-queue": "no-wait"}, False),
         ("/v1/embeddings", {"model": MODEL, "input": "hello"}, BATCH, False),
         ("/v1/score", {"model": MODEL, "text_1": "a", "text_2": "b"}, BATCH, False),
-    ],
-)
-async def test_answers_that_nobody_has_begun_to_read_are_revocable(
-    stage: Stage, path: str, body: dict[str, Any], headers: dict[str, str], revocable: bool
-) -> None:
-    await stage.http.post(path, json=body, headers=headers)
-    (submission,) = stage.dispatcher.submissions
-    assert isinstance(submission, Submission)
-    assert submission.revocable is (stage.dispatcher.revoke is not None) is revocable
+    ]
+    for path, body, headers, revocable in requests:
+        await stage.http.post(path, json=body, headers=headers)
+        submission = stage.dispatcher.submissions[-1]
+        assert submission.revocable is (stage.dispatcher.revoke is not None) is revocable, (path, body)
 
 
 # -- streams ----------------------------------------------------------------------------------------------
@@ -449,7 +433,7 @@ async def test_a_stream_continues_after_the_death_of_its_replica(
     assert "token_ids" not in json.dumps(events)
     # The last word is generated again, because its event was held back.
     assert resuming.dispatcher.generated_tokens == [min(at, len(WORDS) - 1)]
-    assert put_backs(resuming) == [DispatchFailure.LOST]
+    assert resuming.dispatcher.put_backs() == [DispatchFailure.LOST]
     assert resuming.dispatcher.outcomes() == [Outcome.COMPLETED]
     found = resuming.dispatcher.events[-1][2]
     assert (found.prompt_tokens, found.output_tokens) == (3, len(WORDS))
@@ -467,7 +451,7 @@ async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine:
             revoke(resuming)
 
     assert text_of(await stream(resuming, then=then)) == TEXT
-    assert put_backs(resuming) == [DispatchFailure.REVOKED]
+    assert resuming.dispatcher.put_backs() == [DispatchFailure.REVOKED]
     assert resuming.dispatcher.generated_tokens == [3]
     assert engine.aborted == 1
 
@@ -546,7 +530,7 @@ async def test_an_answer_that_outgrows_its_engine_continues_on_another(
         assert choice["finish_reason"] == "stop"
         assert (choice.get("text") or choice["message"]["content"]) == TEXT
         assert answer.json()["usage"] == usage_json(3, 5)
-    assert put_backs(resuming) == [DispatchFailure.TOO_LONG]
+    assert resuming.dispatcher.put_backs() == [DispatchFailure.TOO_LONG]
     # The last word came with the end.
     assert resuming.dispatcher.generated_tokens == [2]
 
@@ -568,4 +552,4 @@ async def test_an_answer_that_ends_at_another_limit_is_complete(
     changes: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
     events = await stream(resuming, **changes)
     assert text_of(events) == "".join(WORDS[: 3 if context == 6 else 5])
-    assert put_backs(resuming) == []
+    assert resuming.dispatcher.put_backs() == []

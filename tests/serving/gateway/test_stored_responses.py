@@ -3,15 +3,14 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import ASGIApp
 from serve_app.request import ProgramHint, Submission
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
@@ -20,7 +19,7 @@ from serve_app.serving.gateway import ApiKey
 from tests.serving.channel.harness import scheduler_settings
 from tests.serving.test_api_keys import record
 
-from .builders import MODEL, Engine, FakeDispatcher, eventually, gateway, serving
+from .builders import MODEL, Engine, FakeDispatcher, emulated, eventually, gateway, http_client, serving
 from .conftest import staged
 from .fleet import Fleet, fleet_of, gathered
 
@@ -28,18 +27,18 @@ CREATE = "/v1/responses"
 ASKED: dict[str, Any] = {"model": MODEL, "input": "Tell me more.", "max_output_tokens": 4}
 
 
-async def started(stack: AsyncExitStack, **settings: Any) -> EmulatedEngine:
-    engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=(MODEL,), speed_up=4.0, **settings))
-    await engine.start()
-    stack.push_async_callback(engine.stop)
-    return engine
+@asynccontextmanager
+async def fleet_over(count: int, **settings: Any) -> AsyncIterator[Fleet]:
+    """Run a fleet of emulated engines."""
+    async with AsyncExitStack() as stack:
+        engines = [(await stack.enter_async_context(emulated(speed_up=4.0))).app for _ in range(count)]
+        yield await stack.enter_async_context(fleet_of(engines, **settings))
 
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    async with AsyncExitStack() as stack:
-        engines = [(await started(stack)).app for _ in range(3)]
-        yield await stack.enter_async_context(fleet_of(engines))
+    async with fleet_over(3) as made:
+        yield made
 
 
 async def test_a_conversation_stays_on_the_replica_that_stores_it(fleet: Fleet) -> None:
@@ -89,10 +88,8 @@ async def test_a_second_gateway_finds_responses_created_through_the_first(fleet:
 
 
 async def test_tenants_read_and_continue_only_their_own_responses() -> None:
-    async with AsyncExitStack() as stack:
-        engine = await started(stack)
-        keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb", may_act_for_tenants=True))
-        fleet = await stack.enter_async_context(fleet_of([engine.app], keys=keys))
+    keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb", may_act_for_tenants=True))
+    async with fleet_over(1, keys=keys) as fleet:
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await fleet.http.post(CREATE, json=ASKED, headers=a)).json()["id"]
         asked = {**ASKED, "previous_response_id": made}
@@ -151,9 +148,7 @@ async def test_a_replica_that_is_away_for_a_moment_is_waited_for(fleet: Fleet) -
 
 async def test_a_replica_that_stays_away_is_not_waited_for_beyond_the_grace() -> None:
     settings = scheduler_settings(model=MODEL, no_replica_grace_s=0.5)
-    async with AsyncExitStack() as stack:
-        engines = [(await started(stack)).app for _ in range(2)]
-        fleet = await stack.enter_async_context(fleet_of(engines, settings=settings))
+    async with fleet_over(2, settings=settings) as fleet:
         first = await fleet.http.post(CREATE, json=ASKED)
         lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
         lost.engine_failure = "it has died"
@@ -211,7 +206,9 @@ async def test_responses_that_an_engine_names_are_remembered() -> None:
 @pytest.mark.parametrize("named_by_gateway", [True, False])
 async def test_responses_that_continue_each_other_are_one_session(named_by_gateway: bool) -> None:
     async with AsyncExitStack() as stack:
-        engine = Engine() if not named_by_gateway else (await started(stack)).app
+        engine: ASGIApp = Engine()
+        if named_by_gateway:
+            engine = (await stack.enter_async_context(emulated(speed_up=4.0))).app
         submitted: list[Submission] = []
 
         def watched(client: GatewayClient) -> GatewayClient:
@@ -246,8 +243,7 @@ async def test_a_grant_for_another_replica_is_released_unused() -> None:
     async with AsyncExitStack() as stack:
         kept_at, elsewhere = [await stack.enter_async_context(serving(engine)) for engine in engines]
         dispatcher = FakeDispatcher([kept_at, elsewhere])
-        front = await stack.enter_async_context(serving(gateway(dispatcher)))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        http = await stack.enter_async_context(http_client(gateway(dispatcher)))
         assert (await http.post(CREATE, json=ASKED)).json()["id"] == "r"
         dispatcher.script.append(elsewhere)
         rejected = await http.post(CREATE, json={**ASKED, "previous_response_id": "r"})
@@ -282,10 +278,9 @@ async def test_a_key_for_one_adapter_can_retrieve_its_responses(tmp_path: Path) 
 
 async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> None:
     """Also where engines name responses but accept a client's name."""
-    async with AsyncExitStack() as stack:
-        engine = await started(stack)
-        keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
-        http = (await stack.enter_async_context(staged(engine=engine.app, keys=keys))).http
+    keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
+    async with emulated(speed_up=4.0) as engine, staged(engine=engine.app, keys=keys) as stage:
+        http = stage.http
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
         # Not stored, so the engine still has the other response under this name.

@@ -89,17 +89,6 @@ def test_an_answer_is_continued_after_its_last_word() -> None:
     }
 
 
-def test_a_completion_is_continued_by_its_prompt() -> None:
-    assembly = begun(None, is_chat=False)
-    feed(assembly, {"choices": [{"index": 0, "text": "a", "prompt_token_ids": PROMPT, "token_ids": [1]}]})
-    assert fields(assembly) == {"return_token_ids": True, "prompt": [7, 8, 1]}
-    part = {"index": 0, "text": "b", "finish_reason": "length", "stop_reason": None, "token_ids": [2]}
-    feed(assembly, {"choices": [{**part, "prompt_token_ids": [7, 8, 1]}]})
-    (choice,) = json.loads(assembly.whole())["choices"]
-    expected = {"text": "ab", "finish_reason": "length", "stop_reason": None, "logprobs": None}
-    assert choice == {"index": 0, **expected}
-
-
 @pytest.mark.parametrize(
     "last",
     [
@@ -149,21 +138,6 @@ def test_reasoning_and_content_are_kept_apart() -> None:
     tokens(assembly, 4, content=" sir", end="stop")
     message = json.loads(assembly.whole())["choices"][0]["message"]
     assert message == {"role": "assistant", "reasoning": "so", "content": "yes sir"}
-
-
-def test_an_answer_is_continued_repeatedly() -> None:
-    assembly = begun(4)
-    for number in range(3):
-        open_with(assembly, [7, 8, *range(1, number + 1)])
-        tokens(assembly, number + 1, content=f"w{number}")
-        assert assembly.kept_tokens == number + 1
-        assert fields(assembly)["max_completion_tokens"] == 3 - number
-    open_with(assembly, [7, 8, 1, 2, 3])
-    tokens(assembly, 4, content="w3", end="length")
-    usage(assembly, 5, 1)
-    answer = json.loads(assembly.whole())
-    assert answer["choices"][0]["message"]["content"] == "w0w1w2w3"
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 4)
 
 
 def test_an_output_token_always_remains() -> None:

@@ -1,17 +1,14 @@
 """Ends of answers, as the scheduler receives them, for each API, whole and streamed."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.engine import Scope, Send
 from serve_app.request import TurnEnd, Usage
 from serve_app.serving.gateway.answer.stream import StreamScanner, counts_of
-from tests.serving.gateway.builders import MODEL, chat, eventually, send_event, start_stream, usage_json
+from tests.serving.gateway import builders
+from tests.serving.gateway.builders import MODEL, chat, emulated, eventually, streams, usage_json
 from tests.serving.gateway.conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -35,17 +32,6 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-async def emulated() -> AsyncIterator[Stage]:
-    """Run a gateway over the emulated engine, which answers as vLLM does."""
-    settings = EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=200.0)
-    engine = EmulatedEngine(settings)
-    await engine.start()
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.stop)
-        yield await stack.enter_async_context(staged(engine=engine.app))
-
-
 async def ending(stage: Stage, path: str, **fields: Any) -> TurnEnd | None:
     """Send a request, and return the end of its answer as it was reported."""
     answer = await stage.http.post(path, json={**ASKED[path], **fields})
@@ -57,16 +43,13 @@ async def ending(stage: Stage, path: str, **fields: Any) -> TurnEnd | None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", ASKED)
-async def test_answers_end_by_themselves_or_at_a_limit(emulated: Stage, path: str, stream: bool) -> None:
-    assert await ending(emulated, path, stream=stream) is TurnEnd.DONE
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    assert await ending(emulated, path, stream=stream, **{limit: 3}) is TurnEnd.OTHER
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", TOOLS)
-async def test_answers_end_with_calls_of_tools(emulated: Stage, path: str, stream: bool) -> None:
-    assert await ending(emulated, path, stream=stream, **TOOLS[path]) is TurnEnd.TOOLS
+async def test_answers_end_by_themselves_at_a_limit_or_with_calls_of_tools(path: str, stream: bool) -> None:
+    async with emulated(profile="laptop", speed_up=200.0) as engine, staged(engine=engine.app) as stage:
+        assert await ending(stage, path, stream=stream) is TurnEnd.DONE
+        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        assert await ending(stage, path, stream=stream, **{limit: 3}) is TurnEnd.OTHER
+        if path in TOOLS:
+            assert await ending(stage, path, stream=stream, **TOOLS[path]) is TurnEnd.TOOLS
 
 
 async def test_an_assembled_answer_has_the_end_of_its_stream() -> None:
@@ -86,14 +69,8 @@ async def test_a_client_that_leaves_its_stream_reports_no_end() -> None:
 
 
 async def test_a_stream_without_usage_reports_no_end() -> None:
-    async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        await start_stream(send)
-        choice = {"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}
-        await send_event(send, {"choices": [choice]})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
     async with staged() as stage:
-        stage.engine.answers.append(answer)
+        stage.engine.answers.append(streams(builders.chunk("hi", finish_reason="stop")))
         await stage.http.post(CHAT, json=chat(stream=True))
         assert stage.dispatcher.events[-1][2] is None
 

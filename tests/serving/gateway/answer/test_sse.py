@@ -73,28 +73,11 @@ def test_every_single_byte_cut_passes_whole_events_only() -> None:
     assert scanner.flush() == b""
 
 
-def test_a_client_that_requested_usage_gets_it() -> None:
-    stream = event({"choices": [], "usage": USAGE})
-    received, scanner = scan(stream, [], hide_usage=False)
-    assert received == stream
-    assert scanner.usage == Usage(prompt_tokens=7, output_tokens=2)
-
-
 def test_continuous_usage_beside_choices_is_read_and_passed() -> None:
     stream = event({"choices": [{"delta": {}}], "usage": USAGE})
     received, scanner = scan(stream, [5])
     assert received == stream
     assert scanner.usage == Usage(prompt_tokens=7, output_tokens=2)
-
-
-def test_the_usage_of_a_responses_stream_is_read() -> None:
-    usage = {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}}
-    completed = {"type": "response.completed", "response": {"output": [], "error": None, "usage": usage}}
-    stream = b"event: response.completed\n" + event(completed)
-    received, scanner = scan(stream, [])
-    assert received == stream
-    assert scanner.usage == Usage(prompt_tokens=9, output_tokens=3, cached_tokens=4)
-    assert scanner.error is None
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from tests.http_server import listening
 from tests.serving.channel.harness import FAST, RawPeer, Simulation, hello, scheduler_settings, until
-from tests.serving.gateway.builders import Engine, chat, serving
+from tests.serving.gateway.builders import Engine, chat, http_client, serving
 from tests.serving.gateway.fleet import _place
 
 MODEL = "tiny"
@@ -46,16 +45,13 @@ async def fleet() -> AsyncIterator[Gateways]:
         await world.begin()
         stack.push_async_callback(world.close)
         engine = Engine()
-        port = await stack.enter_async_context(listening(engine))
+        port = await stack.enter_async_context(serving(engine))
         await world.replica("s1", prepare=lambda double: _place(double, engine, port))
         http = {}
         for name in NAMES:
             settings = GatewaySettings(models=(ServedModel(name=MODEL),))
             app = Gateway(settings, {MODEL: await world.gateway(name)}, name)
-            stack.callback(app.close)
-            own = await stack.enter_async_context(serving(app))
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{own}", timeout=10)
-            http[name] = await stack.enter_async_context(client)
+            http[name] = await stack.enter_async_context(http_client(app))
         yield Gateways(world, http)
 
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from serve_app.engines.engine import Receive, Scope, Send
-from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway import ServedModel
 from serve_app.serving.gateway.metrics_page import MetricsKey
-from tests.serving.gateway.builders import TOKEN, FakeDispatcher, serving
+from tests.serving.gateway.builders import TOKEN, FakeDispatcher, gateway, http_client, serving
 
 PATH = "/metrics/engines"
 PAGE = b'# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n'
@@ -37,11 +37,9 @@ class Scraped:
 async def gateway_over(ports: list[int], **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     # A model has one scheduler, which is registered under all of its names.
     dispatcher = FakeDispatcher(ports)
-    given = GatewaySettings(models=(ServedModel(name="tiny"), ServedModel(name="alias")), **settings)
-    app = Gateway(given, {"tiny": dispatcher, "alias": dispatcher}, "g")
-    async with serving(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    models = (ServedModel(name="tiny"), ServedModel(name="alias"))
+    async with http_client(gateway(dispatcher, models=models, **settings)) as http:
         yield http
-    app.close()
 
 
 async def test_each_replica_is_a_target_that_is_scraped_through_the_gateway() -> None:
