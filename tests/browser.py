@@ -1,9 +1,10 @@
 """Headless Chromium for page tests, driven through its DevTools protocol.
 
-    async with open_page(url, tmp_path) as page:
-        assert await page.evaluate("document.title") == "..."
+    with running_browser(folder) as address:
+        async with open_page(address, url) as page:
+            assert await page.evaluate("document.title") == "..."
 
-Tests that use it are marked `needs_browser`.
+Tests that use it are marked `needs_browser`. They may share a browser: each page is a new tab.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ import pytest
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _FOUND = next((path for name in _PROGRAMS if (path := shutil.which(name))), None)
-_LISTENING = b"DevTools listening on "
 _WAIT_S = 60.0
 # Containers have no sandbox, little /dev/shm and no graphics card.
 _OPTIONS = (
@@ -51,6 +52,7 @@ class BrowserPage:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._session: str | None = None
+        self._target: dict[str, Any] = {}
         self._loaded = asyncio.Event()
 
     async def evaluate(self, expression: str) -> Any:
@@ -104,8 +106,8 @@ class BrowserPage:
 
     async def open(self, url: str) -> None:
         """Open a page and wait until it has loaded."""
-        target = await self.call("Target.createTarget", url="about:blank")
-        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call("Target.attachToTarget", **self._target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
@@ -113,6 +115,11 @@ class BrowserPage:
         await self.call("Page.navigate", url=url)
         async with asyncio.timeout(_WAIT_S):
             await self._loaded.wait()
+
+    async def close(self) -> None:
+        """Close the page."""
+        self._session = None
+        await self.call("Target.closeTarget", **self._target)
 
     def _settle(self, found: dict[str, Any]) -> None:
         answer = self._answers.pop(found["id"])
@@ -134,46 +141,51 @@ class BrowserPage:
             self.problems.append(parameters["entry"]["text"])
 
 
-@contextlib.asynccontextmanager
-async def open_page(url: str, folder: Path) -> AsyncIterator[BrowserPage]:
-    """Open a page in a new browser.
+@contextlib.contextmanager
+def running_browser(folder: Path) -> Iterator[str]:
+    """Run a browser; yield the address of its DevTools.
 
     Args:
         folder: for the browser's files.
     """
     assert _FOUND is not None
-    # Starting is instant; a thread reads the output.
-    program = subprocess.Popen(  # noqa: ASYNC220 - see above
-        [_FOUND, *_OPTIONS, f"--user-data-dir={folder / 'browser'}", "about:blank"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    with (folder / "log").open("wb") as log:
+        program = subprocess.Popen(
+            [_FOUND, *_OPTIONS, f"--user-data-dir={folder}", "about:blank"],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
-        async with asyncio.timeout(_WAIT_S):
-            address = await asyncio.to_thread(_address, program)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(address, max_msg_size=0) as socket,
-        ):
-            page = BrowserPage(socket)
-            listening = asyncio.create_task(page.listen())
-            try:
-                await page.open(url)
-                yield page
-            finally:
-                listening.cancel()
+        yield _address(program, folder)
     finally:
         # A separate process group: the launcher and all of its children.
         os.killpg(program.pid, signal.SIGKILL)
-        program.communicate()
+        program.wait()
 
 
-def _address(program: subprocess.Popen[bytes]) -> str:
-    assert program.stderr is not None
-    seen = []
-    for line in program.stderr:
-        if line.startswith(_LISTENING):
-            return line.removeprefix(_LISTENING).decode().strip()
-        seen.append(line.decode(errors="replace"))
-    raise AssertionError(f"the browser ended with {program.wait()}: {''.join(seen)[-2_000:]}")
+def _address(program: "subprocess.Popen[bytes]", folder: Path) -> str:
+    deadline = time.monotonic() + _WAIT_S
+    written = folder / "DevToolsActivePort"
+    while not (written.exists() and (lines := written.read_text().splitlines())[1:]):
+        assert program.poll() is None, (folder / "log").read_text(errors="replace")[-2_000:]
+        assert time.monotonic() < deadline, "the browser does not start"
+        time.sleep(0.02)
+    return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+
+
+@contextlib.asynccontextmanager
+async def open_page(browser: str, url: str) -> AsyncIterator[BrowserPage]:
+    """Open a page in the browser whose DevTools have this address."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(browser, max_msg_size=0) as socket,
+    ):
+        page = BrowserPage(socket)
+        listening = asyncio.create_task(page.listen())
+        try:
+            await page.open(url)
+            yield page
+        finally:
+            await page.close()
+            listening.cancel()

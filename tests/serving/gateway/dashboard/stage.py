@@ -42,12 +42,12 @@ class PageStage:
     keys: Path
     _asked: list[asyncio.Task[Any]] = field(default_factory=list)
 
-    def hold(self) -> None:
-        """Make the replica report draining, so the scheduler dispatches nothing to it."""
+    async def hold(self, **changes: Any) -> None:
+        """Make the replica report draining, and wait for it: the scheduler then dispatches nothing to it."""
         (double,) = self.fleet.doubles
-        double.counts = lambda: ReplicaReport(
-            received=len(self.engine.bodies), waiting=0, running=8, kv_usage_ratio=0.5, draining=True
-        )
+        report = ReplicaReport(received=0, waiting=0, running=8, kv_usage_ratio=0.5, draining=True)
+        double.counts = lambda: replace(report, received=len(self.engine.bodies), **changes)
+        await until(lambda: (self._report() or {}).get("draining", False))
 
     async def fill(self) -> int:
         """Fill the replica with requests `f0`, `f1`, ...; return how many it holds."""
@@ -74,11 +74,11 @@ class PageStage:
             received=len(self.engine.bodies), waiting=0, running=self.engine.running, kv_usage_ratio=0.1
         )
 
-    async def held(self) -> None:
-        """Wait until the scheduler has received the draining report."""
-        async with asyncio.timeout(20):
-            while not (self._report() or {}).get("draining"):  # noqa: ASYNC110 - reports emit no event
-                await asyncio.sleep(0.01)
+    async def next_frames(self) -> None:
+        """Wait until the page has received a frame that shows the present state."""
+        frames = self.app._dashboard._frames
+        rendered = frames.rendered
+        await until(lambda: frames.rendered >= rendered + 2)
 
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:
         """Submit a request in the background; it waits until the stage ends."""
@@ -127,6 +127,7 @@ async def page_stage(keys: Path) -> AsyncIterator[PageStage]:
         )
 
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: _Views(fleet.client)})
+        app._dashboard._frames._interval_s = 0.2
         async with serving(app) as port:
             app.start_batches(keys.parent / "batches")
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app, keys)

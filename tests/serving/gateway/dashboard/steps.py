@@ -3,6 +3,7 @@
 import json
 
 from tests.browser import BrowserPage
+from tests.serving.gateway.builders import MODEL
 
 from .stage import KEY
 
@@ -35,6 +36,18 @@ def tile(name: str) -> str:
 def plain(shown: str) -> str:
     """Replace special spaces by ordinary ones."""
     return shown.replace("\u00a0", " ")
+
+
+async def open_playground(page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "playground")
+    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+
+
+async def shows(page: BrowserPage, tab: str, words: str) -> str:
+    """Wait until a view contains these words; return its text."""
+    found = f"document.getElementById('panel-{tab}').innerText"
+    return plain(await page.becomes(f"{found}.includes({words!r}) && {found}"))
 
 
 async def text(page: BrowserPage, selector: str) -> str:

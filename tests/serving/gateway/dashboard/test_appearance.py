@@ -1,7 +1,5 @@
 """Properties of every dashboard view: accessibility, widths, motion, no foreign scripts."""
 
-import asyncio
-
 import pytest
 
 from tests.accessibility import barriers, needs_axe
@@ -9,7 +7,7 @@ from tests.browser import BrowserPage, needs_browser
 from tests.serving.channel.harness import until
 
 from .stage import PageStage
-from .steps import TABS, choose, live, tile
+from .steps import TABS, choose, live, shows, tile
 
 pytestmark = needs_browser
 
@@ -40,28 +38,22 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     await page.emulate(scheme=scheme)
     assert await barriers(page) == []
     await live(page)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     for number in range(5):
         stage.submit(f"r{number}", tenant=f"t{number % 3}")
     await page.becomes(f"{tile('Waiting')} === '5'")
     for tab in TABS:
         await choose(page, tab)
         assert await barriers(page) == [], tab
-    receipt = "document.querySelector('#panel-request').innerText"
     await page.evaluate("location.hash = '#request/r1'")
-    await page.becomes(f"{receipt}.includes('r1: waiting')")
+    await shows(page, "request", "r1: waiting")
     assert await barriers(page) == []
     stage.release()
     await until(lambda: not stage.fleet.core.find("r1").queued)
     stage.end("r1")
     await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
-    await page.becomes(
-        f"{receipt}.includes('r1: completed') && {receipt}.includes('Requests dispatched to pool')"
-    )
-    assert await barriers(page) == []
-    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
-    await page.becomes(f"{receipt}.includes('Best change:')")
+    await shows(page, "request", "r1: completed")
+    await shows(page, "request", "Requests dispatched to pool")
     assert await barriers(page) == []
     # The width changes no colour.
     if scheme == "light":
@@ -71,18 +63,17 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
             assert await barriers(page) == [], tab
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserPage, width: int) -> None:
+async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserPage) -> None:
     await live(page)
-    await page.emulate(width=width)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     stage.submit("r1", tenant="a-tenant-with-quite-a-long-name" * 4)
     await page.becomes(f"{tile('Waiting')} === '1'")
     for tab in TABS:
         await choose(page, tab)
-        await asyncio.sleep(0.2)
-        assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
+        await stage.next_frames()
+        for width in (400, 1280):
+            await page.emulate(width=width)
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
 async def test_nothing_moves_with_reduced_motion(page: BrowserPage) -> None:

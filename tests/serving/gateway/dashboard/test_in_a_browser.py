@@ -2,21 +2,20 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from serve_app.core.routing.replica import ReplicaReport
 from serve_app.serving.api_keys import read_keys
 from tests.browser import BrowserPage, needs_browser
+from tests.serving.channel.harness import until
 from tests.serving.gateway.batches.test_api import line, run_batch
 from tests.serving.gateway.builders import MODEL, Answers, chat, replies
 
 from .stage import KEY, PageStage
-from .steps import TABS, choose, live, plain, sign_in, text, tile
+from .steps import TABS, choose, live, open_playground, plain, shows, sign_in, text, tile
 
 pytestmark = needs_browser
 
@@ -53,11 +52,7 @@ async def test_what_is_wrong_is_shown_above_all_views_with_the_next_step(
     findings = "document.getElementById('findings').innerText"
     await live(page)
     await page.becomes(f"{findings} === 'No problems found.'")
-    (double,) = stage.fleet.doubles
-    double.counts = lambda: ReplicaReport(
-        received=0, waiting=3, running=8, kv_usage_ratio=0.99, draining=True
-    )
-    await stage.held()
+    await stage.hold(waiting=3, kv_usage_ratio=0.99)
     stage.submit("r1")
     await page.becomes(f"{findings}.includes('all 1 replicas are saturated')")
     assert "RISK model " in await page.evaluate(findings)
@@ -71,8 +66,7 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
 ) -> None:
     await live(page)
     assert await page.evaluate(tile("Waiting")) == "0"
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     for number in range(3):
         stage.submit(f"r{number}", tenant="search")
     await page.becomes(f"{tile('Waiting')} === '3'")
@@ -93,16 +87,14 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
 
 async def test_the_head_of_a_queue_leads_to_its_receipt(stage: PageStage, page: BrowserPage) -> None:
     await live(page)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     stage.submit("r0", tenant="search")
     for tab in ("queues", "overview"):
         await choose(page, tab)
         links = f"[...document.querySelectorAll('#panel-{tab} tbody a')]"
         assert await page.becomes(f"{links}.length && {links}.map((link) => link.hash)") == ["#request/r0"]
     await page.evaluate(f"{links}[0].click()")
-    shown_text = "document.querySelector('#panel-request').innerText"
-    assert "search, default" in await page.becomes(f"{shown_text}.includes('r0: waiting') && {shown_text}")
+    assert "search, default" in await shows(page, "request", "r0: waiting")
     stage.release()
 
 
@@ -110,8 +102,7 @@ async def test_a_request_that_is_lost_among_many_is_not_rounded_away(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     stage.submit("r0", queue_timeout_s=0.2)
     await page.becomes(f"{tile('Rejected / failed')} === '1 / 0'")
     assert "1 no replica" in await text(page, "#tiles")
@@ -145,8 +136,7 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     assert await page.evaluate(f"{slow}.length") == 3
     first = await page.evaluate(f"{slow}[0].innerText")
     await page.evaluate(f"{slow}[0].click()")
-    receipt = "document.querySelector('#panel-request').innerText"
-    await page.becomes(f"{receipt}.includes('{first}: completed')")
+    await shows(page, "request", f"{first}: completed")
     await choose(page, "tenants")
     rows = "document.querySelector('#panel-tenants tbody').innerText"
     shown = await page.becomes(f"{rows}.includes('search') && {rows}")
@@ -175,13 +165,12 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
 async def test_batches_show_their_progress(stage: PageStage, page: BrowserPage) -> None:
     await live(page)
     await choose(page, "batches")
-    panel = "document.getElementById('panel-batches').innerText"
-    await page.becomes(f"{panel}.includes('There are no batches.')")
+    await shows(page, "batches", "There are no batches.")
     client = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="sk-app", max_retries=0)
     lines = [*map(line, range(7)), line(7, body=chat(model="unknown"))]
     batch = await run_batch(client, lines)
-    shown = await page.becomes(f"{panel}.includes('{batch.id[-14:]}') && {panel}")
-    assert " ".join(shown.split()).find("app completed 100 % 8 1") > 0
+    shown = await shows(page, "batches", f"{batch.id[-14:]}\tapp\tcompleted")
+    assert "app completed 100 % 8 1" in " ".join(shown.split())
     await client.close()
 
 
@@ -207,10 +196,7 @@ async def test_an_update_leaves_the_focus_and_the_choice_where_they_are(
     await choose(page, "queues")
     await page.evaluate("document.querySelector('#panel-queues .scroll').focus()")
     was = "document.activeElement === document.querySelector('#panel-queues .scroll')"
-    frames = stage.app._dashboard._frames
-    drawn = frames.rendered
-    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames emit no event
-        await asyncio.sleep(0.05)
+    await stage.next_frames()
     assert await page.evaluate(was)
 
 
@@ -218,13 +204,9 @@ async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPa
     await live(page)
     await page.evaluate("document.getElementById('pause').click()")
     assert await text(page, "#state") == "paused"
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     stage.submit("r1")
-    frames = stage.app._dashboard._frames
-    drawn = frames.rendered
-    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames emit no event
-        await asyncio.sleep(0.05)
+    await stage.next_frames()
     assert await page.evaluate(tile("Waiting")) == "0"
     await page.evaluate("document.getElementById('pause').click()")
     await page.becomes(f"{tile('Waiting')} === '1'")
@@ -233,18 +215,13 @@ async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPa
 async def test_a_request_of_the_playground_is_scheduled_as_any_other(
     stage: PageStage, page: BrowserPage
 ) -> None:
-    await live(page)
-    await choose(page, "playground")
-    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+    await open_playground(page)
     await page.evaluate(
-        "const form = document.querySelector('#panel-playground form');"
+        "var form = document.querySelector('#panel-playground form');"
         "form.tokens.value = 120; form.output.value = 5; form.priority.value = 'interactive';"
         "form.requestSubmit()"
     )
-    shown_text = await page.becomes(
-        "document.querySelector('#panel-playground').innerText.includes('completed (200)')"
-        " && document.querySelector('#panel-playground').innerText"
-    )
+    shown_text = await shows(page, "playground", "completed (200)")
     assert "short, s0" in shown_text
     assert "128-255 tokens" in shown_text or "64-127 tokens" in shown_text
     assert "measured in this browser" in shown_text
@@ -253,26 +230,15 @@ async def test_a_request_of_the_playground_is_scheduled_as_any_other(
     (body,) = [json.loads(each) for each in stage.engine.bodies]
     assert (body["stream"], body["max_tokens"]) == (True, 5)
     assert len(body["messages"][0]["content"].split()) == 120
-
-
-async def test_the_playground_sends_a_text(stage: PageStage, page: BrowserPage) -> None:
-    await live(page)
-    await choose(page, "playground")
-    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
-    await page.evaluate(
-        "const form = document.querySelector('#panel-playground form');"
-        "form.text.value = 'What is a queue?'; form.output.value = 5; form.requestSubmit()"
-    )
-    await page.becomes("document.querySelector('#panel-playground').innerText.includes('completed (200)')")
-    (body,) = [json.loads(each) for each in stage.engine.bodies]
-    assert body["messages"] == [{"role": "user", "content": "What is a queue?"}]
+    await page.evaluate("form.text.value = 'What is a queue?'; form.requestSubmit()")
+    await until(lambda: len(stage.engine.bodies) == 2)
+    assert json.loads(stage.engine.bodies[1])["messages"] == [{"role": "user", "content": "What is a queue?"}]
 
 
 async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: BrowserPage) -> None:
     await live(page)
     await choose(page, "keys")
-    panel = "document.querySelector('#panel-keys').innerText"
-    await page.becomes(f"{panel}.includes('The file has no keys yet.')")
+    await shows(page, "keys", "The file has no keys yet.")
     usage = "[...document.querySelectorAll('#panel-keys table')[1].querySelectorAll('tbody tr')]"
     shown = await page.evaluate(f"{usage}.map((row) => row.innerText)")
     assert [plain(row).split("\t") for row in shown] == [
@@ -288,86 +254,65 @@ async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: Brow
     (kept,) = read_keys(stage.keys)
     assert (kept.tenant, kept.cost_per_day, kept.models) == ("app", 2.5, (MODEL,))
     assert secret.startswith(f"ewsjf_{kept.id}_")
-    await page.becomes(f"{panel}.includes('per day')")
+    await shows(page, "keys", "per day")
     await page.evaluate(
         "document.querySelector('#panel-keys .secret').parentElement.querySelector('button').click()"
     )
-    await page.becomes(f"!{panel}.includes({secret!r})")
+    await page.becomes(f"!document.getElementById('panel-keys').innerText.includes({secret!r})")
 
     await page.evaluate(f"document.querySelector('[aria-label=\"Change key {kept.id}\"]').click()")
     assert await page.evaluate(f"{form} form.cost_per_day.value") == "2.5"
     changed = "form.cost_per_day.value = ''; form.tokens_per_day.value = '900'; form.requestSubmit()"
     await page.evaluate(f"{form} {changed}")
-    await page.becomes(f"{panel}.includes('900 tokens per day')")
+    await shows(page, "keys", "900 tokens per day")
     (kept,) = read_keys(stage.keys)
     assert (kept.cost_per_day, kept.tokens_per_day, kept.models) == (None, 900, (MODEL,))
 
     await page.evaluate("window.confirm = () => true")
     await page.evaluate(f"document.querySelector('[aria-label=\"Revoke key {kept.id}\"]').click()")
-    await page.becomes(f"{panel}.includes('revoked')")
+    await shows(page, "keys", "revoked")
     assert read_keys(stage.keys)[0].status() == "revoked"
     await page.evaluate(f"{form} form.tenant.value = 'two words'; form.requestSubmit()")
-    await page.becomes(f"{panel}.includes('tenant must be a short printable name')")
+    await shows(page, "keys", "tenant must be a short printable name")
 
 
-async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
-    """Open the receipt of the only request, then go back."""
+async def test_a_request_that_waited_has_a_receipt(stage: PageStage, page: BrowserPage) -> None:
+    await open_playground(page)
+    await stage.hold()
+    await page.evaluate("document.querySelector('#panel-playground form').requestSubmit()")
+    await shows(page, "playground", "1 request")
     (own,) = stage.fleet.world.live._gateways.book
     await page.evaluate(f"location.hash = '#request/{own}'")
-    shown = "document.querySelector('#panel-request').innerText"
-    shown_text = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
+    shown_text = await shows(page, "request", "waiting")
     assert "1 of 1 in pool short" in shown_text
     assert "the replicas did not report or were draining" in shown_text
     await page.evaluate("location.hash = '#playground'")
-
-
-async def test_a_request_that_waited_has_a_receipt(
-    stage: PageStage, page: BrowserPage, tmp_path: Path
-) -> None:
-    await live(page)
-    await choose(page, "playground")
-    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
-    shown = "document.querySelector('#panel-playground')"
-    stage.hold()
-    await stage.held()
-    await page.evaluate(f"{shown}.querySelector('form').requestSubmit()")
-    await page.becomes(f"{shown}.innerText.includes('1 request')")
-    await looks_up_one_that_waits(stage, page)
     stage.release()
-    await page.becomes(f"{shown}.innerText.includes('completed (200)')")
+    await shows(page, "playground", "completed (200)")
 
-    await page.evaluate(f"{shown}.querySelector('a[href^=\"#request/\"]').click()")
-    shown_text = plain(
-        await page.becomes(
-            "document.querySelector('#panel-request').innerText.includes('completed')"
-            " && document.querySelector('#panel-request').innerText"
-        )
-    )
+    await page.evaluate("document.querySelector('#panel-playground a[href^=\"#request/\"]').click()")
+    shown_text = await shows(page, "request", "completed")
     assert "the replicas did not report or were draining" in shown_text
     assert "until the first token" in shown_text
     assert "of which: prefill (estimated)" in shown_text
     assert "generation" in shown_text
     await page.evaluate("location.hash = '#request/unknown'")
-    await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
+    await shows(page, "request", "ten minutes")
 
 
 async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_that_waits(
     stage: PageStage, page: BrowserPage
 ) -> None:
-    await live(page)
-    await choose(page, "playground")
-    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
-    shown = "document.querySelector('#panel-playground').innerText"
+    await open_playground(page)
     form = "document.querySelector('#panel-playground form')"
     stage.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
     await page.evaluate(f"{form}.stream.checked = false; {form}.requestSubmit()")
-    assert "no such thing" in await page.becomes(f"{shown}.includes('rejected (400)') && {shown}")
-    stage.hold()
-    await stage.held()
+    assert "no such thing" in await shows(page, "playground", "rejected (400)")
+    await stage.hold()
     await page.evaluate(f"{form}.requestSubmit()")
-    await page.becomes(f"{shown}.includes('1 request')")
+    await shows(page, "playground", "1 request")
     await page.evaluate(f"{form}.stop.click()")
-    await page.becomes(f"{shown}.includes('cancelled by the user')")
+    await shows(page, "playground", "cancelled by the user")
     await page.becomes(f"{tile('Waiting')} === '0'")
 
 
@@ -375,8 +320,7 @@ async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     stage.submit("r1")
     await page.becomes(f"{tile('Waiting')} === '1'")
     stage.fleet.world.kill()
@@ -404,12 +348,11 @@ async def test_a_lost_gateway_is_shown_and_a_returning_one_is_watched_again(
 
 async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, page: BrowserPage) -> None:
     await live(page)
-    stage.hold()
-    await stage.held()
+    await stage.hold()
     name = "<img/src=x/onerror=document.title='owned'>"
     stage.submit("r1", tenant=name)
     stage.submit("r2", tenant="</td><script>alert(1)</script>")
-    await page.becomes("document.querySelector('#panel-overview').innerText.includes('<img/src=x')")
+    await shows(page, "overview", "<img/src=x")
     for tab in TABS:
         await choose(page, tab)
         await asyncio.sleep(0.1)
@@ -422,12 +365,9 @@ async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPa
     async def other() -> dict[str, Any]:
         raise ConnectionError("gone")
 
-    async def nothing(_: str = "") -> Any:
-        return {}
-
     queries = stage.app._dashboard._frames._queries
     assert isinstance(queries, dict)
-    queries["other"] = Answers(queue=nothing, status=nothing, freeze=nothing, overview=other)
+    queries["other"] = Answers(overview=other)
     await live(page)
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]
