@@ -171,15 +171,14 @@ BAD_FILES: dict[str, tuple[Iterable[Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_FILES)
-async def test_a_mistake_in_a_file_is_reported_with_its_line(tmp_path: Path, kind: str) -> None:
-    lines, code, place = BAD_FILES[kind]
+async def test_a_mistake_in_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     async with served(tmp_path, batches=BatchSettings(max_requests=6)) as (client, _):
-        with pytest.raises(openai.BadRequestError, match=place) as caught:
-            await uploaded(client, lines)
-        assert caught.value.code == code
-        assert [each async for each in client.files.list()] == []
-        assert not list((tmp_path / "files").iterdir())
+        for kind, (lines, code, place) in BAD_FILES.items():
+            with pytest.raises(openai.BadRequestError, match=place) as caught:
+                await uploaded(client, lines)
+            assert caught.value.code == code, kind
+            assert [each async for each in client.files.list()] == []
+            assert not list((tmp_path / "files").iterdir())
 
 
 async def test_requests_to_another_endpoint_fail_the_batch_with_their_line(tmp_path: Path) -> None:
@@ -207,15 +206,13 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_BATCHES)
-async def test_an_invalid_batch_is_refused(tmp_path: Path, kind: str) -> None:
-    changes, status, param = BAD_BATCHES[kind]
+async def test_an_invalid_batch_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as (client, _):
-        options = {"endpoint": CHATS, "completion_window": "24h", **changes}
-        options.setdefault("input_file_id", await uploaded(client, [line(1)]))
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.batches.create(**options)
-        assert (caught.value.status_code, caught.value.param) == (status, param)
+        valid = {"input_file_id": await uploaded(client, [line(1)]), "endpoint": CHATS}
+        for kind, (changes, status, param) in BAD_BATCHES.items():
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.batches.create(**{**valid, "completion_window": "24h", **changes})
+            assert (caught.value.status_code, caught.value.param) == (status, param), kind
 
 
 BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -236,14 +233,13 @@ BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_FORMS)
-async def test_an_invalid_upload_is_refused(tmp_path: Path, kind: str) -> None:
-    request, message = BAD_FORMS[kind]
+async def test_an_invalid_upload_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, fleet):
-        response = await fleet.http.post("/v1/files", **request)
-        assert response.status_code == 400
-        assert message in response.json()["error"]["message"]
-        assert (await fleet.http.get("/v1/files")).json()["data"] == []
+        for kind, (request, message) in BAD_FORMS.items():
+            response = await fleet.http.post("/v1/files", **request)
+            assert response.status_code == 400, kind
+            assert message in response.json()["error"]["message"]
+            assert (await fleet.http.get("/v1/files")).json()["data"] == []
 
 
 async def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:

@@ -128,17 +128,36 @@ async def running(storage: Storage, gateway: Gateway, holder: str = "g1") -> Asy
     await found.stop()
 
 
+async def completed(storage: Storage, gateway: Gateway, count: int, **changes: Any) -> BatchRecord:
+    """Run a batch until its end."""
+    batch_id = await add_batch(storage, count, **changes)
+    async with running(storage, gateway):
+        return await final(storage, batch_id)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the times of leases and turns."""
+    """Shorten the times of leases and turns, and the pauses before a request is sent again."""
+    pause_s = runner_module._pause_s
+
+    def shortened(answer: Answer, failures: int) -> float | None:
+        found = pause_s(answer, failures)
+        return None if found is None else found / 20
+
+    monkeypatch.setattr(runner_module, "_pause_s", shortened)
     monkeypatch.setattr(runner_module, "_LEASE_S", 0.5)
     monkeypatch.setattr(runner_module, "_TURN_S", 0.05)
 
 
-async def test_every_line_has_one_result_whoever_dies(tmp_path: Path) -> None:
-    storage, gateway = Storage(tmp_path), Gateway()
-    batch_id = await add_batch(storage, 600)
-    for number in range(6):
+async def test_every_line_has_one_result_whoever_dies(tmp_path: Path, storage: Storage) -> None:
+    gateway = Gateway()
+    batch_id = await add_batch(storage, 500)
+    for number in range(4):
         found = BatchRunner(Storage(tmp_path), gateway.serve, caller_of, f"g{number}")
         found.start()
         await asyncio.sleep(0.75)
@@ -152,9 +171,9 @@ async def test_every_line_has_one_result_whoever_dies(tmp_path: Path) -> None:
     async with running(storage, gateway, "last"):
         record = await final(storage, batch_id)
     assert record.status == "completed"
-    assert sorted(custom_ids(storage, record)) == sorted(f"c{marker}" for marker in range(600))
-    assert (record.completed, record.failed) == (600, 0)
-    assert record.tokens.output == 600
+    assert sorted(custom_ids(storage, record)) == sorted(f"c{marker}" for marker in range(500))
+    assert (record.completed, record.failed) == (500, 0)
+    assert record.tokens.output == 500
 
 
 async def test_a_runner_that_was_suspended_stores_nothing(tmp_path: Path) -> None:
@@ -175,9 +194,11 @@ async def test_a_runner_that_was_suspended_stores_nothing(tmp_path: Path) -> Non
     assert len(custom_ids(storage, record)) == 3
 
 
-async def test_a_stopped_runner_hands_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_runner_hands_over_at_once(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "_LEASE_S", 60.0)
-    storage, gateway = Storage(tmp_path), Gateway(delay_s=0.05)
+    gateway = Gateway(delay_s=0.05)
     batch_id = await add_batch(storage, 200)
     async with running(storage, gateway, "g1"):
         await eventually(lambda: len(gateway.served) > 20)
@@ -187,8 +208,8 @@ async def test_a_stopped_runner_hands_over_at_once(tmp_path: Path, monkeypatch: 
     assert len(custom_ids(storage, record)) == 200
 
 
-async def test_only_one_gateway_runs_batches(tmp_path: Path) -> None:
-    storage, gateway = Storage(tmp_path), Gateway()
+async def test_only_one_gateway_runs_batches(tmp_path: Path, storage: Storage) -> None:
+    gateway = Gateway()
     batch_id = await add_batch(storage, 50)
     async with running(storage, gateway, "g1") as one, running(Storage(tmp_path), gateway, "g2") as two:
         await final(storage, batch_id)
@@ -197,9 +218,9 @@ async def test_only_one_gateway_runs_batches(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_delays_results_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, gateway = Storage(tmp_path), Gateway()
+    gateway = Gateway()
     batch_id = await add_batch(storage, 1_500)
     original, is_full = BatchStore.add_results, False
 
@@ -223,11 +244,9 @@ async def test_a_full_disk_delays_results_and_loses_none(
     assert sorted(gateway.served) == list(range(1_500))
 
 
-async def test_an_expired_batch_ends_with_what_it_has(tmp_path: Path) -> None:
-    storage, gateway = Storage(tmp_path), Gateway(delay_s=0.4)
-    batch_id = await add_batch(storage, 1_000, expires_at=int(time()) + 2)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+async def test_an_expired_batch_ends_with_what_it_has(storage: Storage) -> None:
+    gateway = Gateway(delay_s=0.4)
+    record = await completed(storage, gateway, 1_000, expires_at=int(time()) + 2)
     assert record.status == "expired"
     assert record.completed > 0
     assert record.failed == 1_000 - record.completed
@@ -237,10 +256,10 @@ async def test_an_expired_batch_ends_with_what_it_has(tmp_path: Path) -> None:
 
 
 async def test_a_late_batch_is_submitted_in_the_default_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "_RATE_INTERVAL_S", 0.1)
-    storage, gateway = Storage(tmp_path), Gateway(delay_s=0.05)
+    gateway = Gateway(delay_s=0.05)
     batch_id = await add_batch(storage, 2_000, expires_at=int(time()) + 3)
     async with running(storage, gateway):
         await final(storage, batch_id)
@@ -248,52 +267,41 @@ async def test_a_late_batch_is_submitted_in_the_default_class(
     assert gateway.classes["default"] > 0
 
 
-async def test_rejections_for_lack_of_capacity_are_repeated_without_limit(tmp_path: Path) -> None:
+async def test_rejections_for_lack_of_capacity_are_repeated_without_limit(storage: Storage) -> None:
     busy = Answer(429, {b"retry-after-ms": b"10"}, b"{}")
     timed_out = Answer(504, {b"retry-after-ms": b"10"}, b'{"error": {"code":"queue_timeout"}}')
     gateway = Gateway(script={0: [busy] * 8, 1: [timed_out] * 8})
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 2)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+    record = await completed(storage, gateway, 2)
     assert (record.completed, record.failed) == (2, 0)
     assert Counter(gateway.served) == {0: 9, 1: 9}
 
 
-async def test_failures_count_beside_rejections(tmp_path: Path) -> None:
+async def test_failures_count_beside_rejections(storage: Storage) -> None:
     busy, failed = Answer(429, {b"retry-after-ms": b"10"}, b"{}"), Answer(502, {}, b"{}")
     timed_out = Answer(504, {b"retry-after-ms": b"10"}, b'{"error": {"code":"queue_timeout"}}')
     gateway = Gateway(script={0: [busy] * 3 + [timed_out] * 3 + [failed]})
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 1)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+    record = await completed(storage, gateway, 1)
     assert (record.completed, len(gateway.served)) == (1, 8)
 
 
-async def test_an_engine_that_fails_three_times_is_an_error(tmp_path: Path) -> None:
+async def test_an_engine_that_fails_three_times_is_an_error(storage: Storage) -> None:
     failed = Answer(502, {}, b'{"error": {"code": "engine_failed"}}')
     gateway = Gateway(script={0: [failed] * 9})
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 1)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+    record = await completed(storage, gateway, 1)
     assert (record.status, record.failed, len(gateway.served)) == ("completed", 1, 3)
     assert read_lines(storage, record.error_file_id)[0]["response"]["status_code"] == 502
 
 
-async def test_a_revoked_key_ends_its_requests(tmp_path: Path) -> None:
-    storage, gateway = Storage(tmp_path), Gateway()
-    batch_id = await add_batch(storage, 3, key_id="gone")
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+async def test_a_revoked_key_ends_its_requests(storage: Storage) -> None:
+    gateway = Gateway()
+    record = await completed(storage, gateway, 3, key_id="gone")
     assert record.failed == 3
     assert gateway.served == []
     assert read_lines(storage, record.error_file_id)[0]["response"]["status_code"] == 401
 
 
-async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(tmp_path: Path) -> None:
-    storage, gateway = Storage(tmp_path), Gateway(delay_s=0.05)
+async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(storage: Storage) -> None:
+    gateway = Gateway(delay_s=0.05)
     batch_id = await add_batch(storage, 300)
     async with running(storage, gateway):
         await eventually(lambda: len(gateway.served) > 20)
@@ -308,7 +316,7 @@ async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(tmp_p
 
 
 async def test_an_input_that_cannot_be_read_for_a_while_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.serving.gateway.batches.lines._BLOCK_BYTES", 500)
     original, reads = InputReader._next, 0
@@ -324,16 +332,14 @@ async def test_an_input_that_cannot_be_read_for_a_while_is_read_again(
         return requests
 
     monkeypatch.setattr(InputReader, "_next", read)
-    storage, gateway = Storage(tmp_path), Gateway()
-    batch_id = await add_batch(storage, 100)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+    gateway = Gateway()
+    record = await completed(storage, gateway, 100)
     assert record.status == "completed"
     assert sorted(gateway.served) == list(range(100))
 
 
 async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, wakes = Writer.write, threading.Event()
     writes = 0
@@ -345,7 +351,6 @@ async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successo
             wakes.wait(10)
         original(writer, data)
 
-    storage = Storage(tmp_path)
     batch_id = await add_batch(storage, 5)
     monkeypatch.setattr(Writer, "write", write)
     async with running(Storage(tmp_path), Gateway(), "slow") as first:
@@ -360,7 +365,7 @@ async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successo
 
 
 async def test_a_line_without_a_result_by_mistake_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = runner_module._result
 
@@ -370,10 +375,7 @@ async def test_a_line_without_a_result_by_mistake_is_an_error(
         return original(record, request, answer)
 
     monkeypatch.setattr(runner_module, "_result", result)
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 3)
-    async with running(storage, Gateway()):
-        record = await final(storage, batch_id)
+    record = await completed(storage, Gateway(), 3)
     assert (record.completed, record.failed) == (2, 1)
     (error,) = read_lines(storage, record.error_file_id)
     assert (error["custom_id"], error["error"]["code"]) == ("c1", "internal_error")
@@ -405,21 +407,19 @@ def test_no_tenant_occupies_all_places() -> None:
     assert len(runner_module._first([*records, batch(7, "c", expires_at=50)], 50.0)) == 64
 
 
-async def test_answers_that_are_no_json_lines_remain_one_line(tmp_path: Path) -> None:
+async def test_answers_that_are_no_json_lines_remain_one_line(storage: Storage) -> None:
     answers = [Answer(200, {}, b'{\n"a":\n1}'), Answer(200, {}, b"\xfftext\nmore"), Answer(200, {}, b"[1]")]
     gateway = Gateway(script={marker: [answer] for marker, answer in enumerate(answers)})
-    storage = Storage(tmp_path)
-    batch_id = await add_batch(storage, 3)
-    async with running(storage, gateway):
-        record = await final(storage, batch_id)
+    record = await completed(storage, gateway, 3)
     lines = read_lines(storage, record.output_file_id)
     bodies = [each["response"]["body"] for each in lines]
     assert bodies == [{"a": 1}, "\ufffdtext\nmore", [1]]
 
 
-async def test_expired_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_files_are_deleted(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "_SWEEP_S", 0.1)
-    storage = Storage(tmp_path)
     for name, expires_at, is_complete in (("a", 10, True), ("b", None, True), ("c", None, False)):
         record = FileRecord(id=name, owner="t", filename="f", purpose="batch", created_at=1)
         record.expires_at, record.is_complete, record.bytes = expires_at, is_complete, int(is_complete)

@@ -9,6 +9,8 @@ from serve_app.serving.gateway.batches import store as store_module
 from serve_app.serving.gateway.batches.records import BatchRecord, Tokens, window_s
 from serve_app.serving.gateway.batches.store import BatchStore, LeaseLost, Result, StoreError
 
+TOKEN = 1
+
 
 def batch(batch_id: str = "batch_1", **changes: Any) -> BatchRecord:
     """Return a batch of two requests."""
@@ -27,6 +29,15 @@ def batch(batch_id: str = "batch_1", **changes: Any) -> BatchRecord:
     return BatchRecord(id=batch_id, **fields)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    """Return a store of one batch, whose lease has this token."""
+    made = BatchStore(tmp_path / "db")
+    made.add_batch(batch())
+    assert made.acquire("g1", 0.0, 1.0) == TOKEN
+    return made
+
+
 def test_one_holder_has_the_lease_until_it_ends(tmp_path: Path) -> None:
     one, two = BatchStore(tmp_path / "db"), BatchStore(tmp_path / "db")
     assert one.acquire("g1", 0.0, 10.0) == 1
@@ -39,62 +50,46 @@ def test_one_holder_has_the_lease_until_it_ends(tmp_path: Path) -> None:
     assert one.acquire("g1", 20.0, 10.0) == 3
 
 
-def test_a_former_holder_changes_nothing(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "db")
-    store.add_batch(batch())
-    old = store.acquire("g1", 0.0, 1.0)
+def test_a_former_holder_changes_nothing(store: BatchStore) -> None:
     assert store.acquire("g2", 2.0, 1.0) == 2
-    assert old is not None
     result = Result(1, False, b"{}", Tokens())
     with pytest.raises(LeaseLost):
-        store.add_results(old, "batch_1", [result])
+        store.add_results(TOKEN, "batch_1", [result])
     with pytest.raises(LeaseLost):
-        store.change(old, "batch_1", lambda record: record.enter("in_progress", 1))
+        store.change(TOKEN, "batch_1", lambda record: record.enter("in_progress", 1))
     with pytest.raises(LeaseLost):
-        store.complete(old, "batch_1", [], lambda record: record.enter("completed", 1))
+        store.complete(TOKEN, "batch_1", [], lambda record: record.enter("completed", 1))
     assert store.open_batches() == [batch()]
 
 
-def test_the_first_result_of_a_line_counts(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "db")
-    store.add_batch(batch())
-    token = store.acquire("g1", 0.0, 1.0)
-    assert token is not None
+def test_the_first_result_of_a_line_counts(store: BatchStore) -> None:
     first, second = Result(1, False, b"1", Tokens(5, 1, 2)), Result(1, True, b"2", Tokens(9, 9, 9))
-    store.add_results(token, "batch_1", [first])
-    record = store.add_results(token, "batch_1", [second])
+    store.add_results(TOKEN, "batch_1", [first])
+    record = store.add_results(TOKEN, "batch_1", [second])
     assert (record.completed, record.failed, record.tokens) == (1, 0, Tokens(5, 1, 2))
     assert store.outputs("batch_1", 0, errors=False) == [(1, b"1")]
     assert store.lines_with_result("batch_1") == {1}
 
 
-def test_a_failure_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "db")
-    store.add_batch(batch())
-    token = store.acquire("g1", 0.0, 1.0)
-    assert token is not None
+def test_a_failure_leaves_everything_as_it_was(store: BatchStore) -> None:
 
     def fail(_: BatchRecord) -> None:
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011 - the test's own
-        store.change(token, "batch_1", fail)
-    store.change(token, "batch_1", lambda record: record.enter("in_progress", 1))
+        store.change(TOKEN, "batch_1", fail)
+    store.change(TOKEN, "batch_1", lambda record: record.enter("in_progress", 1))
     assert store.open_batches()[0].status == "in_progress"
 
 
-def test_a_full_disk_is_an_error_and_no_damage(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "db")
-    store.add_batch(batch())
-    token = store.acquire("g1", 0.0, 1.0)
-    assert token is not None
+def test_a_full_disk_is_an_error_and_no_damage(store: BatchStore) -> None:
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
     long = Result(1, False, b"x" * 1_000_000, Tokens())
     with pytest.raises(StoreError, match="full"):
-        store.add_results(token, "batch_1", [long])
+        store.add_results(TOKEN, "batch_1", [long])
     store._db.execute("PRAGMA max_page_count = 100000")
-    assert store.add_results(token, "batch_1", [long]).completed == 1
+    assert store.add_results(TOKEN, "batch_1", [long]).completed == 1
 
 
 def test_a_network_file_system_gets_no_write_ahead_log(

@@ -32,28 +32,6 @@ from ..conftest import Stage, staged
 CHAT = "/v1/chat/completions"
 
 
-async def test_each_request_is_concluded_in_one_log_line(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "ray.serve")
-    await stage.http.post(CHAT, json=chat(stream=True), headers={"x-request-id": "mine", "x-tenant": "acme"})
-    await stage.http.post(CHAT, json=chat(temperature=1, max_tokens="x"))
-    stage.gateway.telemetry.flush_log()
-    first, second = (record.getMessage() for record in caplog.records if record.name == "ray.serve")
-    for part in (
-        "event=concluded outcome=completed",
-        "tenant=acme",
-        "pool=short",
-        "attempts=1",
-        "ttft_s=",
-        "output_tokens=4",
-        "client_request_id=mine",
-    ):
-        assert part in first
-    assert "event=concluded outcome=rejected_invalid" in second
-    assert "max_tokens is invalid" in second
-
-
 async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -63,7 +41,8 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
             "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
             "x-forwarded-for": "9.9.9.9, 8.8.8.8",
         }
-        assert (await stage.http.post(CHAT, json=chat(), headers={**key, **traced})).status_code == 200
+        streamed = await stage.http.post(CHAT, json=chat(stream=True), headers={**key, **traced})
+        assert streamed.status_code == 200
         stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
         assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
         assert (await stage.http.post(CHAT, json=chat())).status_code == 401
@@ -72,33 +51,13 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
     assert "outcome=completed status=200 " in served
     assert " tenant=acme key=config/acme client=127.0.0.1 forwarded_for=9.9.9.9,8.8.8.8 " in served
     assert f" trace_id={trace_id}" in served
+    assert all(part in served for part in (" pool=short ", " attempts=1 ", " ttft_s=", " output_tokens=4 "))
     assert "outcome=rejected_queue_full status=429 " in full
     assert " key=config/acme client=127.0.0.1 " in full
     assert "trace_id" not in full
     assert "outcome=rejected_unauthorised status=401 " in unknown
+    assert "detail='an API key is required" in unknown
     assert "s3cret" not in caplog.text
-
-
-async def test_clients_that_are_rejected_by_the_hundred_leave_a_few_lines_and_a_count(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "ray.serve")
-    for number in range(120):
-        if number % 3:
-            stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
-        answer = await stage.http.post(CHAT, json=chat())
-        assert answer.status_code == (429 if number % 3 else 200)
-    stage.gateway.telemetry.flush_log()
-    lines = [each.getMessage() for each in caplog.records if each.name == "ray.serve"]
-    rejected = [line for line in lines if "outcome=rejected_queue_full" in line]
-    entries = [
-        dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line
-    ]
-    assert sum("outcome=completed" in line for line in lines) == 40
-    assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in entries) == 80
-    # The limit holds for each second; each `log_suppressed` line ends one.
-    assert len(rejected) <= MAX_REJECTED_LINES * (len(entries) + 1)
-    assert entries
 
 
 async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,11 +192,14 @@ def logger() -> Iterator[logging.Logger]:
         handler.close()
 
 
-def rotating_log(file: Path, form: str, max_bytes: int = 0) -> RotatingFileHandler:
+def rotating_log(file: Path, formatter: logging.Formatter, max_bytes: int = 0) -> RotatingFileHandler:
     """Open a log file as Ray Serve does: from the first record on."""
     handler = RotatingFileHandler(file, maxBytes=max_bytes, backupCount=3)
-    handler.setFormatter(logging.Formatter(form))
+    handler.setFormatter(formatter)
     return handler
+
+
+PLAIN = logging.Formatter("%(message)s")
 
 
 class Document(logging.Formatter):
@@ -256,7 +218,7 @@ async def test_lines_are_written_soon_in_order_and_formatted_one_by_one(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    memory = MemoryHandler(100, target=rotating_log(file, "%(levelname)s %(message)s"))
+    memory = MemoryHandler(100, target=rotating_log(file, logging.Formatter("%(levelname)s %(message)s")))
     logger.addHandler(memory)
     log = RequestLog(logger)
     logger.info("before")
@@ -272,9 +234,7 @@ async def test_a_format_of_json_gets_one_document_a_line_with_fields(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    handler = rotating_log(file, "")
-    handler.setFormatter(Document())
-    logger.addHandler(handler)
+    logger.addHandler(rotating_log(file, Document()))
     log = RequestLog(logger)
     rejected = concluded(1, Outcome.REJECTED_QUEUE_FULL)
     log.add(FULL)
@@ -289,9 +249,7 @@ async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logg
         def format(self, record: logging.LogRecord) -> str:
             return json.dumps({"body": {"text": record.getMessage()}})
 
-    handler = rotating_log(tmp_path / "log", "")
-    handler.setFormatter(Nested())
-    logger.addHandler(handler)
+    logger.addHandler(rotating_log(tmp_path / "log", Nested()))
     log = RequestLog(logger)
     log.add(FULL)
     log.flush()
@@ -299,7 +257,7 @@ async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logg
 
 
 async def test_a_full_file_is_put_away(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s", max_bytes=100))
+    logger.addHandler(rotating_log(tmp_path / "log", PLAIN, max_bytes=100))
     log = RequestLog(logger)
     for number in range(3):
         for _ in range(10):
@@ -330,7 +288,7 @@ async def test_other_handlers_get_a_record_for_each_line_that_passes_their_level
 
 
 async def test_many_lines_do_not_wait(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s"))
+    logger.addHandler(rotating_log(tmp_path / "log", PLAIN))
     log = RequestLog(logger)
     made = [concluded(number) for number in range(1_000)]
     for each in made:
@@ -345,9 +303,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    handler = rotating_log(file, "")
-    handler.setFormatter(Document())
-    logger.addHandler(handler)
+    logger.addHandler(rotating_log(file, Document()))
     log = RequestLog(logger)
     for number in range(3_000):
         log.add(concluded(number, Outcome.REJECTED_QUEUE_FULL))
@@ -375,7 +331,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
 
 
 async def test_suppressed_lines_are_counted_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s"))
+    logger.addHandler(rotating_log(tmp_path / "log", PLAIN))
     log = RequestLog(logger)
     for number in range(25):
         log.add(concluded(number, Outcome.CANCELLED))

@@ -83,13 +83,6 @@ def test_a_queue_timeout_must_be_a_sensible_number(value: bytes) -> None:
         headers.queue_timeout_s(value)
 
 
-def test_queue_wishes_are_read() -> None:
-    assert headers.queue_timeout_s(None) is None
-    assert headers.queue_timeout_s(b"2.5") == 2.5
-    assert headers.no_wait(b"no-wait")
-    assert not headers.no_wait(None)
-
-
 def test_connection_headers_and_those_of_the_gateway_are_not_forwarded() -> None:
     raw = [
         (b"content-type", b"application/json"),

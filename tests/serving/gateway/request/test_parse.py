@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.request import TextCategory
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
 from serve_app.serving.gateway.request.prefix import prefix_hashes
@@ -16,23 +15,6 @@ RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 
 def parse(path: str, **fields: Any) -> ParsedBody:
     return SCHEDULED[path].parse(json.dumps({"model": "m", **fields}).encode())
-
-
-def test_text_of_messages_is_counted_in_utf8_bytes_and_media_as_items() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
-    sound = {"type": "input_audio", "input_audio": {"data": "B" * 5000}}
-    parsed = parse(
-        CHAT,
-        messages=[
-            {"role": "system", "content": "é"},
-            {"role": "user", "content": [{"type": "text", "text": "abc"}, image, sound, "plain"]},
-            {"role": "assistant", "content": None},
-        ],
-    )
-    assert parsed.spec.shape.text_bytes == 2 + 3 + 5
-    assert parsed.spec.shape.media_items == 2
-    assert parsed.spec.shape.messages == 3
-    assert parsed.spec.shape.prompt_tokens is None
 
 
 def test_tools_and_schemas_are_measured_as_received_json() -> None:
@@ -46,14 +28,6 @@ def test_tools_and_schemas_are_measured_as_received_json() -> None:
     )
     assert parsed.spec.shape.tool_bytes == len(json.dumps(tools)) + len(json.dumps(call))
     assert parsed.spec.shape.text_bytes == 1
-
-
-def test_the_category_of_the_text_is_found() -> None:
-    chinese = parse(CHAT, messages=[{"role": "user", "content": "今天的天气很好我们去公园" * 10}])
-    assert chinese.spec.shape.category is TextCategory.CJK
-    assert (
-        parse(COMPLETIONS, prompt="The cat sat on the mat. " * 20).spec.shape.category is TextCategory.PROSE
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.serving.gateway.request.fields import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.prefix import (
     chat_opening,
@@ -54,18 +53,6 @@ def test_the_next_turn_of_a_chat_begins_as_the_turn_before_it() -> None:
     assert len(first) == (1_320 + 840) // 512
     assert second[: len(first)] == first
     assert len(second) > len(first)
-
-
-def test_chats_with_the_same_instructions_share_just_those() -> None:
-    other = {"role": "user", "content": "What is the time? " * 60}
-    assert common(chat(SYSTEM, QUESTION), chat(SYSTEM, other)) == 1_320 // 512
-
-
-def test_roles_and_the_borders_of_messages_count() -> None:
-    text = "x" * 600
-    assert common(chat({"role": "user", "content": text}), chat({"role": "tool", "content": text})) == 0
-    split = chat({"role": "user", "content": "x" * 300}, {"role": "user", "content": "x" * 300})
-    assert common(split, chat({"role": "user", "content": text})) == 0
 
 
 def test_a_text_in_parts_is_the_same_text() -> None:
@@ -136,10 +123,6 @@ def test_a_response_continues_where_another_has_ended() -> None:
     assert lengths == [1, 2, 3]
     assert common(responses(asked, instructions="Be kind."), responses(output, instructions="Be kind.")) == 1
     assert common(responses(asked), responses(asked, instructions="Be kind.")) == 0
-
-
-def test_the_number_of_hashes_is_bounded() -> None:
-    assert len(completion("x" * (4 * BLOCK_ENDS[-1] + 5_000_000))) == len(BLOCK_ENDS)
 
 
 def test_all_gateways_compute_the_same_hashes() -> None:

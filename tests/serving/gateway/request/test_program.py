@@ -34,14 +34,13 @@ async def hint(
     return stage.dispatcher.submissions[-1].program
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_request_without_an_id_states_no_program(stage: Stage, path: str) -> None:
-    assert await hint(stage, path) is None
+async def test_a_request_without_an_id_states_no_program(stage: Stage) -> None:
+    for path in BODIES:
+        assert await hint(stage, path) is None, path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+async def test_a_header_states_the_session(stage: Stage) -> None:
+    for name in (
         "x-session-id",
         "x-session-affinity",
         "x-dynamo-session-id",
@@ -49,29 +48,25 @@ async def test_a_request_without_an_id_states_no_program(stage: Stage, path: str
         "x-litellm-session-id",
         "thread-id",
         "session-id",
-    ],
-)
-async def test_a_header_states_the_session(stage: Stage, name: str) -> None:
-    assert await hint(stage, headers={name: "s 1"}) == ProgramHint(session="s 1")
-    assert name.encode() not in stage.engine.heads[-1]
+    ):
+        assert await hint(stage, headers={name: "s 1"}) == ProgramHint(session="s 1"), name
+        assert name.encode() not in stage.engine.heads[-1]
 
 
-@pytest.mark.parametrize(
-    "name", ["x-parent-session-id", "x-dynamo-parent-session-id", "x-codex-parent-thread-id"]
-)
-async def test_headers_state_the_program_and_the_parent(stage: Stage, name: str) -> None:
-    headers: dict[str, Any] = {"x-session-id": "s", "x-program-id": "p", name: "above"}
-    assert await hint(stage, headers=headers) == ProgramHint(session="s", program="p", parent="above")
-    assert await hint(stage, headers={name: "above"}) is None
+async def test_headers_state_the_program_and_the_parent(stage: Stage) -> None:
+    for name in ("x-parent-session-id", "x-dynamo-parent-session-id", "x-codex-parent-thread-id"):
+        headers: dict[str, Any] = {"x-session-id": "s", "x-program-id": "p", name: "above"}
+        expected = ProgramHint(session="s", program="p", parent="above")
+        assert await hint(stage, headers=headers) == expected, name
+        assert await hint(stage, headers={name: "above"}) is None, name
 
 
 async def test_a_program_alone_is_also_the_session(stage: Stage) -> None:
     assert await hint(stage, headers={"x-program-id": "p"}) == ProgramHint(session="p", program="p")
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "session"),
-    [
+async def test_a_body_states_the_session(stage: Stage) -> None:
+    stated: list[tuple[str, dict[str, Any], str]] = [
         *((path, {"session_id": "s"}, "s") for path in (CHAT, COMPLETIONS, RESPONSES)),
         *((path, {"prompt_cache_key": "k"}, "k") for path in (CHAT, COMPLETIONS, RESPONSES)),
         (CHAT, {"metadata": {GEN_AI: "c", "id": "other"}}, "c"),
@@ -80,12 +75,9 @@ async def test_a_program_alone_is_also_the_session(stage: Stage) -> None:
         (MESSAGES, {"metadata": {"user_id": USER}}, "7c1d-22"),
         (MESSAGES, {"metadata": {"user_id": "user_0a_account__session_1_session_2"}}, "2"),
         (MESSAGES, {"metadata": {"user_id": '{"device_id": "d", "session_id": "s"}'}}, "s"),
-    ],
-)
-async def test_a_body_states_the_session(
-    stage: Stage, path: str, fields: dict[str, Any], session: str
-) -> None:
-    assert await hint(stage, path, **fields) == ProgramHint(session=session)
+    ]
+    for path, fields, session in stated:
+        assert await hint(stage, path, **fields) == ProgramHint(session=session), (path, fields)
 
 
 async def test_the_first_source_counts(stage: Stage) -> None:
@@ -119,9 +111,15 @@ async def test_unusable_ids_in_bodies_are_ignored(stage: Stage, value: object) -
     assert await hint(stage, **{**fields, "prompt_cache_key": "k"}) == ProgramHint(session="k")
 
 
-@pytest.mark.parametrize(
-    "user",
-    ["maria", "team_session_5", "user_1_session_", "{", '{"session_id": 5}', '{"user": "maria"}', "{}"],
-)
-async def test_a_user_id_without_a_session_is_no_hint(stage: Stage, user: str) -> None:
-    assert await hint(stage, MESSAGES, metadata={"user_id": user}) is None
+async def test_a_user_id_without_a_session_is_no_hint(stage: Stage) -> None:
+    users = (
+        "maria",
+        "team_session_5",
+        "user_1_session_",
+        "{",
+        '{"session_id": 5}',
+        '{"user": "maria"}',
+        "{}",
+    )
+    for user in users:
+        assert await hint(stage, MESSAGES, metadata={"user_id": user}) is None, user

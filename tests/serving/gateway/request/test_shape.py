@@ -78,32 +78,11 @@ def test_text_and_media_are_counted_apart_in_any_order(kinds: list[str], data: s
     assert (found.text_bytes, found.media_items) == (3 * texts, len(kinds) - texts)
 
 
-def test_every_turn_of_a_conversation_counts_again() -> None:
-    turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "efg"}] * 5
-    asked = [*turns, {"role": "user", "content": "h"}]
-    assert shape(CHAT, messages=asked).text_bytes == 5 * 7 + 1
-    assert shape(CHAT, messages=asked).messages == 11
-
-
 def test_tools_count_with_their_json_and_do_not_sway_the_category() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "数" * 300, "parameters": {}}}
     found = shape(CHAT, messages=[{"role": "user", "content": "Call it, please."}], tools=[tool] * 3)
     assert found.tool_bytes == len(json.dumps([tool] * 3))
     assert found.category is TextCategory.PROSE
-
-
-@pytest.mark.parametrize(
-    ("text", "category"),
-    [
-        ("3.14159, 2.71828, -1.41421, 0.57721\n" * 20, TextCategory.NUMERIC),
-        ("iVBORw0KGgoAAAANSUhEUgAAAAUA9ZaG" * 20, TextCategory.NUMERIC),
-        ("Les élèves sont arrivés hier soir par le dernier train de la semaine.\n" * 20, TextCategory.MIXED),
-    ],
-)
-def test_bodies_of_numbers_and_mixtures_get_categories_of_their_own(
-    text: str, category: TextCategory
-) -> None:
-    assert shape(CHAT, messages=[{"role": "user", "content": text}]).category is category
 
 
 TEXT = "word " * 20_000
@@ -188,10 +167,3 @@ def test_fields_that_no_model_reads_are_not_counted(inert: dict[str, Any]) -> No
 def test_a_text_beside_an_image_hides_neither() -> None:
     found = chat({"type": "image_url", "text": "abc", "image_url": {"url": URL}})
     assert (found.text_bytes, found.media_items) == (3, 1)
-
-
-def test_escapes_are_not_taken_for_text() -> None:
-    text = 'def f():\n\treturn "数"\n' * 200
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}, indent=8).encode()
-    found = SCHEDULED[CHAT].parse(body).spec.shape
-    assert (found.text_bytes, found.tool_bytes) == (len(text.encode()), 0)
