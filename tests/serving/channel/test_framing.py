@@ -48,16 +48,11 @@ def test_a_stream_may_arrive_byte_by_byte() -> None:
     assert read == messages
 
 
-def test_many_messages_are_spread_over_several_frames_in_order() -> None:
-    messages = some_messages(1000)
-    frames = list(reader().feed(encode_frames(messages, LIMIT)))
+@pytest.mark.parametrize(("count", "limit"), [(1_000, LIMIT), (40, 1_000)], ids=["many", "long"])
+def test_messages_are_spread_over_several_frames_in_order(count: int, limit: int) -> None:
+    messages = some_messages(count)
+    frames = list(reader(limit).feed(encode_frames(messages, limit)))
     assert len(frames) > 1
-    assert [message for frame in frames for message in frame] == messages
-
-
-def test_messages_that_together_exceed_a_frame_are_split() -> None:
-    messages = some_messages(40)
-    frames = list(reader(1000).feed(encode_frames(messages, 1000)))
     assert [message for frame in frames for message in frame] == messages
 
 

@@ -40,23 +40,17 @@ async def test_a_replica_that_leaves_is_gone_at_once(world: Simulation) -> None:
     await until(lambda: world.live.status()["replicas"] == {})
 
 
-async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale(world: Simulation) -> None:
+async def test_a_replica_whose_load_is_unknown_becomes_stale_and_takes_no_requests(world: Simulation) -> None:
+    gateway = await world.gateway()
     client, double = await world.replica("s1")
+    await until(lambda: len(gateway.replicas()) == 1)
     double.broken = True
     await until(lambda: world.live.status()["replicas"]["s1"]["stale"])
+    await until(lambda: gateway.replicas() == ())
     assert client.is_connected
     assert 'ewsjf_stale_reports_total{model="m"} 1.0' in await world.live.exposition()
     double.broken = False
     await until(lambda: not world.live.status()["replicas"]["s1"]["stale"])
-
-
-async def test_gateways_learn_that_a_stale_replica_takes_no_requests(world: Simulation) -> None:
-    gateway = await world.gateway()
-    _, double = await world.replica("s1")
-    await until(lambda: len(gateway.replicas()) == 1)
-    double.broken = True
-    await until(lambda: gateway.replicas() == ())
-    double.broken = False
     await until(lambda: len(gateway.replicas()) == 1)
 
 

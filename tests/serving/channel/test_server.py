@@ -60,11 +60,6 @@ async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(world: Simulati
     assert world.endpoint().incarnation == 1
 
 
-async def test_a_silent_connection_is_closed(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    assert await raw_peer.closed()
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -116,12 +111,6 @@ async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simu
     await second.receive(Welcome)
     assert await first.closed()
     assert world.live.status()["gateways"] == 1
-
-
-async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()), Heartbeat(1000))
-    assert await raw_peer.closed()
 
 
 async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:

@@ -212,7 +212,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     wire.cut()
     await until(lambda: world.live._gateways.connected_count == 1)
     # The engine reports all three as running, so they stay in flight for as long as it does.
-    await asyncio.sleep(4 * FAST.gateway_grace_s)
+    await asyncio.sleep(2 * FAST.gateway_grace_s)
     assert ledger["s1"].in_flight == 3
     engine.report = replace(engine.report, running=2)
     await until(lambda: ledger["s1"].in_flight == 2)

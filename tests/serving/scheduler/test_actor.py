@@ -63,6 +63,11 @@ class Cluster:
         self.actors.append(SchedulerActor(settings, surroundings))
         return self.actors[-1]
 
+    async def started(self, state_uri: str | None = None) -> SchedulerActor:
+        actor = self.actor(state_uri)
+        await actor.check_health()
+        return actor
+
     def _die(self) -> None:
         self.deaths += 1
 
@@ -83,10 +88,8 @@ async def test_each_actor_claims_a_higher_incarnation_and_has_a_secret_of_its_ow
 
 
 async def test_an_older_actor_stops_when_a_newer_one_has_claimed(cluster: Cluster) -> None:
-    older = cluster.actor()
-    await older.check_health()
-    newer = cluster.actor()
-    await newer.check_health()
+    older = await cluster.started()
+    newer = await cluster.started()
     await until(lambda: cluster.deaths == 1)
     with pytest.raises(ChannelError, match="superseded by 2"):
         await older.check_health()
@@ -118,8 +121,7 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
 
 
 async def test_bounds_of_scaling_change_without_a_new_incarnation(cluster: Cluster) -> None:
-    actor = cluster.actor()
-    await actor.check_health()
+    actor = await cluster.started()
     await actor.reconfigure({"scaling": {"gpu_budget": 3.0}})
     assert actor.scaling.status()["gpu_budget"] == 3.0
     # Settings that are left out keep their deployed values.
@@ -168,13 +170,11 @@ UNLIMITED = builders.request(max_output_tokens=None)
 async def test_an_actor_that_restarts_has_the_last_ones_learned_state(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    first = cluster.actor(str(tmp_path))
-    await first.check_health()
+    first = await cluster.started(str(tmp_path))
     learned = observe_answers(first, output_tokens=77)
     cost_s = shell_of(first).core.prefill_costs.shared.seconds(500)
     await first.close()
-    second = cluster.actor(str(tmp_path))
-    await second.check_health()
+    second = await cluster.started(str(tmp_path))
     core = shell_of(second).core
     assert core.estimator.estimate(UNLIMITED).max_output_tokens == learned != 1_024
     assert core.prefill_costs.shared.seconds(500) == cost_s
@@ -182,18 +182,15 @@ async def test_an_actor_that_restarts_has_the_last_ones_learned_state(
 
 
 async def test_an_actor_without_a_store_starts_fresh(cluster: Cluster, tmp_path: Path) -> None:
-    first = cluster.actor()
-    await first.check_health()
+    first = await cluster.started()
     learned = observe_answers(first, output_tokens=77)
     await first.close()
-    second = cluster.actor(str(tmp_path))
-    await second.check_health()
+    second = await cluster.started(str(tmp_path))
     assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
 async def test_other_settings_preserve_learned_state_even_without_a_store(cluster: Cluster) -> None:
-    actor = cluster.actor()
-    await actor.check_health()
+    actor = await cluster.started()
     learned = observe_answers(actor, output_tokens=77)
     await actor.reconfigure({"max_waiting": 5})
     assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
@@ -204,8 +201,7 @@ async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "app/m")
     store.save({"estimator": {"version": 99}, "prefill_costs": {}})
-    actor = cluster.actor(str(tmp_path))
-    await actor.check_health()
+    actor = await cluster.started(str(tmp_path))
     await until(lambda: Path(f"{store.path}.rejected").exists())
     assert "has version 99, this release reads 2" in caplog.text
     assert (
@@ -220,26 +216,22 @@ async def test_a_restarted_actor_has_the_start_times_of_engines(
 ) -> None:
     monkeypatch.setattr(live_scaling, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.0)
-    first = cluster.actor(str(tmp_path))
-    await first.check_health()
+    first = await cluster.started(str(tmp_path))
     first.scaling.restore({"start_s": {"short": 240.0}})
     await first.close()
-    second = cluster.actor(str(tmp_path))
-    await second.check_health()
+    second = await cluster.started(str(tmp_path))
     await until(lambda: bool(second.scaling.status()["pools"]))
     pools = second.scaling.status()["pools"]
     assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
 
 
 async def test_a_restarted_actor_continues_cost_attribution(cluster: Cluster, tmp_path: Path) -> None:
-    first = cluster.actor(str(tmp_path))
-    await first.check_health()
+    first = await cluster.started(str(tmp_path))
     request = builders.request("r1", tenant="payer", priority=PriorityClass.BATCH)
     shell_of(first).core.in_flight.engine_time.used.add("short", request, 12.5)
     began = (await costs_of(first))["since"]
     await first.close()
-    second = cluster.actor(str(tmp_path))
-    await second.check_health()
+    second = await cluster.started(str(tmp_path))
     found = await costs_of(second)
     assert found["since"] == began
     assert [(row["tenant"], row["engine_seconds"]) for row in found["rows"]] == [("payer", 12.5)]
@@ -253,44 +245,38 @@ async def test_a_restarted_actor_continues_cost_attribution(cluster: Cluster, tm
 async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_is_not(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    first = cluster.actor(str(tmp_path))
-    await first.check_health()
+    first = await cluster.started(str(tmp_path))
     learned = observe_answers(first, output_tokens=77)
     await first.close()
     store = StateStore(str(tmp_path), "scheduler", "app/m")
     document = dict(store.load() or {})
     del document["scaling"]
     store.save(document)
-    second = cluster.actor(str(tmp_path))
-    await second.check_health()
+    second = await cluster.started(str(tmp_path))
     assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
     await second.close()
     store.save({**document, "scaling": {"start_s": {"short": -1}}})
-    third = cluster.actor(str(tmp_path))
-    await third.check_health()
+    third = await cluster.started(str(tmp_path))
     await until(lambda: Path(f"{store.path}.rejected").exists())
     assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
 async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    actor = cluster.actor(str(tmp_path / "file" / "below"))
-    await actor.check_health()
+    actor = await cluster.started(str(tmp_path / "file" / "below"))
     assert (await actor.endpoint("gateway")).incarnation == 1
     await actor.close()
 
 
 async def test_a_scheduler_that_was_superseded_overwrites_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    older = cluster.actor(str(tmp_path))
-    await older.check_health()
+    older = await cluster.started(str(tmp_path))
     observe_answers(older, output_tokens=5)
     newer = cluster.actor(str(tmp_path))
     await until(lambda: cluster.deaths == 1)
     learned = observe_answers(newer, output_tokens=300)
     await newer.close()
     await older.close()
-    third = cluster.actor(str(tmp_path))
-    await third.check_health()
+    third = await cluster.started(str(tmp_path))
     assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +11,7 @@ from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSetti
 from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from tests.builders import ManualDriver, settings
+from tests.serving.channel.harness import until
 
 BOUNDS = AutoscalingSettings(min_replicas=0, max_replicas=3)
 POOLS = ScalingSettings(pools={"short": ScaledPool(autoscaling=BOUNDS), "long": ScaledPool()})
@@ -32,9 +32,7 @@ def waiting(count: int) -> Scheduler:
 
 
 async def decided(scaling: LiveScaling) -> None:
-    async with asyncio.timeout(5):
-        while not scaling.status()["pools"]:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(scaling.status()["pools"]))
 
 
 async def test_nothing_is_ordered_before_replicas_had_time_to_reconnect(
@@ -86,9 +84,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
     await decided(scaling)
     assert scaling.statistics() == {"least_replicas:short": 0.0}
     scaling.follow(waiting(2))
-    async with asyncio.timeout(5):
-        while scaling.statistics() != {"least_replicas:short": 1.0}:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: scaling.statistics() == {"least_replicas:short": 1.0})
     scaling.stop()
     # Ray may add a second handler that records here.
     records = {id(record): record.getMessage() for record in caplog.records}
@@ -140,9 +136,3 @@ def fault_events(caplog: pytest.LogCaptureFixture) -> list[str]:
     # Ray may add a second handler that records here.
     records = {id(record): record.getMessage().split()[0] for record in caplog.records}
     return [event for event in records.values() if event.startswith("event=scaling_")]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.005)

@@ -116,18 +116,6 @@ async def test_a_class_has_its_own_time_in_the_queue(world: Simulation) -> None:
     task.cancel()
 
 
-async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: Simulation) -> None:
-    newest = 1
-
-    async def look() -> int:
-        return newest
-
-    live = await world.begin(newest_incarnation=look)
-    newest = 2
-    await until(lambda: world.ends == ["incarnation 1 is superseded by 2"])
-    assert live.end_reason
-
-
 async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> None:
     looks = 0
 
@@ -177,15 +165,6 @@ async def test_gauges_show_waiting_requests_and_stale_replicas(world: Simulation
     ):
         assert line in text, line
     task.cancel()
-
-
-async def test_the_repr_shows_the_counts(world: Simulation) -> None:
-    await world.begin()
-    gateway = await world.gateway()
-    await world.replica("s1")
-    await granted(gateway, "r1")
-    assert "<GatewaySessions gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.live)
-    assert "<ReplicaRegistry replicas 1, open 1>" in repr(world.live)
 
 
 async def test_learned_queues_are_applied_and_recorded(world: Simulation, tmp_path: Path) -> None:

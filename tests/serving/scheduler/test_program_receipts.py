@@ -6,28 +6,24 @@ from typing import Any
 import pytest
 
 from serve_app.core import events as ev
-from serve_app.core.commands import Command, Conclude, Dispatch
-from serve_app.errors import Outcome
 from serve_app.request import ProgramHint, TurnEnd, Usage
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler import program_receipts
-from serve_app.serving.scheduler.history import RequestHistory
-from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.program_receipts import programs_named
 from tests.builders import request
-from tests.core.programs.builders import fleet
+from tests.core.programs.builders import ProgramDriver, fleet
+from tests.serving.scheduler.test_receipts import HistoryStage
 
 
-class ProgramStage:
+class ProgramStage(HistoryStage):
     """A scheduler with one replica that has room for one context of 60,000 tokens."""
 
-    def __init__(self) -> None:
-        self.driver = fleet("s1")
-        self.history = RequestHistory(lambda _pool, _tokens: 0.0, unix_clock=lambda: self.driver.now)
-        self._described: dict[str, GatewayRequest] = {}
+    driver: ProgramDriver
 
-    def arrive(self, request_id: str, session: str, *, blocks: int = 400, **fields: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__(fleet("s1"), most=100)
+
+    def ask(self, request_id: str, session: str, *, blocks: int = 400, **fields: Any) -> None:
         asked = request(
             request_id,
             prompt_tokens=60_000,
@@ -37,41 +33,17 @@ class ProgramStage:
             messages=blocks,
             streamed=True,
         )
-        described = GatewayRequest(GatewaySession("g1"), asked.submission, 0, "")
-        described.arrived_at = self.driver.now
-        self._described[request_id] = described
-        event = ev.Arrived(asked)
-        self._note(event, self.driver.feed(event), described)
+        self.arrive(asked)
 
-    def end(self, request_id: str, usage: Usage, *, first_token_s: float, after_s: float) -> None:
-        first = ev.FirstToken(request_id)
-        self._note(first, self.driver.feed(first, after_s=first_token_s))
-        described = self._described[request_id]
-        described.usage = usage
-        described.times = RequestTimes(
-            "/v1/chat/completions", 0.0, 0.0, first_token_s, first_token_s + after_s
-        )
-        event = ev.Finished(request_id, Outcome.COMPLETED, usage)
-        self._note(event, self.driver.feed(event, after_s=after_s))
+    def answer(self, request_id: str, usage: Usage, *, first_token_s: float, after_s: float) -> None:
+        self.feed(ev.FirstToken(request_id), after_s=first_token_s)
+        times = RequestTimes("/v1/chat/completions", 0.0, 0.0, first_token_s, first_token_s + after_s)
+        self.end(request_id, times, usage, after_s=after_s)
 
     def document(self, name: str = "job") -> list[dict[str, Any]]:
         found = asyncio.run(programs_named(name, self.driver.scheduler, self.history, self.driver.now))
         programs: list[dict[str, Any]] = found["programs"]
         return programs
-
-    def _note(
-        self, event: ev.Event, commands: list[Command], described: GatewayRequest | None = None
-    ) -> None:
-        core = self.driver.scheduler
-        entry = Entry(core, self.driver.now, event, commands, gateway_request=described)
-        if described is not None:
-            entry.scheduled = core.find(described.submission.request_id)
-        for command in commands:
-            if isinstance(command, Dispatch):
-                entry.dispatched.append((command, self.driver.find(command.request_id)))
-            elif isinstance(command, Conclude):
-                entry.concluded.append((command, self._described[command.request_id]))
-        self.history.on_entry(entry)
 
 
 def usage(prompt: int, cached: int = 0, ending: TurnEnd = TurnEnd.TOOLS) -> Usage:
@@ -80,14 +52,14 @@ def usage(prompt: int, cached: int = 0, ending: TurnEnd = TurnEnd.TOOLS) -> Usag
 
 def test_the_time_of_a_program_is_divided_by_what_it_was_spent_on() -> None:
     stage = ProgramStage()
-    stage.arrive("a1", "root")
-    stage.end("a1", usage(60_000), first_token_s=6.0, after_s=2.0)
+    stage.ask("a1", "root")
+    stage.answer("a1", usage(60_000), first_token_s=6.0, after_s=2.0)
     stage.driver.now += 10.0
-    stage.arrive("a2", "root", blocks=410)
+    stage.ask("a2", "root", blocks=410)
     # 60,100 tokens were in the context, and 40,000 of them were still cached.
-    stage.end("a2", usage(62_000, 40_000, TurnEnd.DONE), first_token_s=2.0, after_s=1.0)
+    stage.answer("a2", usage(62_000, 40_000, TurnEnd.DONE), first_token_s=2.0, after_s=1.0)
     stage.driver.now += 100.0
-    stage.arrive("a3", "root", blocks=420)
+    stage.ask("a3", "root", blocks=420)
     (found,) = stage.document()
     assert (found["program"], found["state"], found["turns"]) == ("job", "running", 2)
     assert (found["first_token_s"], found["generation_s"], found["engine_s"]) == (8.0, 3.0, 11.0)
@@ -103,8 +75,8 @@ def test_the_time_of_a_program_is_divided_by_what_it_was_spent_on() -> None:
 
 def test_sub_agents_and_their_waits_for_room_belong_to_the_program() -> None:
     stage = ProgramStage()
-    stage.arrive("a1", "root")
-    stage.arrive("b1", "helper", parent="root")
+    stage.ask("a1", "root")
+    stage.ask("b1", "helper", parent="root")
     stage.driver.now += 5.0
     assert [(each["session"], each["is_sub_agent"]) for each in stage.document()[0]["last_turns"]] == [
         ("root", False),
@@ -112,7 +84,7 @@ def test_sub_agents_and_their_waits_for_room_belong_to_the_program() -> None:
     ]
     waiting = stage.document()[0]["last_turns"][1]
     assert (waiting["queued_s"], waiting["waiting_s"]) == (5.0, None)
-    stage.end("a1", usage(60_000, ending=TurnEnd.DONE), first_token_s=1.0, after_s=1.0)
+    stage.answer("a1", usage(60_000, ending=TurnEnd.DONE), first_token_s=1.0, after_s=1.0)
     stage.driver.wake()
     found = stage.document()[0]
     assert found["conversations"] == 2
@@ -123,8 +95,8 @@ def test_only_the_last_turns_are_listed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(program_receipts, "_LOOKED_AT", 1)
     stage = ProgramStage()
     for number in range(3):
-        stage.arrive(f"a{number}", "root", blocks=400 + number)
-        stage.end(f"a{number}", usage(60_000), first_token_s=1.0, after_s=1.0)
+        stage.ask(f"a{number}", "root", blocks=400 + number)
+        stage.answer(f"a{number}", usage(60_000), first_token_s=1.0, after_s=1.0)
     assert [each["request_id"] for each in stage.document()[0]["last_turns"]] == ["a1", "a2"]
 
 

@@ -1,10 +1,8 @@
 """Queue updates of waiting requests, over the control channel."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from serve_app.core.events import DispatchFailure
 from serve_app.core.routing.replica import ReplicaReport
@@ -13,18 +11,10 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Watch
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
-from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, submission, until
+from tests.serving.channel.harness import PATIENCE_S, Simulation, submission, until
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 Updates = dict[str, list[RequestOutlook | None]]
-
-
-@pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin()
-    yield world
-    await world.close()
 
 
 def subscribe(

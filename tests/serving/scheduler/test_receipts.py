@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from serve_app.core import events as ev
-from serve_app.core.commands import Command, Conclude, Dispatch
+from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import Request, Usage
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
@@ -20,35 +20,32 @@ from tests.builders import ManualDriver, fill, one_replica, request
 USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
 
-class ReceiptStage:
-    """A scheduler with its request history."""
+class HistoryStage:
+    """A scheduler on a manual clock, with its request history."""
 
-    def __init__(self, driver: ManualDriver, most: int = 10) -> None:
+    def __init__(self, driver: ManualDriver, most: int = 10, prefill_s_per_token: float = 0.0) -> None:
         self.driver = driver
         self.history = RequestHistory(
-            lambda _pool, tokens: tokens / 1_000, most, unix_clock=lambda: self.driver.now
+            lambda _pool, tokens: tokens * prefill_s_per_token, most, unix_clock=lambda: self.driver.now
         )
-        self._told: dict[str, GatewayRequest] = {}
+        self._known: dict[str, GatewayRequest] = {}
 
-    def arrive(self, request_id: str, named: str = "") -> None:
-        asked = request(request_id, arrived_at=self.driver.now, tenant="acme")
-        record = self._told[request_id] = GatewayRequest(GatewaySession("g1"), asked.submission, 0, named)
+    def arrive(self, asked: Request, named: str = "") -> None:
+        record = self._known[asked.request_id] = GatewayRequest(
+            GatewaySession("g1"), asked.submission, 0, named
+        )
         record.arrived_at = self.driver.now
-        event = ev.Arrived(asked)
-        self._note(event, self.driver.feed(event), record)
+        self.feed(ev.Arrived(asked), record=record)
 
-    def end(self, request_id: str, times: RequestTimes | None = None, *, after_s: float = 0.0) -> None:
-        if (record := self._told.get(request_id)) is not None:
-            record.usage, record.times = USAGE, times or request_times()
-        event = ev.Finished(request_id, Outcome.COMPLETED, USAGE)
-        self._note(event, self.driver.feed(event, after_s=after_s))
+    def end(
+        self, request_id: str, times: RequestTimes, usage: Usage = USAGE, *, after_s: float = 0.0
+    ) -> None:
+        if (record := self._known.get(request_id)) is not None:
+            record.usage, record.times = usage, times
+        self.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
 
-    def document(self, name: str) -> dict[str, Any]:
-        # Only waiting requests have an estimated start.
-        receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
-        return asyncio.run(receipts.document(name, self.driver.now))
-
-    def _note(self, event: ev.Event, commands: list[Command], record: GatewayRequest | None = None) -> None:
+    def feed(self, event: ev.Event, *, after_s: float = 0.0, record: GatewayRequest | None = None) -> None:
+        commands = self.driver.feed(event, after_s=after_s)
         core = self.driver.scheduler
         entry = Entry(core, self.driver.now, event, commands, gateway_request=record)
         if record is not None:
@@ -56,9 +53,19 @@ class ReceiptStage:
         for command in commands:
             if isinstance(command, Dispatch):
                 entry.dispatched.append((command, self.driver.find(command.request_id)))
-            elif isinstance(command, Conclude) and command.request_id in self._told:
-                entry.concluded.append((command, self._told[command.request_id]))
+            elif isinstance(command, Conclude) and command.request_id in self._known:
+                entry.concluded.append((command, self._known[command.request_id]))
         self.history.on_entry(entry)
+
+
+class ReceiptStage(HistoryStage):
+    def ask(self, request_id: str, named: str = "") -> None:
+        self.arrive(request(request_id, arrived_at=self.driver.now, tenant="acme"), named)
+
+    def document(self, name: str) -> dict[str, Any]:
+        # Only waiting requests have an estimated start.
+        receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
+        return asyncio.run(receipts.document(name, self.driver.now))
 
 
 def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
@@ -69,8 +76,8 @@ def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -
 def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | None) -> None:
     receipt_stage = ReceiptStage(one_replica())
     fill(receipt_stage.driver)
-    receipt_stage.arrive("waits", "mine")
-    receipt_stage.end("f0", after_s=2.0)
+    receipt_stage.ask("waits", "mine")
+    receipt_stage.end("f0", request_times(), after_s=2.0)
     receipt_stage.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
 
     document = receipt_stage.document("mine")
@@ -89,15 +96,15 @@ def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | Non
 def test_the_history_is_bounded_in_number_and_time() -> None:
     receipt_stage = ReceiptStage(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        receipt_stage.arrive(name, f"client-{name}")
-        receipt_stage.end(name)
+        receipt_stage.ask(name, f"client-{name}")
+        receipt_stage.end(name, request_times())
     assert receipt_stage.history.find("a") is receipt_stage.history.find("client-a") is None
     assert receipt_stage.history.find("client-b") is receipt_stage.history.find("b") is not None
 
     receipt_stage.driver.now += RETENTION_S + 1
     receipt_stage.driver.report("r1")
-    receipt_stage.arrive("d")
-    receipt_stage.end("d")
+    receipt_stage.ask("d")
+    receipt_stage.end("d", request_times())
 
     assert len(receipt_stage.history.ended()) == 1
     assert receipt_stage.history.find("c") is None
@@ -106,8 +113,8 @@ def test_the_history_is_bounded_in_number_and_time() -> None:
 def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
     receipt_stage = ReceiptStage(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        receipt_stage.arrive(name, "same")
-        receipt_stage.end(name)
+        receipt_stage.ask(name, "same")
+        receipt_stage.end(name, request_times())
     found = receipt_stage.history.find("same")
     assert found is not None
     assert found.request_id == "c"
