@@ -153,6 +153,7 @@ def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
         api_key=args.api_key,
+        seed=args.seed,
     )
 
 

@@ -77,6 +77,7 @@ class BodySettings:
         max_tokens: limit in the request; None for the true length of the output, 0 for no limit.
         ignore_eos: request outputs of exactly `max_tokens` from a real engine (an extension of vLLM).
         api_key: sent as a bearer token.
+        seed: of the text; prompts of different seeds share no block of a prefix cache.
     """
 
     model: str
@@ -87,6 +88,7 @@ class BodySettings:
     max_tokens: Annotated[int | None, NOT_NEGATIVE.hint("0 means no limit")] = None
     ignore_eos: bool = False
     api_key: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.ignore_eos and self.kind is BodyKind.EMULATED:
@@ -106,7 +108,7 @@ class BodyFactory:
 
     def __init__(self, settings: BodySettings, host: str, path_prefix: str = "") -> None:
         self._settings = settings
-        self._text = _words(_TEXT_BYTES)
+        self._text = _words(_TEXT_BYTES, settings.seed)
         key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
         self._head = (
             f"POST {path_prefix}{settings.endpoint} HTTP/1.1\r\nHost: {host}\r\n"
@@ -175,8 +177,8 @@ def _name(number: int) -> bytes:
     return " ".join(words).encode() + b" "
 
 
-def _words(length: int) -> bytes:
-    drawn = stream(0, "filler text").choice(np.array(_WORDS), length // 4)
+def _words(length: int, seed: int) -> bytes:
+    drawn = stream(seed, "filler text").choice(np.array(_WORDS), length // 4)
     return " ".join(drawn.tolist()).encode()[:length]
 
 

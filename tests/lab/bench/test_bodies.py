@@ -53,6 +53,13 @@ def test_no_two_prompts_begin_alike() -> None:
     assert len(beginnings) == 5000
 
 
+def test_prompts_of_different_seeds_share_no_block_of_a_prefix_cache() -> None:
+    one, other = (BodyFactory(BodySettings(model="m", seed=seed), "h") for seed in (0, 1))
+    for asked in (request(1100), request(1100, prefix=(0, 5))):
+        # vLLM's smallest usual block has 16 tokens.
+        assert one.text(3, asked)[: 16 * 5] != other.text(3, asked)[: 16 * 5]
+
+
 def test_prompts_share_the_blocks_in_the_trace_and_state_no_length() -> None:
     factory = BodyFactory(BodySettings(model="m"), "h")
     block_bytes = PREFIX_BLOCK_TOKENS * 5
