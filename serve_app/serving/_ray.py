@@ -31,7 +31,14 @@ default folder, and `serve` cannot find an engine's log. Instead: the environmen
 
 
 class ServedAddress(NamedTuple):
-    """Address of an application; with `has_proxy`, a proxy of Ray Serve listens there."""
+    """Address of an application.
+
+    Attributes:
+        options: `http_options`: host, port, certificates, idle timeout.
+        application: its name.
+        route: its route prefix; `/` for all paths.
+        has_proxy: a proxy of Ray Serve listens there.
+    """
 
     options: HttpOptions
     application: str

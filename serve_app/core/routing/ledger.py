@@ -149,7 +149,7 @@ class OpenReplicas:
         self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
         # Replicas with a new version that is not in a heap, as keys.
         self._changed: dict[ReplicaState, None] = {}
-        # Until the first query for batch work, all replicas are in `_OTHERS`: it costs less.
+        # Until the first query for batch work, no replica is checked for it, and all are in `_OTHERS`.
         self._had_backfill = False
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
@@ -157,7 +157,7 @@ class OpenReplicas:
         return state.is_usable and not state.gated and self._backpressure.admits(state, now)
 
     def update(self, state: ReplicaState) -> None:
-        """Note that the capacity of a replica has changed."""
+        """Mark a replica whose capacity has changed, for the next search."""
         state.version += 1
         self._changed[state] = None
 

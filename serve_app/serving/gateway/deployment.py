@@ -65,10 +65,6 @@ class GatewayDeployment:
     ) -> None:
         # The call to Serve's controller blocks.
         address = await asyncio.to_thread(served_address)
-        if address.has_proxy:
-            raise SettingsError(
-                "proxy_location must be Disabled: gateways listen on http_options.port themselves"
-            )
         settings.check_exposure(address.options.host or _LOOPBACK)
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
@@ -87,7 +83,7 @@ class GatewayDeployment:
             client.start()
         self._stop_times = drain_timeout_s, deregister_s
         self._drain: asyncio.Task[int] | None = None
-        self._listener = GatewayListener(self._gateway, address.options, address.route, address.application)
+        self._listener = GatewayListener(self._gateway, address)
         await self._listener.start()
         folder = await asyncio.to_thread(_batches_folder, settings, address)
         if folder is not None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving._ray import HttpOptions
+from serve_app.serving._ray import HttpOptions, ServedAddress
 from serve_app.serving.access import max_connections
 from serve_app.serving.gateway.answer.responses import RequestRejected, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
@@ -28,22 +28,26 @@ class GatewayListener:
     """HTTP server of a gateway on the application's address.
 
     Args:
-        options: `http_options` of Ray Serve: address, certificates, idle timeout.
-        route: route prefix of the application; `/` for all paths.
-        application: its name.
+        address: from the configuration of Ray Serve.
 
     Raises:
-        SettingsError: an option is not supported, or a certificate cannot be loaded.
+        SettingsError: a proxy of Ray Serve has the address, an option is not supported, or a certificate
+            cannot be loaded.
     """
 
-    def __init__(self, gateway: ASGIApp, options: HttpOptions, route: str, application: str) -> None:
+    def __init__(self, gateway: ASGIApp, address: ServedAddress) -> None:
+        options = address.options
+        if address.has_proxy:
+            raise SettingsError(
+                "proxy_location must be Disabled: gateways listen on http_options.port themselves"
+            )
         if options.request_timeout_s:
             raise SettingsError(
                 f"http_options.request_timeout_s {options.request_timeout_s} is not supported: use "
                 "queue_timeout_s instead"
             )
         self._options = options
-        self._mounted = MountedGateway(gateway, route, application)
+        self._mounted = MountedGateway(gateway, address.route, address.application)
         self._server = HttpServer(
             "the gateway",
             self._mounted,

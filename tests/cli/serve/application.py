@@ -62,11 +62,6 @@ class Terminal:
             time.sleep(0.05)
         self._family = psutil.Process(self.process.pid).children(recursive=True)
 
-    def answer(self, question: str, text: str) -> None:
-        """Wait for a question, then type."""
-        self.wait_for(question)
-        os.write(self._screen, f"{text}\n".encode())
-
     def type_interrupt(self) -> None:
         """Press Ctrl-C."""
         os.write(self._screen, b"\x03")

@@ -17,6 +17,7 @@ from ray.serve.config import HTTPOptions
 from experiments.common.application import free_port
 from serve_app.errors import SettingsError
 from serve_app.serving import http_server
+from serve_app.serving._ray import ServedAddress
 from serve_app.serving.gateway import Gateway
 from serve_app.serving.gateway import listener as gateway_listener
 from serve_app.serving.gateway.listener import GatewayListener
@@ -63,7 +64,9 @@ async def opened(
         options = HTTPOptions(
             host=HOST, port=port, ssl_keyfile=certificate.key, ssl_certfile=certificate.certificate
         )
-    own = GatewayListener(app or gateway(FakeDispatcher([1])), options, route, "app")
+    own = GatewayListener(
+        app or gateway(FakeDispatcher([1])), ServedAddress(options, "app", route, has_proxy=False)
+    )
     await own.start()
     try:
         async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=30) as http:
@@ -134,12 +137,13 @@ async def test_replacing_a_gateway_has_no_effect_on_clients() -> None:
     app = gateway(FakeDispatcher([1]))
     port = free_port()
     clients = Clients(port)
-    last = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
+    address = ServedAddress(HTTPOptions(host=HOST, port=port), "app", "/", has_proxy=False)
+    last = GatewayListener(app, address)
     await last.start()
     asking = [asyncio.create_task(clients.reconnect_each_time()) for _ in range(4)]
     asking += [asyncio.create_task(clients.reuse_connection()) for _ in range(4)]
     for _ in range(2):
-        successor = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
+        successor = GatewayListener(app, address)
         await successor.start()
         await last.stop(10.0)
         last = successor
@@ -297,12 +301,21 @@ async def test_an_address_in_use_is_rejected_by_name() -> None:
     app = gateway(FakeDispatcher([1]))
     server = await asyncio.start_server(lambda *_: None, HOST, 0)
     port = server.sockets[0].getsockname()[1]
+    address = ServedAddress(HTTPOptions(host=HOST, port=port), "app", "/", has_proxy=False)
     with pytest.raises(PortError, match=f"cannot listen on {HOST}:{port}"):
-        await GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app").start()
+        await GatewayListener(app, address).start()
     server.close()
 
 
-def test_settings_of_a_proxy_are_rejected() -> None:
-    options = HTTPOptions(request_timeout_s=5.0)
-    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 is not supported: use queue_timeout_s"):
-        GatewayListener(gateway(FakeDispatcher([1])), options, "/", "app")
+@pytest.mark.parametrize(
+    ("options", "has_proxy", "message"),
+    [
+        (HTTPOptions(request_timeout_s=5.0), False, "5.0 is not supported: use queue_timeout_s"),
+        (HTTPOptions(), True, "proxy_location must be Disabled"),
+    ],
+)
+def test_proxies_of_serve_and_their_options_are_rejected(
+    options: HTTPOptions, has_proxy: bool, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        GatewayListener(gateway(FakeDispatcher([1])), ServedAddress(options, "app", "/", has_proxy))

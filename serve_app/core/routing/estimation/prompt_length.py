@@ -126,6 +126,7 @@ class PromptLength:
         self._settings = settings
         self.weights: Sizes = _PRIOR_MEAN.copy()
         self._covariance: Sizes = np.diag(_PRIOR_VARIANCE)
+        # A view of the covariance.
         self._variances = _diagonal(self._covariance)
         # Relative error and its weight in observations.
         self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_WEIGHT))
@@ -221,7 +222,7 @@ class PromptLength:
 
 
 def _diagonal(matrix: Sizes) -> Sizes:
-    """Return a view of the diagonal, which can be changed."""
+    """Return a writable view of the diagonal."""
     diagonal: Sizes = np.einsum("ii->i", matrix)
     return diagonal
 
