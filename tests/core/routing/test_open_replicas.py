@@ -113,3 +113,11 @@ def test_the_first_search_for_batch_work_sorts_the_replicas_by_it() -> None:
     backpressure.is_empty = True
     found.update(free)
     assert found.best(query(empty=True), 7.0) is free
+
+
+def test_a_search_that_excludes_a_replica_finds_what_has_changed_since_the_last_one() -> None:
+    state = replica()
+    found = OpenReplicas(GivenBackpressure(), {state.spec.replica_id: state}, ReplicasByAdapter())
+    found.update(state)
+    excludes_another = CapacityQuery(pool="short", tokens=100, avoided=frozenset({"b"}))
+    assert found.best(excludes_another, 7.0) is state
