@@ -96,5 +96,6 @@ def replica_processes(served: Application) -> dict[str, list[int]]:
     """Return the PIDs of an application's replicas, by deployment."""
     found: dict[str, list[int]] = {}
     for process, deployment in titled(served.pid, f"ray::ServeReplica:{served.name}:"):
-        found.setdefault(deployment.split()[0], []).append(process.pid)
+        # While a method runs, its name follows that of the deployment.
+        found.setdefault(deployment.split()[0].partition(".")[0], []).append(process.pid)
     return found

@@ -59,7 +59,9 @@ def replicas(pid: int) -> dict[str, set[int]]:
     """Return the processes of each deployment."""
     found: dict[str, set[int]] = {}
     for process, title in titled(pid, "ray::ServeReplica:"):
-        found.setdefault(title.split()[0].partition(":")[2], set()).add(process.pid)
+        # While a method runs, its name follows that of the deployment.
+        deployment = title.split()[0].partition(":")[2].partition(".")[0]
+        found.setdefault(deployment, set()).add(process.pid)
     return found
 
 

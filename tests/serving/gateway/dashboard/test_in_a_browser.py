@@ -307,7 +307,7 @@ async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_t
     form = "document.querySelector('#panel-playground form')"
     stage.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
     await page.evaluate(f"{form}.stream.checked = false; {form}.requestSubmit()")
-    assert "no such thing" in await shows(page, "playground", "rejected (400)")
+    assert "rejected (400)" in await shows(page, "playground", "no such thing")
     await stage.hold()
     await page.evaluate(f"{form}.requestSubmit()")
     await shows(page, "playground", "1 request")
