@@ -58,7 +58,6 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("replay", "replay a decision log in a new scheduler and compare the commands"),
     CommandEntry("bench", "run open-loop load from a trace against an endpoint"),
     CommandEntry("plan", "size a fleet for latency limits: one pool or two, verified in simulation"),
-    CommandEntry("tune", "search for better scheduler settings for a trace, in the digital twin"),
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
     CommandEntry("completion", "print a completion script for a shell"),
 )

@@ -1,4 +1,4 @@
-"""Arguments of the command `simulate`, and those that `plan` and `tune` share with it."""
+"""Arguments of the command `simulate`, and those that `plan` shares with it."""
 
 import argparse
 import math
@@ -31,26 +31,9 @@ from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 if TYPE_CHECKING:
     from serve_app.settings.application import PoolSettings
 
-_UNCHANGED = EngineChanges()
 _ENGINE = TypeAdapter(EngineChanges)
 _ENGINE_FIELDS = tuple(field.name for field in fields(EngineChanges))
 _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (default: the trace's arrivals)"
-
-
-def configure_workload(
-    group: "argparse._ArgumentGroup",
-    *,
-    requests_help: str,
-    requests: int | None = None,
-) -> None:
-    """Add the arguments that `trace_choice` reads, and the rate or the load."""
-    configure_trace(group)
-    rate = group.add_mutually_exclusive_group()
-    add_number(rate, "--load", "share of the rate that saturates the fleet, such as 0.9")
-    add_number(rate, "--rate", "requests per second (default: the trace's rate)")
-    group.add_argument("--requests", type=positive_int, default=requests, help=requests_help)
-    group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
-    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
 
 
 def configure_trace(
@@ -67,14 +50,6 @@ def configure_trace(
     )
     group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
     group.add_argument("--traces-folder", type=Path, help="folder of trace files (default: EWSJF_TRACES)")
-
-
-def configure_slo(group: "argparse._ArgumentGroup") -> None:
-    """Add the longest short prompt, and the SLO limits for short and long prompts."""
-    add_whole(group, "--short-at", "maximum tokens of a short prompt", SHORT_AT_TOKENS)
-    add_number(group, "--slo-ttft-s", "TTFT limit of short prompts", 1.0)
-    add_number(group, "--slo-long-ttft-s", "TTFT limit of other prompts", 10.0)
-    add_number(group, "--slo-tpot-s", "TPOT limit", 0.1)
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:
@@ -96,23 +71,8 @@ def configure_profile(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
-    """Add the engines' profile, their number in one or several pools, and the first pool's boundary."""
-    configure_profile(group)
-    size = group.add_mutually_exclusive_group()
-    add_whole(size, "--replicas", "replicas in one pool", 4)
-    size.add_argument(
-        "--pools",
-        type=pools,
-        metavar="NAME:N[:CONTEXT[:PROFILE]],...",
-        help="replicas of several pools, by increasing context, such as short:3,long:1 or "
-        "short:4:8192,mid:2:32768,long:1",
-    )
-    add_whole(group, "--b-short", b_short_help)
-
-
 def trace_choice(args: argparse.Namespace) -> TraceChoice:
-    """Return the trace that the arguments of `configure_workload` select."""
+    """Return the trace that the arguments select."""
     return TraceChoice(
         name=args.trace,
         requests=args.requests,
@@ -153,8 +113,11 @@ def pools(text: str) -> dict[str, PoolArgument]:
     return given
 
 
-def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> FleetSettings:
-    """Return the replicas that `configure_replicas` selects, with changes to every engine."""
+def fleet(args: argparse.Namespace) -> FleetSettings:
+    """Return the replicas: those of `--config`, of `--pools` or of `--replicas`."""
+    engine = EngineChanges(**{name: getattr(args, name) for name in _ENGINE_FIELDS})
+    if args.config is not None:
+        return replace(fleet_of_file(args.config, args.profile), engine=engine)
     given: dict[str, PoolArgument] = args.pools or {ONE_POOL: PoolArgument(args.replicas)}
     by_pool = {
         name: PoolChanges(profile=pool.profile, engine=EngineChanges(max_model_len=pool.context_tokens))
@@ -190,7 +153,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
-    configure_workload(group, requests_help="number of requests (default: 1000, or all of a file)")
+    configure_trace(group)
+    rate = group.add_mutually_exclusive_group()
+    add_number(rate, "--load", "share of the rate that saturates the fleet, such as 0.9")
+    add_number(rate, "--rate", "requests per second (default: the trace's rate)")
+    group.add_argument(
+        "--requests", type=positive_int, help="number of requests (default: 1000, or all of a file)"
+    )
+    group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
     add_whole(group, "--seeds", "runs per policy, one per seed", 1)
     group.add_argument("--first-seed", type=int, default=0, help="first seed (default: %(default)s)")
 
@@ -223,10 +194,21 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
-    configure_replicas(
+    configure_profile(group)
+    size = group.add_mutually_exclusive_group()
+    add_whole(size, "--replicas", "replicas in one pool", 4)
+    size.add_argument(
+        "--pools",
+        type=pools,
+        metavar="NAME:N[:CONTEXT[:PROFILE]],...",
+        help="replicas of several pools, by increasing context, such as short:3,long:1 or "
+        "short:4:8192,mid:2:32768,long:1",
+    )
+    add_whole(
         group,
-        b_short_help="with several pools: maximum token budget of the first, and its context unless --pools "
-        "sets one (default: 8192, or that context if smaller)",
+        "--b-short",
+        "with several pools: maximum token budget of the first, and its context unless --pools sets one "
+        "(default: 8192, or that context if smaller)",
     )
     group.add_argument(
         "--config",
@@ -252,7 +234,10 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_results(group: "argparse._ArgumentGroup") -> None:
-    configure_slo(group)
+    add_whole(group, "--short-at", "maximum tokens of a short prompt", SHORT_AT_TOKENS)
+    add_number(group, "--slo-ttft-s", "TTFT limit of short prompts", 1.0)
+    add_number(group, "--slo-long-ttft-s", "TTFT limit of other prompts", 10.0)
+    add_number(group, "--slo-tpot-s", "TPOT limit", 0.1)
     group.add_argument(
         "--warm-up",
         type=_share,
@@ -305,14 +290,6 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
         for policy in args.policy.split(",")
         for seed in range(args.first_seed, args.first_seed + args.seeds)
     ]
-
-
-def fleet(args: argparse.Namespace) -> FleetSettings:
-    """Return the replicas."""
-    engine = EngineChanges(**{name: getattr(args, name) for name in _ENGINE_FIELDS})
-    if args.config is not None:
-        return replace(fleet_of_file(args.config, args.profile), engine=engine)
-    return fleet_of(args, engine)
 
 
 def fleet_of_file(path: Path, profile: str) -> FleetSettings:

@@ -12,9 +12,9 @@ In reading order:
   `twin_calibration`.
 - `rollout` brings a winner into production in guarded steps, each a `trial` with one sequential test, and
   `parameter_loop` connects all of it to a running scheduler.
-- `study_report` writes the result of an offline search; `settings` has all settings.
+- `settings` has all settings.
 
-`serve_app.cli.tune` runs that search. Nothing in this package reads a clock: time is an argument.
+Nothing in this package reads a clock: time is an argument.
 """
 
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune

@@ -9,8 +9,7 @@ All times are on the scheduler's clock. A new scheduler has another clock, and r
 adopted with the earlier one (`begin`).
 
 Only the scheduler's settings are tuned here. Those of Refine-and-Prune (alpha, the number of queues) change
-the queues themselves and cannot be tried in slices of a minute. `ewsjf tune` covers them
-offline.
+the queues themselves and cannot be tried in slices of a minute.
 """
 
 import math

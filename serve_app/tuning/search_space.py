@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import EwsjfPaper
-from serve_app.core.settings_base import ADVANCED, as_config
 from serve_app.errors import SettingsError
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 
@@ -128,11 +127,6 @@ class Parameter:
             raise ValueError(f"{self.name}: a logarithmic scale must begin above 0, got {self.low}")
         if self.integer and not (float(self.low).is_integer() and float(self.high).is_integer()):
             raise ValueError(f"{self.name}: bounds must be whole numbers, got {self.low} and {self.high}")
-
-    @property
-    def model_path(self) -> str:
-        """Path of the setting in the settings of a model."""
-        return f"{'tuner' if self.is_queue_parameter else 'scheduler'}.{self.path}"
 
     def clipped(self, value: float) -> float:
         """Return the nearest valid value."""
@@ -315,8 +309,6 @@ _PRIORITY_TARGET_WAITING = replace(_TARGET_WAITING, path="engine_priority.target
 
 _DELAY_BOUND = Parameter(name="wait_ratio", path="delay_bound.wait_ratio", low=0.5, high=8.0, scale=Scale.LOG)
 
-_MIN_B_SHORT_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunable:
@@ -356,15 +348,8 @@ class Tunable:
         return self.refine_and_prune if parameter.is_queue_parameter else self.scheduler
 
 
-def parameters_of(
-    settings: SchedulerSettings, max_b_short_tokens: int | None = None
-) -> tuple[Parameter, ...]:
-    """Return the parameters that have an effect with these settings.
-
-    Args:
-        max_b_short_tokens: upper bound of `b_short_tokens`: with two pools, the context limit of the short
-            one, in tokens. None excludes `b_short_tokens` from tuning.
-    """
+def parameters_of(settings: SchedulerSettings) -> tuple[Parameter, ...]:
+    """Return the parameters that have an effect with these settings."""
     policy = make_policy(settings.policy)
     engine_orders = settings.engine_priority.enabled
     return (
@@ -373,38 +358,19 @@ def parameters_of(
         *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
         *((_DELAY_BOUND,) if policy.bounds_delay and settings.delay_bound.wait_ratio else ()),
         _PRIORITY_TARGET_WAITING if engine_orders else _TARGET_WAITING,
-        *_pools(settings, max_b_short_tokens),
     )
 
 
-def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Iterator[Parameter]:
-    routing = settings.routing
-    if len(routing.pools) < 2:
-        return
-    if max_b_short_tokens is None or max_b_short_tokens <= _MIN_B_SHORT_TOKENS:
-        return
-    # Every request up to b_short must fit the engines of the short pool.
-    yield _count(
-        name="b_short_tokens",
-        path="routing.b_short_tokens",
-        low=_MIN_B_SHORT_TOKENS,
-        high=max_b_short_tokens,
-    )
-
-
-def space_of(
-    tunable: Tunable, *, max_b_short_tokens: int | None = None, only: Sequence[str] = ()
-) -> SearchSpace:
+def space_of(tunable: Tunable, *, only: Sequence[str] = ()) -> SearchSpace:
     """Return the search space around the current values.
 
     Args:
-        max_b_short_tokens: see `parameters_of`.
         only: names of the parameters to tune; if empty, all that have an effect.
 
     Raises:
         SettingsError: there is no parameter of such a name.
     """
-    parameters = {each.name: each for each in parameters_of(tunable.scheduler, max_b_short_tokens)}
+    parameters = {each.name: each for each in parameters_of(tunable.scheduler)}
     if unknown := set(only) - set(parameters):
         raise SettingsError(
             f"cannot tune {', '.join(sorted(unknown))}: the parameters of policy {tunable.scheduler.policy} "
@@ -412,21 +378,3 @@ def space_of(
         )
     chosen = [each for name, each in parameters.items() if not only or name in only]
     return SearchSpace(chosen, {each.name: tunable.value(each) for each in chosen})
-
-
-def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
-    """Return the part of a model's settings that sets these values, in the format of a file."""
-    scheduler: dict[str, Any] = {}
-    queues = {each.path: values[each.name] for each in space if each.is_queue_parameter}
-    for parameter in space:
-        if not parameter.is_queue_parameter:
-            _plant(scheduler, parameter.path, values[parameter.name])
-    tuner = {"tuner": {ADVANCED.value: queues}} if queues else {}
-    return {"scheduler": as_config(SchedulerSettings, scheduler)} | tuner
-
-
-def _plant(tree: dict[str, Any], path: str, value: object) -> None:
-    *branches, leaf = path.split(".")
-    for branch in branches:
-        tree = tree.setdefault(branch, {})
-    tree[leaf] = value

@@ -1,15 +1,12 @@
 import pytest
-import yaml
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.policies import POLICIES
-from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import SettingsError
-from serve_app.settings.loading import settings_of
-from serve_app.tuning.search_space import Tunable, as_model_settings, parameters_of, space_of
+from serve_app.tuning.search_space import Tunable, parameters_of, space_of
 
 OURS = Tunable(scheduler=SchedulerSettings(model="m"))
 PAPER_NAMES = ("a_u", "b_u", "a_f", "b_f", "alpha")
@@ -31,7 +28,7 @@ def test_given_weights_stay() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> None:
     tunable = Tunable(scheduler=SchedulerSettings(model="m", policy=policy))
-    space = space_of(tunable, max_b_short_tokens=8_192)
+    space = space_of(tunable)
     for draw in (0.0, 1.0):
         corner = space.from_draws(dict.fromkeys(space.names, draw))
         tuned = tunable.with_values(corner, space)
@@ -39,10 +36,8 @@ def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> Non
 
 
 def test_only_what_matters_is_tuned() -> None:
-    plain = {each.name for each in parameters_of(SchedulerSettings(model="m", policy="fcfs"), 8_192)}
-    assert plain == {"target_waiting", "b_short_tokens"}
-    one_pool = SchedulerSettings(model="m", routing=RoutingSettings(pools=("all",)))
-    assert "b_short_tokens" not in space_of(Tunable(scheduler=one_pool), max_b_short_tokens=8_192).names
+    plain = {each.name for each in parameters_of(SchedulerSettings(model="m", policy="fcfs"))}
+    assert plain == {"target_waiting"}
     off = SchedulerSettings(model="m", isolation=IsolationSettings(max_long_prefills=0))
     assert "short_work_share" not in space_of(Tunable(scheduler=off)).names
     ordered = SchedulerSettings(model="m", engine_priority=EnginePrioritySettings(enabled=True))
@@ -50,23 +45,7 @@ def test_only_what_matters_is_tuned() -> None:
     assert waiting.path == "engine_priority.target_waiting"
 
 
-def test_b_short_stays_within_the_context_of_the_short_pool() -> None:
-    assert space_of(OURS, max_b_short_tokens=4_096)["b_short_tokens"].high == 4_096
-
-
 def test_a_part_of_the_space_can_be_chosen() -> None:
     assert space_of(OURS, only=["b_u", "alpha"]).names == ("b_u", "alpha")
     with pytest.raises(SettingsError, match="cannot tune c_u"):
         space_of(OURS, only=["c_u"])
-
-
-def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
-    space = space_of(OURS)
-    found = space.from_draws(dict.fromkeys(space.names, 0.3))
-    tree = yaml.safe_load(yaml.safe_dump(as_model_settings(space, found)))
-    pools = [
-        {"name": name, "engine": {"remote": {"endpoints": ["http://engine"]}}} for name in ("short", "long")
-    ]
-    (read,) = settings_of({"models": [{"name": "m", "pools": pools, **tree}]}).models
-    assert read.scheduler == OURS.with_values(found, space).scheduler
-    assert read.tuner.strategic.refine_and_prune == OURS.with_values(found, space).refine_and_prune

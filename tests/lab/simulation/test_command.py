@@ -7,9 +7,8 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.cli.workload_arguments import (
-    configure_replicas,
-    configure_workload,
-    fleet_of,
+    configure,
+    fleet,
     trace_choice,
 )
 from serve_app.core.commands import Dispatch
@@ -199,13 +198,12 @@ def test_an_advanced_setting_may_be_given_as_files_write_it(tmp_path: Path) -> N
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    configure_workload(parser.add_argument_group(), requests=50, requests_help="")
-    configure_replicas(parser.add_argument_group(), b_short_help="")
+    configure(parser)
     return parser.parse_args(words)
 
 
 def test_the_trace_is_chosen_by_the_arguments() -> None:
-    assert trace_choice(parsed("--trace", "lmsys")) == TraceChoice(name="lmsys", requests=50)
+    assert trace_choice(parsed("--trace", "lmsys")) == TraceChoice(name="lmsys")
     words = (
         "--trace a.csv --requests 7 --tenants 8:1.2 --priorities batch=1 --arrivals poisson --traces-folder d"
     )
@@ -221,22 +219,22 @@ def test_the_trace_is_chosen_by_the_arguments() -> None:
 
 def test_replicas_are_in_one_pool_or_in_two() -> None:
     assert (parsed("--trace", "x").replicas, parsed("--trace", "x").pools) == (4, None)
-    two = fleet_of(parsed("--trace", "x", "--pools", "long:1,short:3"))
+    two = fleet(parsed("--trace", "x", "--pools", "long:1,short:3"))
     assert list(two.replicas.items()) == [("short", 3), ("long", 1)]
     assert (two.b_short_tokens, two.by_pool) == (8_192, {})
-    assert fleet_of(parsed("--trace", "x")).replicas == {"all": 4}
+    assert fleet(parsed("--trace", "x")).replicas == {"all": 4}
 
 
 def test_pools_may_have_contexts_and_profiles_of_their_own() -> None:
     words = ("--trace", "x", "--pools", "small:4:2048,middle:2:8192:laptop,large:1::llama2-70b-h100-tp4")
-    three = fleet_of(parsed(*words))
+    three = fleet(parsed(*words))
     assert three.replicas == {"small": 4, "middle": 2, "large": 1}
     assert three.b_short_tokens == 2_048
     assert [three.profile_of(pool) for pool in ("middle", "large")] == ["laptop", "llama2-70b-h100-tp4"]
     assert [three.by_pool[pool].engine.max_model_len for pool in three.replicas] == [2_048, 8_192, None]
-    assert fleet_of(parsed(*words, "--b-short", "1024")).b_short_tokens == 1_024
-    assert fleet_of(parsed("--trace", "x", "--pools", "a:1:16384,b:1")).b_short_tokens == 8_192
-    assert fleet_of(parsed("--trace", "x", "--pools", "a:1:4096,b:1")).b_short_tokens == 4_096
+    assert fleet(parsed(*words, "--b-short", "1024")).b_short_tokens == 1_024
+    assert fleet(parsed("--trace", "x", "--pools", "a:1:16384,b:1")).b_short_tokens == 8_192
+    assert fleet(parsed("--trace", "x", "--pools", "a:1:4096,b:1")).b_short_tokens == 4_096
 
 
 @pytest.mark.parametrize(
