@@ -9,8 +9,9 @@ from serve_app.serving.gateway.stored import STORED_PATHS
 _INTRODUCTION = """
 # Endpoints
 
-Keys, tenants, classes, deadlines and limits apply to every path. `GET /openapi.json` describes the fields
-that the gateway reads. If an engine does not have an endpoint, clients receive its 404.
+Keys apply to every path except probes; tenants, classes, deadlines and limits apply to scheduled ones.
+`GET /openapi.json` describes the fields that the gateway reads. If an engine does not have an endpoint,
+clients receive its 404.
 
 Send the API key as `Authorization: Bearer KEY`, or as `x-api-key` like Anthropic's clients.
 """

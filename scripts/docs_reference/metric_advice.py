@@ -78,7 +78,7 @@ METRIC_ADVICE = {
     ),
     "ewsjf_gateways_connected": "Fewer than started: look for `event=scheduler_unreachable`.",
     "ewsjf_length_queue_oldest_wait_seconds": (
-        "Near the class's `max_wait_s`: only promotion serves this queue. Add capacity."
+        "Near the bound of its class on waits: only promotion serves this queue. Add capacity."
     ),
     "ewsjf_length_queue_requests_waiting": "Only one queue grows: few replicas can serve its lengths.",
     "ewsjf_length_queue_wait_seconds": (

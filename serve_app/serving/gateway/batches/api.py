@@ -60,7 +60,6 @@ _DEFAULT_BATCHES_PAGE = 20
 _PIECE_BYTES = 1024 * 1024
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _SHORTEST_EXPIRY_S, _LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
-_FULL_STATUS = 507
 _MOST_SHOWN = 50
 NO_BATCHES: Mapping[str, Any] = {"rows": (), "error": ""}
 _RETRY_AFTER_S = 5.0
@@ -337,11 +336,12 @@ def storage_rejection(error: StoreError) -> RequestRejected:
     """Return the rejection of a request that the storage could not serve."""
     if isinstance(error, QuotaExceeded):
         return RequestRejected(Outcome.REJECTED_BODY_TOO_LARGE, str(error), code="storage_limit_exceeded")
+    is_full = "full" in str(error) or "No space" in str(error)
     return RequestRejected(
         Outcome.FAILED,
         f"the storage of the Batch API is not available, and nothing was stored: {error}",
         code="storage_unavailable",
-        status=_FULL_STATUS if "full" in str(error) or "No space" in str(error) else 503,
+        status=507 if is_full else 503,
         retry_after_s=_RETRY_AFTER_S,
     )
 
