@@ -9,7 +9,7 @@ The clock of work counts simulated requests at a stated pace, so runs can be rep
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,15 +26,15 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
     SimulationSettings,
 )
-from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search import search_twin
-from serve_app.tuning.search_space import with_values
+from serve_app.tuning.search_space import Values, with_values
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import Budget, WindowResult, WindowTask
+from serve_app.tuning.study import Budget, WindowResult
 
 PACE_REQUESTS_PER_S = 2_000.0
 """Assumed number of requests that a core simulates per second."""
@@ -49,15 +49,15 @@ class CountingPlayer:
     """A twin whose clock counts its simulated requests."""
 
     def __init__(self, plan: TwinPlan, pace_requests_per_s: float = math.inf) -> None:
-        self._twin = TwinProcesses(plan)
+        self._twin = DigitalTwin(plan)
         self._pace_requests_per_s = pace_requests_per_s
         self.requests = 0
 
-    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
-        """Yield each job with its result."""
-        for job, result in self._twin.play(jobs):
-            self.requests += result.requests
-            yield job, result
+    def play(self, values: Values, window: int) -> WindowResult:
+        """Return the result of a window with these values."""
+        result = self._twin.play(values, window)
+        self.requests += result.requests
+        return result
 
     def clock(self) -> float:
         """Return CPU seconds at the stated pace."""
@@ -78,7 +78,7 @@ def counting_worker(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Worker:
             return result, requests / pace_requests_per_s
         player = CountingPlayer(work.plan, pace_requests_per_s)
         budget = Budget(clock=player.clock, seconds=work.cpu_s)
-        return search_twin(work.plan, work.study, player, budget, work.kind).finding, player.clock()
+        return search_twin(work.plan, work.study, player.play, budget, work.kind), player.clock()
 
     return worker
 

@@ -25,7 +25,6 @@ from serve_app.tuning.objective import ObjectiveSettings, finite
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.search_space import Tunable, Values, space_of
-from serve_app.tuning.study import WindowTask
 
 POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
 _THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")
@@ -122,8 +121,7 @@ def _best_of(live: LiveSearch, plan: TwinPlan, seed: int) -> Values:
     for trial in range(live.trials):
         if trial:
             values = optimiser.propose()
-        ((_, result),) = player.play([WindowTask(trial, trial, values)])
-        reward = finite(result.reward.value)
+        reward = finite(player.play(values, trial).reward.value)
         optimiser.tell({trial: reward})
         if reward is not None and reward > highest:
             best, highest = values, reward

@@ -15,6 +15,7 @@ from experiments.tuned_drift.settings import DriftExperiment, Variant
 from experiments.tuned_drift.traffic import Halves, seconds_of, traffic
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import percentile
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
@@ -118,10 +119,17 @@ def _phase(
     """Return the service of requests that arrived between two shares of the time."""
     first_s, last_s = begin * experiment.duration_s, end * experiment.duration_s
     arrived = [record for record in records if first_s <= record.arrived_at < last_s]
-    reward = reward_of(arrived, experiment.tuning.objective)
+    objective = experiment.tuning.objective
+    ttfts: dict[str, list[float]] = {}
+    for record in arrived:
+        if record.completed and record.ttft_s is not None and objective.targets.is_attributable(record):
+            ttfts.setdefault(objective.targets.class_of(record), []).append(record.ttft_s)
     return {
-        "reward": reward.value,
-        "classes": {name: figures.as_json() for name, figures in reward.classes.items()},
+        "reward": reward_of(arrived, objective).value,
+        "classes": {
+            name: {"ttft_p50_s": percentile(sorted(each), 50), "ttft_p99_s": percentile(sorted(each), 99)}
+            for name, each in ttfts.items()
+        },
     }
 
 

@@ -21,10 +21,10 @@ from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.workload import TraceChoice
-from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses, TwinSettings
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search import SearchKind, search_twin
 from serve_app.tuning.search_space import Values, space_of
-from serve_app.tuning.study import Budget, StudySettings, WindowTask
+from serve_app.tuning.study import Budget, StudySettings
 
 Start = Literal["good", "bad"]
 
@@ -151,20 +151,18 @@ def searched(pair: SearchPair) -> Mapping[SearchKind, SearchFigures]:
     """Run both searches, and judge what they found."""
     experiment = pair.experiment
     plan = experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, pair.seed)
-    judge = TwinProcesses(
-        experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, _JUDGES_SEED + pair.seed)
-    )
+    judge = DigitalTwin(experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, _JUDGES_SEED + pair.seed))
 
     def mean_reward(values: Values) -> float:
-        windows = [WindowTask(0, window, values) for window in range(experiment.judge_windows)]
-        return statistics.fmean(result.reward.value or 0.0 for _, result in judge.play(windows))
+        played = [judge.play(values, window) for window in range(experiment.judge_windows)]
+        return statistics.fmean(result.reward.value or 0.0 for result in played)
 
     base = mean_reward(plan.space.current)
     figures: dict[SearchKind, SearchFigures] = {}
     for search in SEARCHES:
         player = CountingPlayer(plan, experiment.pace_requests_per_s)
         budget = Budget(clock=player.clock, seconds=experiment.search_s)
-        finding = search_twin(plan, experiment.study, player, budget, search).finding
+        finding = search_twin(plan, experiment.study, player.play, budget, search)
         gain = 0.0 if finding.best is None else mean_reward(finding.best) - base
         figures[search] = SearchFigures(
             best_gain=gain,

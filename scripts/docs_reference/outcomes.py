@@ -27,8 +27,9 @@ The endpoints of Anthropic's API use its format: `error.type` is in the last col
 `error.code`. A full queue is 529 there, because 429 means the client's own limits.
 """
 
-# No standard status says that the client has gone; this one is nginx's, and only logs and metrics show it.
-_UNOFFICIAL = {499: "Client Closed Request"}
+# No standard status means that the client has gone; this one is nginx's, and only logs and metrics show it.
+# Python 3.13 has a newer phrase for 413.
+_PHRASES = {413: "Content Too Large", 499: "Client Closed Request"}
 
 
 def outcomes_page() -> str:
@@ -72,7 +73,7 @@ def _phases(heads: tuple[str, ...]) -> list[str]:
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
     status = HTTP_STATUS[outcome]
-    phrase = _UNOFFICIAL.get(status) or HTTPStatus(status).phrase
+    phrase = _PHRASES.get(status) or HTTPStatus(status).phrase
     if outcome is Outcome.COMPLETED:
         return code(outcome), f"{status} {phrase}", "", "", ""
     rejection = RequestRejected(outcome, "")

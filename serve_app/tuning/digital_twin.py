@@ -11,18 +11,11 @@ The twin has three known limitations:
 - It starts each window with an empty fleet, without the requests that waited in production. So it does not
   measure the first part of a window.
 - Its engine model has an error. `engine_fit` measures it, and fits the step times if it is large.
-
-`TwinProcesses` plays windows in several processes, with one twin in each. Each process receives the plan
-once, at its start. Results are returned in the order of the jobs, so a search is the same for any number of
-processes.
 """
 
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import TracebackType
 from typing import Annotated
 
 from serve_app.core.metrics.record import RequestRecord
@@ -37,7 +30,7 @@ from serve_app.request import Usage
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 from serve_app.tuning.search_space import SearchSpace, Tunable, Values
-from serve_app.tuning.study import WindowResult, WindowTask
+from serve_app.tuning.study import WindowResult
 from serve_app.tuning.traffic import resampled
 
 
@@ -61,7 +54,7 @@ class TwinSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinPlan:
-    """All inputs of a twin; a plain value that can be sent to other processes.
+    """All inputs of a twin.
 
     Attributes:
         tunable: the incumbent settings; a candidate changes some of them.
@@ -85,7 +78,7 @@ class TwinPlan:
 
 
 class DigitalTwin:
-    """Twin in this process. The same plan, values and window number give the same records."""
+    """Plays windows. The same plan, values and window number give the same records."""
 
     def __init__(self, plan: TwinPlan) -> None:
         self._longest = max(each.engine.max_model_len for each in plan.engines)
@@ -96,10 +89,13 @@ class DigitalTwin:
     def play(self, values: Values, number: int) -> WindowResult:
         """Return the result of window `number` with these values.
 
-        Raises:
-            SettingsError: the settings cannot have these values.
+        A window that fails has no reward, which never counts as good.
         """
-        records = self.records(values, number)
+        try:
+            records = self.records(values, number)
+        except Exception as error:  # noqa: BLE001 - one candidate must not end the search
+            reason = f"{type(error).__name__}: {error}"
+            return WindowResult(reward=Reward(value=None, reason=reason), requests=0)
         skipped = round(self._plan.settings.warm_up_ratio * len(records))
         reward = reward_of(records[skipped:], self._plan.objective)
         return WindowResult(reward=reward, requests=len(records))
@@ -174,64 +170,3 @@ class DigitalTwin:
 def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
     """Learn the length queues of the traffic. Cached, because many candidates share these parameters."""
     return refine_and_prune(lengths, settings)
-
-
-_twin: DigitalTwin | None = None
-"""The twin of a worker process."""
-
-
-class TwinProcesses:
-    """A twin in each of `jobs` processes, or in this process for one job. Close it, or use it in `with`."""
-
-    def __init__(self, plan: TwinPlan, *, jobs: int = 1) -> None:
-        if jobs < 1:
-            raise ValueError(f"jobs must be at least 1, got {jobs}")
-        self._own = DigitalTwin(plan) if jobs == 1 else None
-        self._processes = None
-        if jobs > 1:
-            # Spawn, because a fork of a process that draws a progress bar may hang on the bar's lock.
-            context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPoolExecutor(
-                jobs, mp_context=context, initializer=_begin, initargs=(plan,)
-            )
-
-    def __enter__(self) -> "TwinProcesses":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the processes and discard unfinished jobs."""
-        if self._processes is not None:
-            self._processes.shutdown(cancel_futures=True)
-
-    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
-        """Yield each job with its result, in the order of the jobs."""
-        if self._own is not None:
-            for job in jobs:
-                yield job, _played(self._own, job)
-            return
-        assert self._processes is not None
-        yield from zip(jobs, self._processes.map(_play, jobs), strict=True)
-
-
-def _begin(plan: TwinPlan) -> None:
-    global _twin  # noqa: PLW0603 - the state of a pool's process
-    _twin = DigitalTwin(plan)
-
-
-def _play(job: WindowTask) -> WindowResult:
-    assert _twin is not None
-    return _played(_twin, job)
-
-
-def _played(twin: DigitalTwin, job: WindowTask) -> WindowResult:
-    """Return the result of a job. A job that fails has no reward, which never counts as good."""
-    try:
-        return twin.play(job.values, job.window)
-    except Exception as error:  # noqa: BLE001 - one candidate must not end the search
-        reason = f"{type(error).__name__}: {error}"
-        return WindowResult(reward=Reward(value=None, reason=reason), requests=0)

@@ -15,7 +15,8 @@ All four terms are between 0 and 1 and dimensionless:
 - `tail`: the worst class's 99th percentile of lateness (`ClassTargets.lateness`): 0.5 is a p99 at its target.
 - `slowness`: mean lateness, with equal weight per class. It distinguishes settings even if all targets are
   met, or none, and as a mean it has far less noise than a percentile.
-- `unfairness`: 1 less Jain's index over each tenant's part of its fair share (`metrics.fairness`).
+- `unfairness`: 1 less Jain's index over each tenant's part of its fair share
+  (`metrics.summary.jain_of_tenants`).
 
 `paper` is the reward of EWSJF (arXiv 2601.21758), section 4.4: how well the queues fit the lengths, and how
 long requests wait.
@@ -41,8 +42,8 @@ hide.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import jain_of_tenants, percentile
@@ -80,40 +81,18 @@ class ObjectiveSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassFigures:
-    """Service quality of one service class.
-
-    Attributes:
-        requests: judged requests, whatever their outcome.
-        attainment_ratio: share of them within the targets.
-        ttft_p50_s, ttft_p99_s: of completed requests; None if none completed.
-    """
-
-    requests: int
-    attainment_ratio: float
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """Reward of an interval.
 
     Attributes:
         value: higher is better; None if it could not be measured.
         terms: unweighted terms by name.
-        classes: values of each service class by name.
         requests: number of judged requests.
         reason: why there is no value; empty if there is one.
     """
 
     value: float | None
     terms: Mapping[str, float] = field(default_factory=dict)
-    classes: Mapping[str, ClassFigures] = field(default_factory=dict)
     requests: int = 0
     reason: str = ""
 
@@ -133,20 +112,16 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
         for record in records
         if targets.is_attributable(record) and (record.ttft_s is not None or not record.completed)
     ]
-    members: dict[str, list[RequestRecord]] = {}
-    for record in judged:
-        members.setdefault(targets.class_of(record), []).append(record)
-    classes = {name: _figures(each, targets) for name, each in sorted(members.items())}
     reason = _why_unmeasured(records, judged, settings)
     if reason:
-        return Reward(value=None, classes=classes, requests=len(judged), reason=reason)
+        return Reward(value=None, requests=len(judged), reason=reason)
     if settings.kind == "paper":
         terms, weights = _paper_terms(judged), _PAPER_WEIGHTS
     else:
-        terms, weights = _slo_terms(judged, members, targets), _SLO_WEIGHTS
+        terms, weights = _slo_terms(judged, targets), _SLO_WEIGHTS
     value = finite(sum(weight * terms[name] for name, weight in weights.items()))
     reason = "the reward is not finite" if value is None else ""
-    return Reward(value=value, terms=terms, classes=classes, requests=len(judged), reason=reason)
+    return Reward(value=value, terms=terms, requests=len(judged), reason=reason)
 
 
 def _why_unmeasured(
@@ -166,21 +141,11 @@ def _why_unmeasured(
     return ""
 
 
-def _figures(members: Sequence[RequestRecord], targets: ClassTargets) -> ClassFigures:
-    ttfts = sorted(record.ttft_s for record in members if record.completed and record.ttft_s is not None)
-    return ClassFigures(
-        requests=len(members),
-        attainment_ratio=sum(map(targets.met_by, members)) / len(members),
-        ttft_p50_s=percentile(ttfts, 50) if ttfts else None,
-        ttft_p99_s=percentile(ttfts, 99) if ttfts else None,
-    )
-
-
-def _slo_terms(
-    judged: Sequence[RequestRecord], classes: Mapping[str, Sequence[RequestRecord]], targets: ClassTargets
-) -> dict[str, float]:
-    late = {name: sorted(map(targets.lateness, members)) for name, members in classes.items()}
-    large = [each for each in late.values() if len(each) >= _MIN_CLASS_REQUESTS] or [
+def _slo_terms(judged: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, float]:
+    late: dict[str, list[float]] = {}
+    for record in judged:
+        late.setdefault(targets.class_of(record), []).append(targets.lateness(record))
+    large = [sorted(each) for each in late.values() if len(each) >= _MIN_CLASS_REQUESTS] or [
         sorted(value for each in late.values() for value in each)
     ]
     jain = jain_of_tenants(judged)

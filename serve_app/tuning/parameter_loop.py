@@ -23,7 +23,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Snapshot
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
@@ -87,9 +87,8 @@ def carry_out(
     """
     if isinstance(work, EngineFitTask):
         return fit_engines(work, yield_cpu)
-    with TwinProcesses(work.plan) as twin:
-        budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
-        return search_twin(work.plan, work.study, twin, budget, work.kind).finding
+    budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
+    return search_twin(work.plan, work.study, DigitalTwin(work.plan).play, budget, work.kind)
 
 
 class ParameterLoop:

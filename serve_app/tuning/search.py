@@ -12,7 +12,7 @@ from serve_app.core import SchedulerSettings
 from serve_app.tuning.digital_twin import TwinPlan
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import SearchSpace, Tunable, Values
-from serve_app.tuning.study import Budget, StudyHistory, StudySettings, WindowPlayer, run_study
+from serve_app.tuning.study import Budget, Finding, PlayWindow, StudySettings, run_study
 
 SearchKind = Literal["presets", "tpe"]
 """Candidates of a search: presets, or presets and then those that TPE proposes."""
@@ -53,13 +53,13 @@ def preset_candidates(tunable: Tunable, space: SearchSpace) -> list[Values]:
 
 
 def search_twin(
-    plan: TwinPlan, settings: StudySettings, player: WindowPlayer, budget: Budget, kind: SearchKind
-) -> StudyHistory:
+    plan: TwinPlan, settings: StudySettings, play: PlayWindow, budget: Budget, kind: SearchKind
+) -> Finding:
     """Compare the incumbent of a twin with the candidates of a search."""
     return run_study(
         [plan.space.current, *preset_candidates(plan.tunable, plan.space)],
         settings,
-        player,
+        play,
         budget,
         optimiser=TpeOptimiser(plan.space, seed=plan.settings.seed) if kind == "tpe" else None,
         independent_windows=plan.independent_windows,

@@ -17,9 +17,9 @@ random numbers as in any textbook of simulation; `trial.evidence` for the sequen
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from serve_app.core.metrics.confidence import t_95
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
@@ -63,20 +63,6 @@ class StudySettings:
         return range(self.search_windows, self.search_windows + self.confirm_windows)
 
 
-@dataclass(frozen=True, slots=True)
-class WindowTask:
-    """The simulation of one candidate on one window.
-
-    Attributes:
-        candidate: number of the candidate.
-        window: number of the window, with the same traffic for all candidates.
-    """
-
-    candidate: int
-    window: int
-    values: Values
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowResult:
     """Result of a candidate in a window, and its cost: all simulated requests, including unmeasured ones."""
@@ -85,12 +71,8 @@ class WindowResult:
     requests: int
 
 
-class WindowPlayer(Protocol):
-    """Interface to play windows, implemented by `digital_twin.TwinProcesses`."""
-
-    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
-        """Yield each job with its result, in the order of the jobs."""
-        ...
+PlayWindow = Callable[[Values, int], WindowResult]
+"""Simulates a candidate's values on the window of a number, which has the same traffic for all candidates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +154,6 @@ class Finding:
 
     Attributes:
         best: values of the best candidate; None if none looked better than the incumbent.
-        search: its comparison on the windows that it was chosen by, which is optimistic.
         confirmation: its comparison on fresh windows; None if it was not confirmed.
         confident: whether `best` is recommended.
         reason: the verdict in words.
@@ -180,49 +161,21 @@ class Finding:
     """
 
     best: Values | None
-    search: Comparison | None
     confirmation: Comparison | None
     confident: bool
     reason: str
     candidates: int
 
 
-@dataclass(slots=True, kw_only=True)
-class StudyHistory:
-    """Complete course of a study.
-
-    Attributes:
-        candidates: values by number; the incumbent is the first.
-        best: number of the best candidate; None if none looked better than the incumbent.
-        results: by candidate and window.
-        seconds: total duration.
-    """
-
-    finding: Finding
-    candidates: Sequence[Values]
-    best: int | None
-    results: Mapping[tuple[int, int], WindowResult]
-    seconds: float
-
-    @property
-    def requests(self) -> int:
-        """Total number of simulated requests."""
-        return sum(each.requests for each in self.results.values())
-
-    def rewards(self, candidate: int, windows: range) -> dict[int, float | None]:
-        """Return a candidate's rewards in these windows, as far as it played them."""
-        return _rewards(self.results, candidate, windows)
-
-
 def run_study(
     first: Sequence[Values],
     settings: StudySettings,
-    player: WindowPlayer,
+    play: PlayWindow,
     budget: Budget,
     *,
     optimiser: TpeOptimiser | None = None,
     independent_windows: float = math.inf,
-) -> StudyHistory:
+) -> Finding:
     """Search until there is a verdict.
 
     Args:
@@ -231,15 +184,7 @@ def run_study(
             only.
         independent_windows: see `compare`.
     """
-    study = _Study(settings, player, budget, independent_windows)
-    finding, best = study.run(first, optimiser)
-    return StudyHistory(
-        finding=finding,
-        candidates=study.candidates,
-        best=best,
-        results=study.results,
-        seconds=study.seconds,
-    )
+    return _Study(settings, play, budget, independent_windows).run(first, optimiser)
 
 
 @dataclass(slots=True)
@@ -247,7 +192,7 @@ class _Study:
     """A study in progress."""
 
     settings: StudySettings
-    player: WindowPlayer
+    play: PlayWindow
     budget: Budget
     independent_windows: float
     candidates: list[Values] = field(init=False, default_factory=list)
@@ -264,8 +209,8 @@ class _Study:
         """Seconds since the study began."""
         return self.budget.clock() - self._began
 
-    def run(self, first: Sequence[Values], optimiser: TpeOptimiser | None) -> tuple[Finding, int | None]:
-        """Return the verdict, and the number of the best candidate."""
+    def run(self, first: Sequence[Values], optimiser: TpeOptimiser | None) -> Finding:
+        """Return the verdict."""
         incumbent, *presets = first
         self.candidates.append(incumbent)
         searched = self.settings.searched
@@ -303,7 +248,7 @@ class _Study:
                 left = left[: math.ceil(len(left) / 2)]
         return {each: finite(base + self._gain(each)) for each in numbers}
 
-    def _confirm(self, *, in_time: bool) -> tuple[Finding, int | None]:
+    def _confirm(self, *, in_time: bool) -> Finding:
         """Return the verdict on the best candidate."""
         searched, fresh = self.settings.searched, self.settings.fresh
         whole = [each for each in range(1, len(self.candidates)) if self._mean(each, searched) is not None]
@@ -321,28 +266,24 @@ class _Study:
                 break
         return self._finding("no candidate won with confidence on fresh windows", best)
 
-    def _finding(
-        self, reason: str, best: int | None = None, *, won: bool = False
-    ) -> tuple[Finding, int | None]:
-        finding = Finding(
+    def _finding(self, reason: str, best: int | None = None, *, won: bool = False) -> Finding:
+        return Finding(
             best=None if best is None else self.candidates[best],
-            search=None if best is None else self._against(best, self.settings.searched),
             confirmation=None if best is None else self._against(best, self.settings.fresh),
             confident=won,
             reason=reason,
             candidates=len(self.candidates) - 1,
         )
-        return finding, best
 
     def _play(self, candidates: Sequence[int], windows: Iterable[int], *, in_budget: bool = False) -> bool:
         """Play candidates on windows. Return False if the time was up before the end."""
-        jobs = [WindowTask(each, window, self.candidates[each]) for window in windows for each in candidates]
-        for job, result in self.player.play(jobs):
-            self.results[job.candidate, job.window] = result
-            self.budget.yield_cpu()
-            self._first_s = self._first_s or self.seconds
-            if in_budget and self._is_over():
-                return False
+        for window in windows:
+            for each in candidates:
+                self.results[each, window] = self.play(self.candidates[each], window)
+                self.budget.yield_cpu()
+                self._first_s = self._first_s or self.seconds
+                if in_budget and self._is_over():
+                    return False
         return True
 
     def _is_over(self) -> bool:

@@ -27,7 +27,6 @@ async def poisoned(work: Work) -> Result:
         sure = Comparison(mean=0.2, low=0.1, high=0.3, evidence=100.0, windows=12)
         return Finding(
             best={**work.plan.space.current, **AWFUL},
-            search=sure,
             confirmation=sure,
             confident=True,
             reason="the search is poisoned",

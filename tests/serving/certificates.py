@@ -11,6 +11,18 @@ from cryptography.x509.oid import NameOID
 from serve_app.serving.tls import TlsSettings
 
 _DAY = dt.timedelta(days=1)
+# Python 3.13 accepts no authority without it.
+_SIGNS = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 class Authority:
@@ -21,7 +33,9 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _named("authority")
-        certificate = self._signed(self._name, self._key, x509.BasicConstraints(ca=True, path_length=None))
+        certificate = self._signed(
+            self._name, self._key, x509.BasicConstraints(ca=True, path_length=None), _SIGNS
+        )
         self._ca = _written(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
 
     def process(self, name: str = "ewsjf.internal", expected: str | None = None) -> TlsSettings:
@@ -48,11 +62,11 @@ class Authority:
         )
 
     def _signed(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType
     ) -> x509.Certificate:
         now = dt.datetime.now(dt.UTC)
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        return (
+        builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
@@ -60,10 +74,13 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _DAY)
             .not_valid_after(now + _DAY)
-            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
             .add_extension(identifier, critical=False)
-            .sign(self._key, hashes.SHA256())
         )
+        for extension in extensions:
+            builder = builder.add_extension(
+                extension, critical=not isinstance(extension, x509.SubjectAlternativeName)
+            )
+        return builder.sign(self._key, hashes.SHA256())
 
 
 def _named(name: str) -> x509.Name:

@@ -1,9 +1,9 @@
 """Rewards, small search spaces, studies and search results for tuner tests."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from serve_app.tuning.objective import ClassFigures, Reward
+from serve_app.tuning.objective import Reward
 from serve_app.tuning.search_space import Parameter, Scale, SearchSpace, Values
 from serve_app.tuning.study import Comparison, Finding
 
@@ -31,17 +31,8 @@ def bowl(values: Values, window: int) -> float:
     return -miss + 0.5 * math.sin(window) + 0.01 * own
 
 
-def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
-    """Return a reward with classes as (requests, attainment)."""
-    return Reward(
-        value=value,
-        requests=100,
-        reason="" if value is not None else "nothing was measured",
-        classes={
-            name: ClassFigures(requests=count, attainment_ratio=ratio, ttft_p50_s=None, ttft_p99_s=None)
-            for name, (count, ratio) in (classes or {}).items()
-        },
-    )
+def rewarded(value: float | None) -> Reward:
+    return Reward(value=value, requests=100, reason="" if value is not None else "nothing was measured")
 
 
 def found(values: Values, *, confident: bool = True) -> Finding:
@@ -49,7 +40,6 @@ def found(values: Values, *, confident: bool = True) -> Finding:
     gain = Comparison(mean=0.1, low=0.05, high=0.15, evidence=50.0, windows=4)
     return Finding(
         best=values,
-        search=gain,
         confirmation=gain,
         confident=confident,
         reason="for the test",

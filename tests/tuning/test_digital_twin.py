@@ -1,14 +1,11 @@
 from dataclasses import replace
 
-import pytest
-
 from serve_app.core import SchedulerSettings
 from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
-from serve_app.tuning.study import WindowTask
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
 
@@ -95,19 +92,6 @@ def test_more_traffic_is_more_independent_windows() -> None:
 
 
 def test_a_failure_has_no_reward_but_a_reason() -> None:
-    with TwinProcesses(plan()) as twin:
-        jobs = [
-            WindowTask(0, 0, plan().space.current),
-            WindowTask(1, 0, {**plan().space.current, "target_waiting": 0}),
-        ]
-        good, bad = (played.reward for _, played in twin.play(jobs))
-    assert good.value is not None
-    assert bad.value is None
-    assert "target_waiting" in bad.reason
-
-
-@pytest.mark.slow
-def test_several_processes_give_the_result_of_one() -> None:
-    jobs = [WindowTask(number, window, plan().space.current) for number in range(2) for window in range(2)]
-    with TwinProcesses(plan()) as one, TwinProcesses(plan(), jobs=2) as two:
-        assert list(one.play(jobs)) == list(two.play(jobs))
+    failed = DigitalTwin(plan()).play({**plan().space.current, "target_waiting": 0}, 0).reward
+    assert failed.value is None
+    assert "target_waiting" in failed.reason

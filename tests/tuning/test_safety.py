@@ -9,7 +9,7 @@ from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
 from serve_app.tuning.search import search_twin
@@ -43,8 +43,8 @@ def plan(start: Values) -> TwinPlan:
 
 
 def recommended(around: TwinPlan) -> Values | None:
-    with TwinProcesses(around) as twin:
-        finding = search_twin(around, STUDY, twin, Budget(clock=lambda: 0.0), "presets").finding
+    twin = DigitalTwin(around)
+    finding = search_twin(around, STUDY, twin.play, Budget(clock=lambda: 0.0), "presets")
     return finding.best if finding.confident else None
 
 

@@ -1,9 +1,9 @@
 import math
 import random
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -12,10 +12,9 @@ from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.study import (
     Budget,
-    StudyHistory,
+    Finding,
     StudySettings,
     WindowResult,
-    WindowTask,
     compare,
     run_study,
 )
@@ -31,15 +30,25 @@ class Windows:
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self.now = objective, 0.0
+        # Windows that each candidate played, in the order of their first ones.
+        self.played: dict[tuple[tuple[str, float], ...], list[int]] = {}
 
     def clock(self) -> float:
         return self.now
 
-    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
-        for job in jobs:
-            self.now += 1.0 if self.now else 11.0
-            reward = Reward(value=self._objective(job.values, job.window), requests=50)
-            yield job, WindowResult(reward=reward, requests=60)
+    def play(self, values: Values, window: int) -> WindowResult:
+        self.now += 1.0 if self.now else 11.0
+        self.played.setdefault(key(values), []).append(window)
+        return WindowResult(reward=Reward(value=self._objective(values, window), requests=50), requests=60)
+
+
+def key(values: Values) -> tuple[tuple[str, float], ...]:
+    return tuple(values.items())
+
+
+class Studied(NamedTuple):
+    finding: Finding
+    windows: Windows
 
 
 def studied(
@@ -51,59 +60,55 @@ def studied(
     start: Values = CURRENT,
     seed: int = 0,
     yield_cpu: Callable[[], object] = lambda: None,
-) -> StudyHistory:
+) -> Studied:
     windows = Windows(objective)
     # Draws from the prior, which are faster.
     optimiser = TpeOptimiser(space(start), seed=seed, startup=1_000) if settings.proposals else None
     budget = Budget(clock=windows.clock, seconds=seconds, yield_cpu=yield_cpu)
-    return run_study([start, *presets], settings, windows, budget, optimiser=optimiser)
+    finding = run_study([start, *presets], settings, windows.play, budget, optimiser=optimiser)
+    return Studied(finding, windows)
 
 
 def test_a_better_candidate_is_found_and_confirmed_on_windows_it_was_not_chosen_by() -> None:
     rests: list[None] = []
-    course = studied(bowl, yield_cpu=lambda: rests.append(None))
-    finding = course.finding
+    finding, windows = studied(bowl, yield_cpu=lambda: rests.append(None))
     assert finding.confident
     assert finding.best is not None
     assert finding.confirmation is not None
-    assert course.best is not None
-    assert course.candidates[course.best] == finding.best
-    assert (finding.candidates, len(course.candidates)) == (24, 25)
+    assert (finding.candidates, len(windows.played)) == (24, 25)
     assert bowl(finding.best, 0) > bowl(CURRENT, 0)
-    played = range(4 + finding.confirmation.windows)
-    assert list(course.rewards(course.best, range(20))) == list(played)
-    assert course.requests == 60 * len(course.results) == 60 * len(rests)
+    assert windows.played[key(finding.best)] == list(range(4 + finding.confirmation.windows))
+    assert sum(map(len, windows.played.values())) == len(rests)
 
 
 def test_poor_candidates_stop_early_and_all_meet_the_same_windows() -> None:
-    course = studied(bowl)
-    searched = Counter(candidate for candidate, window in course.results if window < 4)
-    assert searched[0] == 4
+    searched = [[window for window in each if window < 4] for each in studied(bowl).windows.played.values()]
+    assert all(each == list(range(len(each))) for each in searched)
+    assert len(searched[0]) == 4
     # Of eight candidates, four leave after the first window, and two after the second.
-    assert sorted(searched.values()) == sorted([4] + 3 * ([1] * 4 + [2] * 2 + [4] * 2))
-    for candidate, count in searched.items():
-        assert list(course.rewards(candidate, range(4))) == list(range(count))
+    assert sorted(map(len, searched)) == sorted([4] + 3 * ([1] * 4 + [2] * 2 + [4] * 2))
 
 
 def test_presets_race_first_and_without_an_optimiser_they_are_all_there_is() -> None:
-    course = studied(bowl, replace(SMALL, proposals=0), presets=[WORSE, BETTER])
-    assert list(course.candidates) == [CURRENT, WORSE, BETTER]
-    assert course.finding.best == BETTER
-    assert course.finding.confident
-    further = studied(bowl, replace(SMALL, proposals=8), presets=[WORSE, BETTER])
-    assert list(further.candidates[:3]) == [CURRENT, WORSE, BETTER]
-    assert len(further.candidates) == 11
+    first = [key(CURRENT), key(WORSE), key(BETTER)]
+    finding, windows = studied(bowl, replace(SMALL, proposals=0), presets=[WORSE, BETTER])
+    assert list(windows.played) == first
+    assert finding.best == BETTER
+    assert finding.confident
+    further = studied(bowl, replace(SMALL, proposals=8), presets=[WORSE, BETTER]).windows
+    assert list(further.played)[:3] == first
+    assert len(further.played) == 11
 
 
 def test_a_clear_gain_needs_few_fresh_windows_and_an_unclear_one_all_of_them() -> None:
-    def rewarded_with(difference: Callable[[int], float]) -> StudyHistory:
+    def rewarded_with(difference: Callable[[int], float]) -> Studied:
         return studied(
             lambda values, window: difference(window) if values == BETTER else 0.0,
             StudySettings(search_windows=1, confirm_windows=10, proposals=0),
             presets=[BETTER],
         )
 
-    def windows(course: StudyHistory) -> int:
+    def windows(course: Studied) -> int:
         assert course.finding.confirmation is not None
         return course.finding.confirmation.windows
 
@@ -153,13 +158,13 @@ def test_a_poisoned_objective_recommends_nothing(poison: Objective) -> None:
 def test_the_search_ends_in_time_for_the_confirmation(seconds: float) -> None:
     settings = StudySettings(search_windows=4, confirm_windows=4, proposals=80)
     course = studied(bowl, settings, seconds=seconds)
-    assert len(course.results) > 4
-    assert seconds - 10.0 < course.seconds <= seconds
+    assert len(course.windows.played) > 1
+    assert seconds - 10.0 < course.windows.now <= seconds
 
 
 def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
     course = studied(bowl, seconds=1.0)
-    assert len(course.results) == 5
+    assert sum(map(len, course.windows.played.values())) == 5
     assert not course.finding.confident
     assert course.finding.reason.startswith("the time ended")
 
