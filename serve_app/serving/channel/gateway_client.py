@@ -50,9 +50,6 @@ from serve_app.serving.channel.settings import ChannelSettings
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
 DISCONNECTED_RETRY_AFTER_S = 2.0
 NO_WAIT_REJECTED = "the scheduler is disconnected, and the request must not wait"
-# More than any prompt has; bounds a submission far below the frame limit.
-_MAX_PREFIX_HASHES = 8192
-_MAX_NAME_CHARS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -128,25 +125,6 @@ class PendingRequest:
 def disconnected_rejection(message: str) -> Conclusion:
     """Return the rejection while no scheduler is connected."""
     return Conclusion(Outcome.REJECTED_NO_REPLICA, message, DISCONNECTED_RETRY_AFTER_S)
-
-
-def oversized_rejection(submission: Submission) -> Conclusion | None:
-    """Return the rejection of a request that exceeds the limits of a frame; None if it fits."""
-    hashes = len(submission.prefix)
-    longest = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
-    if hashes > _MAX_PREFIX_HASHES:
-        message = (
-            f"the prompt has {hashes:,} prefix hashes, and at most {_MAX_PREFIX_HASHES:,} are allowed: "
-            "shorten the prompt"
-        )
-    elif longest > _MAX_NAME_CHARS:
-        message = (
-            f"the longest of request id, model and tenant has {longest:,} characters, and at most "
-            f"{_MAX_NAME_CHARS:,} are allowed: shorten it"
-        )
-    else:
-        return None
-    return Conclusion(Outcome.REJECTED_INVALID, message)
 
 
 def rejection_without_scheduler(submission: Submission, pending: int, limit: int) -> Conclusion | None:
@@ -598,9 +576,7 @@ class GatewayClient:
         """Return a rejection that needs no scheduler; None if there is none."""
         if self._closed:
             return disconnected_rejection(_CLOSING_MESSAGE)
-        rejection = oversized_rejection(submission)
-        if rejection is None and self._link is None:
-            return rejection_without_scheduler(
-                submission, len(self._pending), self._settings.max_queued_disconnected
-            )
-        return rejection
+        if self._link is not None:
+            return None
+        limit = self._settings.max_queued_disconnected
+        return rejection_without_scheduler(submission, len(self._pending), limit)

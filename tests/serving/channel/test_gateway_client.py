@@ -198,10 +198,3 @@ async def test_a_gateway_that_closes_rejects_waiting_and_new_requests(world: Sim
     assert not isinstance(rejection, Grant)
     assert rejection.outcome is Outcome.REJECTED_NO_REPLICA
     assert (await rejected(gateway, "r2")).message == "this gateway is shutting down"
-
-
-async def test_a_submission_too_large_for_a_frame_is_rejected_here(world: Simulation) -> None:
-    gateway = await world.gateway()
-    assert (await rejected(gateway, "r1", prefix=tuple(range(10_000)))).outcome is Outcome.REJECTED_INVALID
-    assert (await rejected(gateway, "r2", tenant="t" * 5000)).outcome is Outcome.REJECTED_INVALID
-    assert gateway.is_connected

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 
 from serve_app.errors import Outcome
 from serve_app.request import PromptShape, RequestSpec
@@ -38,6 +37,7 @@ from serve_app.serving.gateway.request.fields import (
     ModelOnly,
     ResponsesFields,
 )
+from serve_app.serving.gateway.request.form import FormParser
 from serve_app.serving.gateway.request.measure import (
     PromptMeasure,
     chat_shape,
@@ -59,7 +59,6 @@ from serve_app.serving.gateway.request.program import session_of_body, session_o
 
 T = TypeVar("T")
 
-_MAX_PARTS = 100
 _MAX_NAME_BYTES = 1_000
 
 
@@ -358,33 +357,10 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
 
 
 def _model_of(body: bytes, content_type: bytes) -> tuple[str, slice]:
-    kind, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
-        raise _no_form("content-type must be multipart/form-data with a boundary")
-    # Servers decode field names with this charset, so another one could change the name of a field.
-    charset = options.get(b"charset", b"utf-8")
-    if charset.lower() not in (b"utf-8", b"utf8"):
-        raise _no_form(f"its charset must be utf-8 or omitted, got {charset[:40].decode('latin-1')!r}")
     reader = _ModelReader()
-    try:
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": reader.begin,
-                "on_header_field": reader.add_name,
-                "on_header_value": reader.add_value,
-                "on_header_end": reader.end_header,
-                "on_part_data": reader.add_data,
-                "on_end": reader.end,
-            },
-        )
-        parser.write(body)
-        parser.finalize()
-    except FormParserError as error:
-        raise _no_form(str(error)) from error
-    if not reader.ended:
-        raise _no_form("the form is truncated")
+    parser = FormParser(content_type, reader)
+    parser.feed(body)
+    parser.finish()
     if len(reader.models) > 1:
         # Some servers use the first of two fields, others the last.
         raise RequestRejected(Outcome.REJECTED_INVALID, "model occurs twice: send it once", param="model")
@@ -394,41 +370,19 @@ def _model_of(body: bytes, content_type: bytes) -> tuple[str, slice]:
 
 
 class _ModelReader:
-    """Collector of the values of the field `model` in a form, and of the place of the last one.
-
-    It uses python-multipart, the parser that Starlette, and therefore vLLM, applies to the same bodies.
-    """
+    """Collector of the values of the field `model` in a form, and of the place of the last one."""
 
     def __init__(self) -> None:
         self.models: list[bytearray] = []
         self.place = slice(0, 0)
-        self.ended = False
-        self._parts = 0
-        self._in_model = False
-        self._header = (bytearray(), bytearray())
-
-    def begin(self) -> None:
-        self._parts += 1
-        if self._parts > _MAX_PARTS:
-            raise FormParserError(f"a form has at most {_MAX_PARTS} fields here")
         self._in_model = False
 
-    def add_name(self, data: bytes, start: int, end: int) -> None:
-        self._header[0].extend(data[start:end])
+    def begin(self, name: str, _filename: str | None) -> None:
+        self._in_model = name == "model"
+        if self._in_model:
+            self.models.append(bytearray())
 
-    def add_value(self, data: bytes, start: int, end: int) -> None:
-        self._header[1].extend(data[start:end])
-
-    def end_header(self) -> None:
-        name, value = self._header
-        self._header = (bytearray(), bytearray())
-        if name.lower() == b"content-disposition":
-            _, options = parse_options_header(bytes(value))
-            self._in_model = options.get(b"name") == b"model"
-            if self._in_model:
-                self.models.append(bytearray())
-
-    def add_data(self, data: bytes, start: int, end: int) -> None:
+    def add(self, data: bytes, start: int, end: int) -> None:
         if not self._in_model:
             return
         begin = self.place.start if self.models[-1] else start
@@ -436,15 +390,6 @@ class _ModelReader:
         self.models[-1].extend(data[start:end])
         if len(self.models[-1]) > _MAX_NAME_BYTES:
             raise FormParserError(f"the model's name is longer than {_MAX_NAME_BYTES} bytes")
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def _no_form(problem: str) -> RequestRejected:
-    return RequestRejected(
-        Outcome.REJECTED_INVALID, f"the body is not a form: {problem}. Send multipart/form-data"
-    )
 
 
 # -- tables -----------------------------------------------------------------------------------------------
