@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Annotated, Protocol, cast
+from typing import Annotated, cast
 
 import httptools
 
@@ -36,18 +36,6 @@ class StaleConnectionError(UpstreamError):
     """The replica closed a reused connection before it answered."""
 
 
-class Source(Protocol):
-    """Interface of a connection towards its response."""
-
-    def resume_reading(self) -> None:
-        """Continue reading after the buffer was emptied."""
-        ...
-
-    def abort(self) -> None:
-        """Abort the connection; the rest of the response is discarded."""
-        ...
-
-
 class UpstreamResponse:
     """A replica's response while it arrives. Read it with `next` or `read`, and always `close` it.
 
@@ -67,13 +55,13 @@ class UpstreamResponse:
         "status",
     )
 
-    def __init__(self, connection: Source) -> None:
+    def __init__(self, connection: "UpstreamConnection") -> None:
         self.status = 0
         self.headers: HeaderList = []
         self.complete = False
         self.error: UpstreamError | None = None
         self.on_pieces: Callable[[], None] | None = None
-        self._connection: Source | None = connection
+        self._connection: UpstreamConnection | None = connection
         self._pieces: list[bytes] = []
         self._buffered_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -197,18 +185,6 @@ _LOWEST_STATUS = 100
 _NO_BODY_STATUSES = frozenset({204, 304})
 
 
-class ConnectionOwner(Protocol):
-    """Interface of the pool towards its connections."""
-
-    def on_idle(self, connection: "UpstreamConnection") -> None:
-        """Handle a connection that may be reused after a complete answer."""
-        ...
-
-    def on_lost(self, connection: "UpstreamConnection") -> None:
-        """Handle a connection that is closed."""
-        ...
-
-
 class UpstreamConnection(asyncio.Protocol):
     """TCP connection to a replica; serves one request at a time.
 
@@ -236,7 +212,7 @@ class UpstreamConnection(asyncio.Protocol):
         "silent_ticks",
     )
 
-    def __init__(self, owner: ConnectionOwner, address: ServerAddress) -> None:
+    def __init__(self, owner: "UpstreamPool", address: ServerAddress) -> None:
         self.address = address
         self.silent_ticks = 0
         self._owner = owner
@@ -574,8 +550,6 @@ class UpstreamPool:
                 failed += not connection.is_idle
                 connection.fail(f"the replica {address.host}:{address.port} does not respond")
         return failed
-
-    # ConnectionOwner
 
     def on_idle(self, connection: UpstreamConnection) -> None:
         """Add a connection to the idle ones of its replica, or close it if there are enough."""
