@@ -261,7 +261,7 @@ class Request:
 
 
 class TurnEnd(enum.StrEnum):
-    """How an answer ended, as far as it predicts the next request of the same program."""
+    """The end of an answer, as far as it predicts the next request of the same program."""
 
     TOOLS = "tools"
     """With calls of tools (`tool_calls`, `tool_use`), whose results are the next prompt."""

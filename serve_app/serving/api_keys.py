@@ -115,7 +115,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tokens_per_day, tokens_per_month: tokens of all models that it may use in a UTC day or month.
         cost_per_day, cost_per_month: the same in money, at the prices of the models.
         expires_at, revoked_at: from then on, the key is rejected.
-        admin: may view requests of all tenants, and freeze tuners.
+        admin: may do all that operators do: views of all tenants, keys, endpoints, and freezing tuners.
         may_act_for_tenants: `x-tenant` of its requests is trusted.
     """
 

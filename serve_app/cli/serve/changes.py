@@ -1,4 +1,4 @@
-"""What a changed configuration does to the processes of a running application."""
+"""Effects of a changed configuration on the processes of a running application."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

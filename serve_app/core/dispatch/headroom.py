@@ -6,15 +6,15 @@ it is the next in order. So a tenant that holds more than its share of a pool ge
 part of a replica, as long as others need it.
 
 The size follows the *light* tenants, those that hold at most half of their share. Their requests arrive at
-random and take the kept part. It is free again as soon as answers end, because no heavy tenant gets it. With
-`r`, the share of light tenants in the tokens of a pool, the number of light requests that find no room falls
-by `r` with each request that fits into the kept part:
+random and take the reserved part. It is free again as soon as answers end, because no heavy tenant gets it.
+With `r`, the share of light tenants in the tokens of a pool, the number of light requests that find no room
+falls by `r` with each request that fits into the reserved part:
 
     P(light request waits) = r ** n  <=  1 %       n = log(0.01) / log(r)
 
-The kept part is `n` mean requests of light tenants, on all replicas of the pool together; on each at least
-one, and at most a tenth of the cache. It is 0 if tenants are alike, since none is light, and if no other
-tenant has sent a request lately.
+The reserved part is `n` mean requests of light tenants, on all replicas of the pool together; on each at
+least one, and at most a tenth of the cache. It is 0 if tenants are alike, since none is light, and if no
+other tenant has sent a request lately.
 
 The price: heavy tenants wait for that part.
 
@@ -31,7 +31,7 @@ from serve_app.core.routing.ledger import ReplicaLedger
 
 # Share of its fair share up to which a tenant is light.
 _LIGHT = 0.5
-# Probability that a light request finds the kept part in use, and the largest kept part of a replica's cache.
+# Probability that a light request finds the reserved part in use, and the largest part of a replica's cache.
 _MISSES, _MAX_RATIO = 0.01, 0.1
 # Time after which a tenant without requests no longer has a share.
 _ACTIVE_S = 60.0
@@ -42,7 +42,7 @@ _MIN_LIGHT = 0.005
 
 
 class _PoolUse:
-    """What the tenants hold in one pool, and its mean request."""
+    """Tokens that each tenant holds in one pool, and its mean request."""
 
     __slots__ = ("by_tenant", "light_mean", "light_tokens", "mean_tokens", "tokens")
 

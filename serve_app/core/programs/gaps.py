@@ -12,7 +12,7 @@ of the gap `G` is
 `price` is the share of the replica's cache that the context holds: so much of the replica is out of use while
 others wait. `recompute_s` is the time to compute the context again. `retention_s` returns the `T` with the
 lowest cost. For long contexts, both grow alike, so `T` depends on their ratio and on the gaps alone. It only
-matters while other programs wait for room: nothing is let go before.
+matters while other programs wait for room: nothing is released before.
 
 Source: the ski-rental problem with a known distribution (Karlin et al., "Competitive randomized algorithms
 for nonuniform problems", 1994). Continuum (arXiv 2511.02230) and SAECache (arXiv 2605.18825) retain contexts

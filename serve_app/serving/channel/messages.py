@@ -98,7 +98,7 @@ class Bye(Message, frozen=True):
 
 
 class PutBack(Message, frozen=True):
-    """Grant number `grant` failed before the first byte; the request waits again.
+    """Grant number `grant` failed before the first byte, or can be continued; the request waits again.
 
     Attributes:
         generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
@@ -258,7 +258,7 @@ class Rejected(Message, frozen=True):
 
 
 class Revoked(Message, frozen=True):
-    """Grant number `grant` is revoked; the gateway puts the request back, unless its answer has begun."""
+    """Grant number `grant` is revoked; the gateway puts the request back if it can be continued."""
 
     request_id: str
     grant: int

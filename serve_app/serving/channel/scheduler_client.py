@@ -187,7 +187,7 @@ class SchedulerClient(Protocol):
         message: str = "",
         generated_tokens: int = 0,
     ) -> Grant | Conclusion:
-        """Put a granted request back that received no first byte, and wait for another grant.
+        """Put a granted request back that can be served again or continued, and wait for another grant.
 
         Args:
             generated_tokens: output tokens so far with which the request continues; 0 if it starts again.

@@ -1,9 +1,9 @@
 """Authentication: keys of the configuration, keys of a file, and the caller that each key identifies.
 
 Without any configured key, all requests are accepted and `x-tenant` is trusted: for a laptop, or a gateway
-behind another one that authenticates. With a configured key or a file of keys, every call under `/v1` and to
-`/tokenize` needs a key and belongs to the key's tenant. `x-tenant` then counts only with a key that may act
-for tenants.
+behind another one that authenticates. With a configured key or a file of keys, every call except probes and
+the pages of the dashboard needs a key and belongs to the key's tenant. `x-tenant` then counts only with a key
+that may act for tenants.
 
 Views of other tenants' requests are always restricted to admins: callers with a key that has `admin`, and
 callers with the application's own admin key (`serve_app.serving.access`).
@@ -106,7 +106,8 @@ class ApiKey(Secret):
         default_class: class of requests that name none; null means `default`, or the highest class if that is
             lower.
         may_act_for_tenants: trust `x-tenant` from this caller (an application with its own tenants).
-        admin: allow the queue views of all tenants (`/debug/queue`), and freezing the tuner.
+        admin: allow all that operators do: views of all tenants (`/debug`, the dashboard, `/metrics`), keys,
+            endpoints, the scheduled share, and freezing the tuner.
     """
 
     tenant: str
@@ -150,7 +151,7 @@ class Caller:
 
     Attributes:
         key: None without configured keys, and for the application's own admin key.
-        is_admin: may view requests of all tenants, and freeze tuners.
+        is_admin: may do all that operators do, see `ApiKey.admin`.
         key_terms: precomputed terms of the key.
     """
 

@@ -123,7 +123,7 @@ class AdminQueries:
         return captured(self.live.history)
 
     async def mode(self) -> dict[str, Any]:
-        """Return the scheduled share of the traffic, and queue times of both parts."""
+        """Return the scheduled share of the traffic, and times to first token of both parts."""
         return {"model": self._model, **self.live.mode.describe()}
 
     async def change_mode(self, active_share: float) -> None:

@@ -2,10 +2,9 @@
 
 It counts requests that ended in an engine, with the engine's token counts. Engines count at the end of an
 answer, so an answer that its client cancels counts with its estimate. Otherwise clients could evade their
-budgets. Lines of past days do not change,
-even if the clock is set back slightly. If the clock was far ahead, the wrong day is abandoned once the clock
-is right, so that later days are not affected. The ledger outlives its scheduler through persisted state. A
-scheduler that is killed loses what was counted since the last write.
+budgets. Lines of past days do not change, even if the clock is set back slightly. If the clock was far ahead,
+the wrong day is abandoned once the clock is right, so that later days are not affected. The ledger outlives
+its scheduler through persisted state. A scheduler that is killed loses what was counted since the last write.
 
 Learned state may be discarded if it does not fit; usage may not, so it has its own document. While the store
 cannot be read at the start, nothing is overwritten; new counts are added to the stored ones later.

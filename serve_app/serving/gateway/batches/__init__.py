@@ -1,5 +1,6 @@
 """The Batch API: files of requests that are served on the capacity that other traffic leaves.
 
-Read `records.py` (what a file and a batch are), `store.py` (their database), `upload.py` (validation),
-`runner.py` (who serves the requests) and `api.py` (the endpoints).
+Reading order: `records` (a file and a batch), `store` (their database), `contents` and `storage` (the files'
+contents), `upload` and `lines` (forms, and validation of their lines), `api` (the endpoints), `runner` (which
+gateway serves the requests) and `calls` (one request of a batch).
 """
