@@ -35,7 +35,8 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default=os.environ.get(_KEY_VARIABLE),
-        help=f"admin key (default: {_KEY_VARIABLE}, else the key that `serve` created on this machine)",
+        help="API key; all commands but `batch` need one of an admin "
+        f"(default: {_KEY_VARIABLE}, else the admin key that `serve` created on this machine)",
     )
 
 
