@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from experiments.common.processes import cpu_s, process_tree
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Two servers that start in parallel on two cores take about two minutes.

@@ -21,7 +21,7 @@ import yaml
 from experiments.common.ports import is_free
 from experiments.common.processes import process_tree
 from serve_app.cli.serve.environment import instance_folder
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 from serve_app.serving.access import read_admin_key
 from serve_app.settings.checking.serve_file import NO_PROXY
 

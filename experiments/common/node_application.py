@@ -16,7 +16,7 @@ from experiments.common.application import is_whole, serve_config
 from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
 from experiments.common.redeployment import deploy
 from experiments.common.valkey import running_valkey
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 NAME = "nodes"
 _DEPLOY_TIMEOUT_S = 300.0

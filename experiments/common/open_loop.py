@@ -2,7 +2,7 @@
 
 import uvloop
 
-from serve_app.lab.bench.connection import BenchError, ConnectionPool, Target
+from serve_app.lab.bench.endpoint import BenchError, base_url
 from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
 from serve_app.lab.workloads.trace import Trace
 
@@ -14,13 +14,7 @@ def play_trace(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 
 
 async def drive(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 600.0) -> LoadResult:
     """Play the trace inside an event loop, for callers that measure something in parallel."""
-    target = Target.parse(url)
-    pool = ConnectionPool(target)
-    try:
-        factory = BodyFactory(bodies, target.authority, target.path_prefix)
-        return await OpenLoop(pool, factory, LoadSettings(timeout_s=timeout_s)).run(trace)
-    finally:
-        pool.close()
+    return await OpenLoop(base_url(url), BodyFactory(bodies), LoadSettings(timeout_s=timeout_s)).run(trace)
 
 
 def all_completed(load: LoadResult) -> LoadResult:

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.common.application import Application
 from experiments.common.processes import titled
 from serve_app.cli.serve.instance import read_instance
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 from serve_app.serving.access import ray_token
 
 _TIMEOUT_S = 240.0

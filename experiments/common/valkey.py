@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from experiments.common.application import free_port
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.05

@@ -21,7 +21,7 @@ import uvloop
 
 from experiments.common.light_endpoint import MODEL, content_length
 from experiments.overhead.system import RequestKind
-from serve_app.lab.bench.connection import BenchError, Target
+from serve_app.lab.bench.endpoint import BenchError
 from serve_app.lab.bench.load import BodyFactory, BodySettings
 from serve_app.lab.workloads.trace import TraceRequest
 
@@ -247,7 +247,7 @@ def _request(load: Load) -> tuple[bytes, bytes]:
 
 
 def _text(length: int) -> bytes:
-    words = BodyFactory(BodySettings(model=""), "").text
+    words = BodyFactory(BodySettings(model="")).text
     prompt = TraceRequest(arrival_s=0.0, prompt_tokens=length, output_tokens=1)
     return words(1, prompt)[:length]
 
@@ -257,10 +257,12 @@ async def _play(load: Load) -> Played:
     before, after = _request(load)
     began = time.perf_counter()
     run = _Run(load, before, after, began + load.seconds, asyncio.Event())
-    target = Target.parse(load.url)
+    target = urlsplit(load.url)
+    assert target.hostname is not None
+    assert target.port is not None
     try:
         for _ in range(load.clients):
-            await loop.create_connection(lambda: _Connection(run), target.host, target.port)
+            await loop.create_connection(lambda: _Connection(run), target.hostname, target.port)
         async with asyncio.timeout(load.seconds + _ANSWER_TIMEOUT_S):
             await run.ended.wait()
     except (OSError, TimeoutError) as error:

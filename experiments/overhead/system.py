@@ -14,7 +14,7 @@ from experiments.common.light_endpoint import LightServers, started_light_server
 from experiments.common.ports import is_free
 from experiments.common.processes import CpuMeter
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 
 @settings

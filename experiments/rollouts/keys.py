@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 # Gateways read the file every two seconds; a busy machine gets more time.
 _KNOWN_AFTER_S = 5.0

@@ -21,7 +21,7 @@ from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
 from serve_app.core.settings_base import as_config, settings
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 from serve_app.lab.bench.load import BodySettings
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from serve_app.tuning.settings import TunerSettings

@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +24,9 @@ from serve_app.cli.command import (
     write_json,
 )
 from serve_app.cli.http_client import ConnectionFailedError, request
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS, SummaryRules, summarise
-from serve_app.lab.bench.connection import BenchError, ConnectionPool, Target
+from serve_app.lab.bench.endpoint import BenchError, base_url
 from serve_app.lab.bench.load import (
     LATE_AFTER_S,
     BenchEndpoint,
@@ -193,18 +192,18 @@ _EXAMPLE = """example:
 
 
 def _run(args: argparse.Namespace) -> int:
-    target = Target.parse(args.url)
+    url = base_url(args.url)
     trace = resolve(workload_of(args))
     for note in notes_on(trace):
         warn(note)
     settings = load_settings(args)
     _allow_connections(settings.max_in_flight)
-    bodies = body_settings(args, served_models(target, args.api_key))
-    preempted_before = preemptions_so_far(target, args.api_key)
+    bodies = body_settings(args, served_models(url, args.api_key))
+    preempted_before = preemptions_so_far(url, args.api_key)
     cpu_before_s = time.process_time()
-    load = _drive(trace, target, bodies, settings)
+    load = _drive(trace, url, bodies, settings)
     cpu_s = time.process_time() - cpu_before_s
-    preempted = preemptions_so_far(target, args.api_key)
+    preempted = preemptions_so_far(url, args.api_key)
     records = [record for record in from_zero(load.records) if record.arrived_at >= args.warm_up_s]
     load = replace(load, records=records)
     known = preempted_before is not None and preempted is not None
@@ -238,26 +237,11 @@ def _allow_connections(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSettings) -> LoadResult:
+def _drive(trace: Trace, url: str, bodies: BodySettings, settings: LoadSettings) -> LoadResult:
     """Send the requests with a progress bar, which ends after the event loop."""
     with progress_bar("requests", len(trace.requests)) as advance:  # noqa: SIM117 - see above
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_send(trace, target, bodies, settings, lambda _: advance()))
-
-
-async def _send(
-    trace: Trace,
-    target: Target,
-    bodies: BodySettings,
-    settings: LoadSettings,
-    on_record: Callable[[RequestRecord], object],
-) -> LoadResult:
-    pool = ConnectionPool(target)
-    factory = BodyFactory(bodies, target.authority, target.path_prefix)
-    try:
-        return await OpenLoop(pool, factory, settings, on_record).run(trace)
-    finally:
-        pool.close()
+            return runner.run(OpenLoop(url, BodyFactory(bodies), settings, lambda _: advance()).run(trace))
 
 
 COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)
@@ -266,13 +250,13 @@ COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
-def served_models(target: Target, api_key: str | None) -> list[str]:
+def served_models(url: str, api_key: str | None) -> list[str]:
     """Return the model names in `/v1/models`.
 
     Raises:
         BenchError: the endpoint cannot be reached, or does not answer like an OpenAI API.
     """
-    url = f"{target.base_url}/v1/models"
+    url = f"{url}/v1/models"
     try:
         answer = request(url, api_key)
     except ConnectionFailedError as exc:
@@ -285,10 +269,10 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
         raise BenchError(f"{url} does not list models as the OpenAI API does: {exc!r}") from exc
 
 
-def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
+def preemptions_so_far(url: str, api_key: str | None) -> int | None:
     """Return the preemptions of all engines from the endpoint's `/metrics`; None if not exposed."""
     try:
-        answer = request(f"{target.base_url}/metrics", api_key)
+        answer = request(f"{url}/metrics", api_key)
         counts = [float(count) for count in _PREEMPTIONS.findall(answer.text if answer.is_success else "")]
     except (ConnectionFailedError, ValueError):
         return None

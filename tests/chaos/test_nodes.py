@@ -19,7 +19,7 @@ from experiments.common.audit import ENDS, Ended, asked, body_of
 from experiments.common.node_application import NodeApplication, served_on_nodes
 from experiments.common.nodes import HEAD, NodeSpec
 from experiments.common.redeployment import deploy
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

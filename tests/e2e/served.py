@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import Application, serve_config, served_application
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0

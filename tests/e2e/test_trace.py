@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.lab.bench.connection import ConnectionPool, Target
 from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from tests.e2e.served import Served, wait_for
@@ -17,13 +16,8 @@ REQUESTS = 400
 async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app: Served) -> None:
     trace = resolve(WorkloadSettings(trace="azure-conv", requests=REQUESTS, rate_per_s=40.0))
     before = app.metric("ewsjf_requests_concluded_total")
-    target = Target.parse(app.url)
-    pool = ConnectionPool(target)
-    factory = BodyFactory(BodySettings(model="demo"), target.authority, target.path_prefix)
-    try:
-        result = await OpenLoop(pool, factory, LoadSettings(timeout_s=100.0), lambda _: None).run(trace)
-    finally:
-        pool.close()
+    bodies = BodyFactory(BodySettings(model="demo"))
+    result = await OpenLoop(app.url, bodies, LoadSettings(timeout_s=100.0)).run(trace)
     # A request longer than every context is rejected by the engine, or by the gateway once it has learned the
     # length of such texts. It concludes like all others.
     fits = [request for request in trace.requests if request.prompt_tokens + request.output_tokens <= 8_192]

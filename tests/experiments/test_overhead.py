@@ -8,7 +8,7 @@ from experiments.common.light_endpoint import LightServers, started_light_server
 from experiments.overhead.client import Client, Load, started_client
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
 from experiments.overhead.system import Endpoints, next_port
-from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.endpoint import BenchError
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 A client that waits for responses before it sends more requests hides the queue that it should measure. So
 arrivals follow the schedule, latencies count from the schedule, and each record has the client's own delay.
 
-`max_in_flight` limits the in-flight requests. Requests that are due beyond it are held back and counted, and
-their delay is recorded. `timeout_s` limits each request. Every request is sent unless the run is interrupted,
+`max_in_flight` limits the in-flight requests. Requests that are due beyond it wait, are counted, and their
+delay is recorded. `timeout_s` limits each request. Every request is sent unless the run is interrupted,
 and every request that was sent ends in exactly one record.
 
 Request bodies have text of the right size, made without a tokenizer. The text consists of common words and
@@ -17,17 +17,17 @@ import asyncio
 import enum
 import json
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import aiohttp
 import numpy as np
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, between, settings
 from serve_app.errors import Outcome
-from serve_app.lab.bench.connection import Connection, ConnectionPool, ResponseParser
+from serve_app.lab.bench.response import ResponseParser
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
 from serve_app.request import PriorityClass
@@ -99,21 +99,14 @@ class BodySettings:
 
 
 class BodyFactory:
-    """Factory of HTTP requests as bytes.
+    """Factory of bodies and headers."""
 
-    Args:
-        host: value of the Host header.
-        path_prefix: path before `/v1`, without a trailing slash.
-    """
-
-    def __init__(self, settings: BodySettings, host: str, path_prefix: str = "") -> None:
+    def __init__(self, settings: BodySettings) -> None:
         self._settings = settings
         self._text = _words(_TEXT_BYTES, settings.seed)
-        key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
-        self._head = (
-            f"POST {path_prefix}{settings.endpoint} HTTP/1.1\r\nHost: {host}\r\n"
-            f"Content-Type: application/json\r\nAccept: */*\r\n{key}"
-        ).encode("latin-1")
+        key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        # Chunks must arrive as the engine has written them.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **key}
         opening: dict[str, object] = {"model": settings.model}
         if settings.stream:
             opening |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -124,23 +117,24 @@ class BodyFactory:
         self._before_text = b',"messages":[{"role":"user","content":"' if chat else b',"prompt":"'
         self._after_text = b'"}]}' if chat else b'"}'
 
-    def make(self, number: int, request: TraceRequest) -> bytes:
-        """Return the HTTP request of the `number`-th trace request."""
-        body = b"".join(
-            (
-                self._opening,
-                self._limits(request),
-                self._before_text,
-                self.text(number, request),
-                self._after_text,
-            )
-        )
-        lines = [b"x-request-id: bench-%d\r\n" % number]
+    @property
+    def path(self) -> str:
+        """Path of the requests, which begins with `/v1`."""
+        return self._settings.endpoint
+
+    def body(self, number: int, request: TraceRequest) -> bytes:
+        """Return the body of the `number`-th trace request."""
+        text = self.text(number, request)
+        return b"".join((self._opening, self._limits(request), self._before_text, text, self._after_text))
+
+    def headers(self, number: int, request: TraceRequest) -> dict[str, str]:
+        """Return the headers of the `number`-th trace request."""
+        headers = {**self._headers, "x-request-id": f"bench-{number}"}
         if request.tenant != "default":
-            lines.append(b"x-tenant: %s\r\n" % request.tenant.encode("latin-1", "replace"))
+            headers["x-tenant"] = request.tenant
         if request.priority is not PriorityClass.DEFAULT:
-            lines.append(b"x-priority: %s\r\n" % request.priority.encode())
-        return b"%s%sContent-Length: %d\r\n\r\n%s" % (self._head, b"".join(lines), len(body), body)
+            headers["x-priority"] = request.priority
+        return headers
 
     def text(self, number: int, request: TraceRequest) -> bytes:
         """Return the prompt: the shared blocks according to the trace, then unique words."""
@@ -209,7 +203,6 @@ class ClientStats:
         late: requests sent more than `LATE_AFTER_S` after their time.
         throttled: requests that were delayed by `max_in_flight`.
         peak_in_flight: maximum number of in-flight requests.
-        connections: opened in total.
         wrong_length: completed responses whose number of tokens differs from the trace.
         without_usage: completed responses without token counts; the trace's numbers replace them.
         interrupted: whether the run was stopped before its end.
@@ -218,7 +211,6 @@ class ClientStats:
     late: int = 0
     throttled: int = 0
     peak_in_flight: int = 0
-    connections: int = 0
     wrong_length: int = 0
     without_usage: int = 0
     interrupted: bool = False
@@ -232,132 +224,112 @@ class LoadResult:
     client: ClientStats
 
 
-@dataclass(slots=True)
-class _Sent:
-    """An in-flight request."""
-
-    number: int
-    request: TraceRequest
-    arrived_at: float
-    sent_at: float
-    connection: Connection | None = None
-    timer: asyncio.TimerHandle | None = None
-    opening: "asyncio.Task[None] | None" = None
+# Below the keep-alive timeouts of common servers (uvicorn 5 s, nginx 75 s): a request on a connection that is
+# being closed would fail without a fault of the endpoint.
+_IDLE_LIMIT_S = 2.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
 class OpenLoop:
-    """Sender of one trace to one target.
+    """Sender of one trace to one endpoint.
 
     Args:
+        url: of the endpoint, before `/v1`.
         on_record: called with each record, for a progress bar.
     """
 
-    pool: ConnectionPool
+    url: str
     bodies: BodyFactory
     settings: LoadSettings
     on_record: Callable[[RequestRecord], object] = lambda _: None
-    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     _records: list[RequestRecord] = field(init=False, default_factory=list)
     _figures: ClientStats = field(init=False, default_factory=ClientStats)
-    _in_flight: dict[ResponseParser, _Sent] = field(init=False, default_factory=dict)
-    _held_back: deque[tuple[int, TraceRequest, float]] = field(init=False, default_factory=deque)
-    _all_ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _expected: int = field(init=False, default=0)
+    _in_flight: int = field(init=False, default=0)
 
     async def run(self, trace: Trace) -> LoadResult:
         """Send every request of `trace` at its time, and wait for all responses.
 
         If cancelled, in-flight requests end as cancelled, and the records so far are returned.
         """
-        self._expected = len(trace.requests)
+        free = asyncio.Semaphore(self.settings.max_in_flight)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_LIMIT_S)
+        timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            await self._send_on_schedule(trace)
-            await self._all_ended.wait()
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                asyncio.TaskGroup() as sending,
+            ):
+                start = time.monotonic() - trace.requests[0].arrival_s
+                for number, request in enumerate(trace.requests):
+                    due = start + request.arrival_s
+                    await asyncio.sleep(max(due - time.monotonic(), 0))
+                    self._figures.throttled += free.locked()
+                    sending.create_task(self._send(session, free, number, request, due))
         except asyncio.CancelledError:
             self._figures.interrupted = True
-            self._held_back.clear()
-            for parser in tuple(self._in_flight):
-                parser.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
-        self._figures.connections = self.pool.opened
         return LoadResult(self._records, self._figures)
 
-    async def _send_on_schedule(self, trace: Trace) -> None:
-        start = time.monotonic() - trace.requests[0].arrival_s
-        for number, request in enumerate(trace.requests):
-            due = start + request.arrival_s
-            ahead = due - time.monotonic()
-            # Requests that are due are sent without a pause, but the event loop must still process responses.
-            if ahead > 0 or number % 16 == 0:
-                await asyncio.sleep(max(ahead, 0))
-            if len(self._in_flight) < self.settings.max_in_flight:
-                self._send(number, request, due)
-            else:
-                self._figures.throttled += 1
-                self._held_back.append((number, request, due))
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        free: asyncio.Semaphore,
+        number: int,
+        request: TraceRequest,
+        due: float,
+    ) -> None:
+        async with free:
+            now = time.monotonic()
+            self._figures.late += now - due > LATE_AFTER_S
+            self._in_flight += 1
+            self._figures.peak_in_flight = max(self._figures.peak_in_flight, self._in_flight)
+            parser = ResponseParser(stream=self.settings.stream)
+            try:
+                async with asyncio.timeout(self.settings.timeout_s):
+                    await self._exchange(session, number, request, parser)
+            except TimeoutError:
+                detail = f"the client timed out after {self.settings.timeout_s:g} s"
+                parser.fail(detail, time.monotonic(), Outcome.CANCELLED)
+            except asyncio.CancelledError:
+                parser.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
+                raise
+            finally:
+                self._in_flight -= 1
+                # A timer may fire slightly early. A request never counts as sent before its time.
+                record = self._record(parser, number, request, due, max(now, due))
+                self._records.append(record)
+                self.on_record(record)
 
-    def _send(self, number: int, request: TraceRequest, due: float) -> None:
-        now = time.monotonic()
-        self._figures.late += now - due > LATE_AFTER_S
-        # A timer may fire slightly early. A request never counts as sent before its time.
-        sent = _Sent(number, request, due, max(now, due))
-        parser = ResponseParser(stream=self.settings.stream, on_end=self._ended)
-        self._in_flight[parser] = sent
-        self._figures.peak_in_flight = max(self._figures.peak_in_flight, len(self._in_flight))
-        sent.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, parser)
-        connection = self.pool.acquire_idle()
-        if connection is not None:
-            self._start(parser, sent, connection)
-        else:
-            sent.opening = self._loop.create_task(self._open_and_start(parser, sent))
-
-    async def _open_and_start(self, parser: ResponseParser, sent: _Sent) -> None:
+    async def _exchange(
+        self, session: aiohttp.ClientSession, number: int, request: TraceRequest, parser: ResponseParser
+    ) -> None:
+        body, headers = self.bodies.body(number, request), self.bodies.headers(number, request)
         try:
-            connection = await self.pool.open()
-        except (OSError, TimeoutError) as exc:
-            parser.fail(f"cannot connect: {exc or type(exc).__name__}", time.monotonic())
-        else:
-            self._start(parser, sent, connection)
+            async with session.post(f"{self.url}{self.bodies.path}", data=body, headers=headers) as response:
+                parser.status, parser.headers = response.status, response.headers
+                async for piece in response.content.iter_any():
+                    parser.on_body(piece, time.monotonic())
+                parser.on_complete(time.monotonic())
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            parser.fail(f"cannot connect: {error}", time.monotonic())
+        except aiohttp.ClientError as error:
+            parser.fail(f"the response is not complete: {error or type(error).__name__}", time.monotonic())
 
-    def _start(self, parser: ResponseParser, sent: _Sent, connection: Connection) -> None:
-        sent.connection = connection
-        connection.start(self.bodies.make(sent.number, sent.request), parser)
-
-    def _time_out(self, parser: ResponseParser) -> None:
-        detail = f"the client timed out after {self.settings.timeout_s:g} s"
-        parser.fail(detail, time.monotonic(), Outcome.CANCELLED)
-
-    def _ended(self, parser: ResponseParser) -> None:
-        """Convert a request that has ended to its record. All ends of a request lead here."""
-        sent = self._in_flight.pop(parser)
-        if sent.timer is not None:
-            sent.timer.cancel()
-        # The opening task may have reported the failure itself and must not be cancelled then.
-        if sent.opening is not None and sent.opening is not asyncio.current_task():
-            sent.opening.cancel()
-        if parser.outcome is Outcome.CANCELLED and sent.connection is not None:
-            self.pool.discard(sent.connection)
-        record = self._record(parser, sent)
-        self._records.append(record)
-        self.on_record(record)
-        if self._held_back:
-            self._send(*self._held_back.popleft())
-        elif len(self._records) == self._expected:
-            self._all_ended.set()
-
-    def _record(self, parser: ResponseParser, sent: _Sent) -> RequestRecord:
-        request = sent.request
-        wait_ms, estimate = parser.header(b"x-queue-wait-ms"), parser.header(b"x-estimated-tokens")
+    def _record(
+        self, parser: ResponseParser, number: int, request: TraceRequest, due: float, sent_at: float
+    ) -> RequestRecord:
+        header = parser.headers.get
+        wait_ms, estimate = header("x-queue-wait-ms"), header("x-estimated-tokens")
         completed = parser.outcome is Outcome.COMPLETED
         if completed:
             self._figures.without_usage += parser.output_tokens is None
             self._figures.wrong_length += parser.output_tokens not in {None, request.output_tokens}
         counted = request.output_tokens if completed else 0
         return RequestRecord(
-            request_id=f"bench-{sent.number}",
-            arrived_at=sent.arrived_at,
-            sent_at=sent.sent_at,
-            dispatched_at=sent.sent_at + _number(wait_ms) / 1000 if wait_ms else None,
+            request_id=f"bench-{number}",
+            arrived_at=due,
+            sent_at=sent_at,
+            dispatched_at=sent_at + _number(wait_ms) / 1000 if wait_ms else None,
             first_token_at=parser.first_token_at,
             finished_at=parser.finished_at,
             outcome=parser.outcome or Outcome.FAILED,
@@ -365,9 +337,9 @@ class OpenLoop:
             output_tokens=counted if parser.output_tokens is None else parser.output_tokens,
             tenant=request.tenant,
             priority=request.priority,
-            pool=parser.header(b"x-pool"),
-            replica=parser.header(b"x-replica"),
-            length_queue=parser.header(b"x-length-queue"),
+            pool=header("x-pool", ""),
+            replica=header("x-replica", ""),
+            length_queue=header("x-length-queue", ""),
             estimated_tokens=round(_number(estimate)) if estimate else None,
             detail=parser.detail,
         )

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from serve_app.lab.bench.connection import Target
-
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
 """Answers one request; returns when the connection may be reused."""
 
@@ -92,8 +90,8 @@ class ScriptedServer:
     get: Script = silence
 
     @property
-    def target(self) -> Target:
-        return Target("127.0.0.1", self.port, tls=False, path_prefix="")
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -4,7 +4,6 @@ from collections import Counter
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.lab.bench.connection import ConnectionPool, Target
 from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from tests.lab.bench.scripted import (
@@ -26,20 +25,16 @@ def trace(*arrivals_s: float) -> Trace:
     return Trace(name="t", source="made for a test", requests=requests)
 
 
-async def drive(target: Target, of: Trace, **settings: float) -> LoadResult:
-    pool = ConnectionPool(target)
-    bodies = BodyFactory(BodySettings(model="m"), target.authority)
-    try:
-        return await OpenLoop(pool, bodies, LoadSettings(**settings)).run(of)  # type: ignore[arg-type]
-    finally:
-        pool.close()
+async def drive(url: str, of: Trace, **settings: float) -> LoadResult:
+    limits = LoadSettings(**settings)  # type: ignore[arg-type]
+    return await OpenLoop(url, BodyFactory(BodySettings(model="m")), limits).run(of)
 
 
 async def test_a_record_has_counts_times_and_the_gateways_headers() -> None:
     headers = b"x-pool: short\r\nx-replica: r1\r\nx-queue-wait-ms: 12.5\r\n"
     headers += b"x-length-queue: q0\r\nx-estimated-tokens: 31\r\n"
     async with scripted(streaming(stream_of(20, 3), headers=headers)) as server:
-        result = await drive(server.target, trace(0.0))
+        result = await drive(server.url, trace(0.0))
     (record,) = result.records
     assert record.completed
     assert (record.prompt_tokens, record.output_tokens, record.estimated_tokens) == (20, 3, 31)
@@ -63,7 +58,7 @@ async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> 
     ]
     async with scripted(*[script for script, _ in scripts]) as server:
         # Far enough apart that the n-th request gets the n-th script.
-        result = await drive(server.target, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
+        result = await drive(server.url, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
     ended = {record.request_id: record.outcome for record in result.records}
     assert len(result.records) == len(ended) == 8
     assert ended == {f"bench-{place}": outcome for place, (_, outcome) in enumerate(scripts)}
@@ -71,23 +66,22 @@ async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> 
 
 async def test_connections_are_kept_alive_and_reused() -> None:
     async with scripted(streaming(stream_of())) as server:
-        result = await drive(server.target, trace(*[0.02 * place for place in range(10)]))
-        assert server.connections == result.client.connections
+        result = await drive(server.url, trace(*[0.02 * place for place in range(10)]))
     assert Counter(record.outcome for record in result.records) == {Outcome.COMPLETED: 10}
-    assert result.client.connections < 10
+    assert server.connections < 10
 
 
 async def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     closing = then_closed(streaming(stream_of(), headers=b"connection: close\r\n"))
     async with scripted(closing) as server:
-        result = await drive(server.target, trace(*[0.02 * place for place in range(5)]))
+        result = await drive(server.url, trace(*[0.02 * place for place in range(5)]))
     assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
-    assert result.client.connections == 5
+    assert server.connections == 5
 
 
 async def test_arrivals_do_not_wait_for_answers() -> None:
     async with scripted(silence) as server:
-        result = await drive(server.target, trace(*[0.0] * 20), timeout_s=3.0)
+        result = await drive(server.url, trace(*[0.0] * 20), timeout_s=3.0)
         assert len(server.heads) == 20
     assert result.client.peak_in_flight == 20
 
@@ -98,7 +92,7 @@ async def test_requests_over_the_cap_wait_are_counted_and_count_their_wait() -> 
         await streaming(stream_of())(writer)
 
     async with scripted(slow) as server:
-        result = await drive(server.target, trace(0.0, 0.0, 0.0), max_in_flight=1)
+        result = await drive(server.url, trace(0.0, 0.0, 0.0), max_in_flight=1)
     assert result.client.throttled == 2
     assert result.client.peak_in_flight == 1
     assert result.client.late == 2
@@ -110,8 +104,8 @@ async def test_requests_over_the_cap_wait_are_counted_and_count_their_wait() -> 
 
 async def test_an_endpoint_that_is_not_there_fails_every_request() -> None:
     async with scripted(silence) as server:
-        target = server.target
-    result = await drive(target, trace(0.0, 0.0))
+        url = server.url
+    result = await drive(url, trace(0.0, 0.0))
     assert [record.outcome for record in result.records] == [Outcome.FAILED] * 2
     assert "cannot connect" in result.records[0].detail
 
@@ -124,7 +118,7 @@ async def test_an_interrupted_run_concludes_its_sent_requests() -> None:
         await silence(writer)
 
     async with scripted(streaming(stream_of()), silent) as server:
-        running = asyncio.ensure_future(drive(server.target, trace(0.0, 0.1, 3600.0)))
+        running = asyncio.ensure_future(drive(server.url, trace(0.0, 0.1, 3600.0)))
         await met.wait()
         running.cancel()
         result = await running
@@ -135,6 +129,6 @@ async def test_an_interrupted_run_concludes_its_sent_requests() -> None:
 async def test_answers_of_another_length_and_without_usage_are_counted() -> None:
     without = [role_event(), token_event(), b"data: [DONE]\n\n"]
     async with scripted(streaming(stream_of(20, 2)), streaming(without)) as server:
-        result = await drive(server.target, trace(0.0, 0.1))
+        result = await drive(server.url, trace(0.0, 0.1))
     assert (result.client.wrong_length, result.client.without_usage) == (1, 1)
     assert result.records[1].output_tokens == 3
