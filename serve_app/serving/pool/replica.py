@@ -40,6 +40,15 @@ from serve_app.serving.tls import Tls, TlsSettings
 TOKEN_HEADER = b"x-replica-token"
 # A 503 with this header makes gateways put the request back, because the engine has not received it.
 DRAINING_HEADER = b"x-replica-draining"
+# Endpoints whose requests are dispatched. The scheduler subtracts the received ones from its dispatches, so
+# counting any other request, or missing one, would falsify the load.
+_DISPATCHED = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v2/embed", "/pooling", "/classify"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations"),
+    }
+)
 
 
 class ReplicaGuard:
@@ -89,7 +98,7 @@ class ReplicaGuard:
         return False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+        if scope["method"] == "POST" and scope["path"] in _DISPATCHED:
             self.received += 1
         self.open_requests += 1
         self._idle.clear()

@@ -8,6 +8,7 @@ import pytest
 
 from serve_app.engines.engine import Receive, Scope, Send, read_body
 from serve_app.errors import EngineError
+from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.pool.replica import ReplicaGuard, ReplicaServer, ReplicaServerSettings
 
 TOKEN = "a-long-secret"
@@ -84,15 +85,17 @@ async def test_a_chunk_arrives_before_the_answer_ends(
     assert guard.open_requests == 0
 
 
-async def test_only_generation_requests_count_as_received(
+async def test_the_scheduled_requests_count_as_received(
     client: aiohttp.ClientSession, engine: SlowStream, guard: ReplicaGuard
 ) -> None:
     engine.may_end.set()
-    for method, path in [("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/embeddings")]:
+    scheduled = [("POST", path) for path in (*SCHEDULED, *FORMS)]
+    others = [("GET", "/v1/models"), ("GET", "/v1/responses"), ("POST", "/v1/responses/r1/cancel")]
+    for method, path in [*scheduled, *others, *(("POST", path) for path in UNSCHEDULED)]:
         async with client.request(method, path, headers=HEADERS) as response:
             await response.read()
-    assert engine.paths == ["/v1/models", "/tokenize", "/v1/embeddings"]
-    assert guard.received == 1
+    assert len(engine.paths) == len(scheduled) + len(others) + len(UNSCHEDULED)
+    assert guard.received == len(scheduled)
 
 
 async def test_a_client_that_leaves_is_seen_by_the_engine(
