@@ -362,9 +362,15 @@ class ScheduledCall:
         return await self._services.upstream.send(address.server, head, body)
 
     def _continuation(self, grant: Grant) -> list[bytes]:
-        """Return the fields by which an engine continues the answer, or begins one that can be continued."""
+        """Return the fields by which an engine continues the answer, or begins one that can be continued.
+
+        Raises:
+            NotContinuedError: the engine cannot continue an answer of which the client has a part.
+        """
         # Only vLLM has these fields, and it is also the only engine that names responses.
         if not (self._continues and grant.address.names_responses):
+            if self._started:
+                raise NotContinuedError("the next engine cannot continue it")
             self._assembly = None
             return []
         if self._assembly is None or not self._assembly.kept_tokens:
@@ -384,11 +390,17 @@ class ScheduledCall:
         return self._assembly is not None and self._assembly.is_continued
 
     async def _forward_non_streamed(self, response: UpstreamResponse) -> None:
-        """Forward a non-streamed answer. It is read completely first, so that a failure can be retried."""
+        """Forward a non-streamed answer. It is read completely first, so that a failure can be retried.
+
+        Raises:
+            NotContinuedError: the client has a part of a stream.
+        """
         body = await response.read()
         failure = failure_of(response.status, response.headers, body)
         if failure is not None:
             self._check_retry(failure)
+        if self._started:
+            raise NotContinuedError(str(failure or f"the engine answered {response.status} without a stream"))
         outcome = outcome_of(response.status)
         usage, self._times.engine = counts_of(body) if outcome is Outcome.COMPLETED else (None, None)
         if self._stored is not None and outcome is Outcome.COMPLETED:
@@ -434,8 +446,10 @@ class ScheduledCall:
         self._scheduler.first_token(self._submission.request_id)
         itl, last_at = self._services.telemetry.itl_histogram(self._submission, grant.dispatch), monotonic()
         while not response.at_end and scanner.error is None:
-            if events := stream.take():
+            if events := stream.ready():
+                # A revocation may stop the send, so the events remain ready until it has returned.
                 await self._send_events(response, events)
+                stream.drop_ready()
             stream.feed(await next_events(response, scanner))
             itl.observe(monotonic() - last_at)
             last_at = monotonic()
@@ -447,7 +461,7 @@ class ScheduledCall:
             failure = engine_failure(scanner)
             if scanner.is_engine_error:
                 self._check_retry(failure)
-            events = stream.take() + self._end_broken_stream(failure, scanner)
+            events = stream.ready() + self._end_broken_stream(failure, scanner)
         if self._wants_receipt:
             events += self._times.receipt_comment(grant.dispatch)
         await self._send_events(response, events, is_last=True)
@@ -460,12 +474,12 @@ class ScheduledCall:
     async def _send_events(self, response: UpstreamResponse, events: bytes, *, is_last: bool = False) -> None:
         """Send events of a continuable stream, after its head if it has not begun."""
         if not self._started:
-            self._started = True
             self._times.first_token_at = monotonic()
             if not await self._stop_comments():
                 await self._send(
                     {"type": "http.response.start", "status": 200, "headers": self._headers(response)}
                 )
+            self._started = True
         self._streams = not is_last
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
@@ -587,7 +601,7 @@ class ScheduledCall:
     async def _end_stream(self, rejection: RequestRejected) -> None:
         event = self._job.incoming.api.error_event(rejection)
         if isinstance(self._assembly, ContinuableStream):
-            event = self._assembly.take() + event
+            event = self._assembly.ready() + event
         with contextlib.suppress(ClientGone):
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 

@@ -26,6 +26,7 @@ from .builders import (
     error_json,
     eventually,
     rejection,
+    replies,
     reply_json,
     send_event,
     start_stream,
@@ -456,6 +457,33 @@ async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine:
     assert engine.aborted == 1
 
 
+@pytest.mark.parametrize("blocked", ["http.response.start", "http.response.body"])
+async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
+    resuming: Stage, engine: Continuing, blocked: str
+) -> None:
+    engine.pauses_at = 3
+    waiting, readable = asyncio.Event(), asyncio.Event()
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        """Wait for room before the write, as the server does."""
+        if message["type"] == blocked:
+            waiting.set()
+            await readable.wait()
+        sent.append(message)
+
+    request = asyncio.create_task(call(resuming.gateway, asked(stream=True), send=send))
+    await waiting.wait()
+    revoke(resuming)
+    await eventually(resuming.dispatcher.put_backs)
+    readable.set()
+    await request
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    body = b"".join(message.get("body", b"") for message in sent).decode()
+    assert text_of([json.loads(event) for event in body.split("data: ")[1:-1]]) == TEXT
+    assert not sent[-1]["more_body"]
+
+
 async def test_a_client_receives_only_what_is_not_generated_again(
     resuming: Stage, engine: Continuing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +513,39 @@ async def test_a_stream_that_cannot_be_continued_ends_with_an_error(
     assert text_of(events) == "".join(WORDS[:2])
     assert "the answer is incomplete: the engine" in error["error"]["message"]
     assert resuming.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+@pytest.mark.parametrize("way", ["another engine", "an error", "no stream"])
+@pytest.mark.parametrize("is_commented", [True, False])
+async def test_a_begun_stream_whose_next_engine_streams_no_rest_ends_with_an_error(
+    engine: Continuing, way: str, is_commented: bool
+) -> None:
+    class Moved(FakeDispatcher):
+        async def put_back(self, *rest: Any) -> Grant | Conclusion:
+            self.names_responses = way != "another engine"
+            return await super().put_back(*rest)
+
+    dispatcher = Moved([], names_responses=True)
+    models = (ServedModel(name=MODEL, resume_streams=True, max_model_len=100),)
+    engine.dies, engine.pauses_at = True, 2
+    async with staged(dispatcher, engine=engine, models=models, queue_comment_interval_s=0.05) as stage:
+        if is_commented:
+            dispatcher.gate.clear()
+            asyncio.get_running_loop().call_later(0.2, dispatcher.gate.set)
+        request = asyncio.create_task(stream(stage))
+        await engine.paused.wait()
+        if way != "another engine":
+            # An engine's own error is retried once.
+            answer = (
+                replies(200, {}) if way == "no stream" else replies(500, error_json("out of memory", 500))
+            )
+            engine.answers.extend([answer, answer])
+        engine.go.set()
+        *events, error = await request
+    assert text_of(events) == "".join(WORDS[:2])
+    assert "the answer is incomplete: " in error["error"]["message"]
+    assert "internal error" not in error["error"]["message"]
+    assert dispatcher.outcomes() == [Outcome.FAILED]
 
 
 async def test_a_stream_without_another_replica_ends_with_an_error(

@@ -190,11 +190,13 @@ class ContinuableStream(ContinuableAssembly):
         self._held.clear()
         return super().begin_attempt()
 
-    def take(self) -> bytes:
+    def ready(self) -> bytes:
         """Return the events for the client that have become ready."""
-        ready = b"".join(self._ready)
+        return b"".join(self._ready)
+
+    def drop_ready(self) -> None:
+        """Drop the ready events, which were sent."""
         self._ready.clear()
-        return ready
 
     def end(self) -> bytes:
         """Return the last events.
@@ -203,7 +205,7 @@ class ContinuableStream(ContinuableAssembly):
             UpstreamError: the stream ended before the answer did.
         """
         self._check_complete()
-        return self.take() + b"".join(self._held) + b"data: [DONE]\n\n"
+        return self.ready() + b"".join(self._held) + b"data: [DONE]\n\n"
 
     def _assemble(self, chunk: dict[str, Any]) -> None:
         choices = chunk.get("choices")
