@@ -9,9 +9,9 @@ from serve_app.serving.listening import listening_socket
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, port: int = 0) -> AsyncIterator[int]:
+async def listening(app: ASGIApp, port: int = 0, stalled_s: float | None = None) -> AsyncIterator[int]:
     """Serve an ASGI app; yield the port. Responses that are open at the end are cut."""
-    server = HttpServer("a test", app, HttpServerOptions(idle_s=5.0))
+    server = HttpServer("a test", app, HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
     sock = listening_socket("127.0.0.1", port, 1, 256)
     port = sock.getsockname()[1]
     await server.start(sock)

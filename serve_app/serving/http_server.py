@@ -12,6 +12,8 @@ cycle of one request. Rules:
   and the client could lose the response.
 - Timeouts are enforced one check (a second) late, so that a process resumed after a suspension first reads
   what arrived in that time.
+- A client that reads nothing cannot keep its connection: while bytes are buffered for it and more wait, or
+  the connection closes, it is aborted after `stalled_s`.
 - The head of a response is sent with the first piece of its body, in one segment.
 
 Several processes may share an address (`SO_REUSEPORT`), so that a successor listens before its predecessor
@@ -57,6 +59,8 @@ HEAD_TIMEOUT_S = 30.0
 REST_OF_BODY_TIMEOUT_S = 5.0
 # Idle timeout of a stopping server: a client that was idle for this long is unlikely to send just then.
 STOPPING_IDLE_TIMEOUT_S = 2.0
+# Time for the last bytes of aborted responses.
+_LAST_BYTES_S = 1.0
 # Time for handshakes in progress, which take a round trip. Less than the second after which clients retry.
 _HANDSHAKE_S = 0.5
 # Interval of timeout checks.
@@ -84,6 +88,7 @@ class HttpServerOptions:
 
     Attributes:
         idle_s: timeout of connections between two requests.
+        stalled_s: timeout of clients that read nothing while bytes for them are buffered; None for no limit.
         max_connections: maximum number of connections; None for no limit.
         overload: application that responds to connections above that limit.
         send_date: whether responses have a `date`.
@@ -93,6 +98,7 @@ class HttpServerOptions:
     """
 
     idle_s: float
+    stalled_s: float | None = None
     max_connections: int | None = None
     overload: ASGIApp | None = None
     send_date: bool = True
@@ -175,6 +181,12 @@ class HttpServer:
             await asyncio.wait(tuple(self.tasks), timeout=1.0)
         for connection in tuple(self._connections):
             connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_BYTES_S):
+                await self._all_closed()
+        for connection in tuple(self._connections):
+            # The client does not read.
+            connection.transport.abort()
 
     async def _all_closed(self) -> None:
         while self._connections:
@@ -214,6 +226,7 @@ class HttpServer:
         idle_s = min(self._options.idle_s, STOPPING_IDLE_TIMEOUT_S) if self.stopping else self._options.idle_s
         for connection in tuple(self._connections):
             connection.check_timeouts(now, idle_s)
+            connection.check_reading(self._options.stalled_s)
         self._check_timer = (
             loop.call_later(CHECK_INTERVAL_S, self._check_timeouts) if self._connections else None
         )
@@ -244,6 +257,9 @@ class Connection(asyncio.Protocol):
         # Start of the head being received; None between the end of a head and the first byte of the next.
         self._head_since: float | None = None
         self._response_ended_at = 0.0
+        # Bytes that the client had not read at the last check, and the checks since it has read any.
+        self._unread_bytes = 0
+        self._stalled_checks = 0
         # Start of the timeout that had elapsed at the last check; None if none had.
         self._elapsed_since: float | None = None
         # Bytes of the head being received; -1 outside of heads.
@@ -318,6 +334,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Resume writing, because the client has read."""
         self.write_paused = False
+        self._unread_bytes = self._stalled_checks = 0
         self._writable.set()
         if (exchange := self._active) is not None and exchange.on_writable is not None:
             exchange.on_writable()
@@ -461,6 +478,16 @@ class Connection(asyncio.Protocol):
             self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
             self.transport.close()
+
+    def check_reading(self, stalled_s: float | None) -> None:
+        """Abort the connection if its client has read nothing for that long although there are bytes."""
+        if stalled_s is None or not (self.write_paused or self.transport.is_closing()):
+            return
+        unread_bytes = self.transport.get_write_buffer_size()
+        has_read, self._unread_bytes = unread_bytes < self._unread_bytes, unread_bytes
+        self._stalled_checks = 0 if has_read else self._stalled_checks + 1
+        if self._stalled_checks * CHECK_INTERVAL_S > stalled_s:
+            self.transport.abort()
 
     def _run(self, exchange: "Exchange") -> None:
         self._active = exchange

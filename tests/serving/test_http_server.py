@@ -1,15 +1,19 @@
 """HTTP server with arbitrary apps, on both event loops; for gateways see `test_connections`."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import uvloop
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
+from serve_app.serving import http_server
+from serve_app.serving.http_server import EXCHANGE, HttpServer, HttpServerOptions, ServerNotRunningError
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening
+from tests.serving.gateway.builders import eventually
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 CLOSE = b"host: x\r\nconnection: close\r\n\r\n"
@@ -116,3 +120,62 @@ async def test_a_server_that_has_stopped_is_not_healthy() -> None:
     await server.stop(0.0)
     with pytest.raises(ServerNotRunningError, match="has ended"):
         server.check_health()
+
+
+async def large(_: Scope, __: Receive, send: Send) -> None:
+    """Answer in one piece that is longer than all buffers."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * 10_000_000})
+
+
+async def endless(scope: Scope, _: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while not scope["extensions"][EXCHANGE].disconnected:
+        await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+
+
+@contextlib.asynccontextmanager
+async def requested(app: ASGIApp, stalled_s: float | None) -> AsyncIterator[tuple[HttpServer, socket.socket]]:
+    """Run a server that has a request over small socket buffers; yield the server and the client."""
+    server = HttpServer("a test", app, HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
+    listener = listening_socket("127.0.0.1", 0, 1, 16)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+    await server.start(listener)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, listener.getsockname())
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\n" + CLOSE)
+        await eventually(lambda: server.connections)
+        yield server, client
+        await server.stop(0.0)
+
+
+@pytest.mark.parametrize("app", [large, endless])
+async def test_a_client_that_reads_nothing_is_disconnected(
+    app: ASGIApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.05)
+    async with requested(app, 0.3) as (server, _):
+        await eventually(lambda: not server.connections)
+        await eventually(lambda: not server.tasks)
+
+
+async def test_a_client_that_reads_slowly_receives_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.05)
+    async with requested(large, 0.5) as (_, client):
+        received, pauses = 0, 0
+        while piece := await asyncio.get_running_loop().sock_recv(client, 1_000_000):
+            received += len(piece)
+            if received > pauses * 1_000_000:
+                pauses += 1
+                await asyncio.sleep(0.2)
+    assert received > 10_000_000
+
+
+async def test_stopping_disconnects_a_client_that_reads_nothing() -> None:
+    async with requested(large, None) as (server, _):
+        await eventually(lambda: not server.tasks)
+        await server.stop(0.1)
+        await eventually(lambda: not server.connections)

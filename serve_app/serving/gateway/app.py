@@ -30,7 +30,7 @@ from serve_app.serving.gateway.admin import (
     ModeAdmin,
     PoolWatcher,
 )
-from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
+from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
 from serve_app.serving.gateway.answer.client_api import send_rejection
 from serve_app.serving.gateway.answer.responses import (
     MethodRejected,
@@ -69,6 +69,7 @@ from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream import UpstreamPool
+from serve_app.serving.http_server import EXCHANGE
 from serve_app.serving.tls import TlsSettings, make_tls
 
 logger = logging.getLogger("ray.serve")
@@ -120,7 +121,6 @@ class Gateway:
         self._reader = RequestReader(settings, self._served, gateway_id, self._budgets, self._tracer)
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
         self._halts = HaltWatch(self._upstream, self._open_servers)
-        self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
             log_requests=settings.log_requests,
@@ -297,21 +297,18 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        timed = self._stalls.watching(scope, send)
-        incoming = self._reader.incoming(scope, receive, timed, path, monotonic())
-        timed.request_id = incoming.client_request_id.encode()
+        client = ClientStream(send, scope["extensions"][EXCHANGE])
+        incoming = self._reader.incoming(scope, receive, client, path, monotonic())
+        client.request_id = incoming.client_request_id.encode()
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)
         except RequestRejected as rejection:
             status, key = rejection.status, rejection.key
             self._conclude_unscheduled(incoming, rejection.outcome, status, rejection.message, key)
-            with contextlib.suppress(ClientGone):
-                await send_rejection(incoming.api, timed, rejection, incoming.id_headers)
+            await send_rejection(incoming.api, client, rejection, incoming.id_headers)
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
-        finally:
-            self._stalls.done(timed)
 
     def _route(self, path: str, method: str) -> Handler:
         route = self._routes.get(path)

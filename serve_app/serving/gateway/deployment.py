@@ -83,7 +83,8 @@ class GatewayDeployment:
             client.start()
         self._stop_times = drain_timeout_s, deregister_s
         self._drain: asyncio.Task[int] | None = None
-        self._listener = GatewayListener(self._gateway, address)
+        stalled_s = settings.upstream.stalled_client_timeout_s
+        self._listener = GatewayListener(self._gateway, address, stalled_s)
         await self._listener.start()
         folder = await asyncio.to_thread(_batches_folder, settings, address)
         if folder is not None:

@@ -19,7 +19,6 @@ Rules:
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -499,7 +498,7 @@ class ScheduledCall:
         self._streams = True
         if not response.at_end:
             itl = self._services.telemetry.itl_histogram(self._submission, grant.dispatch)
-            events = await StreamPassing(response, scanner, client, itl).run(events)
+            events = await StreamPassing(response, scanner, client.exchange, itl).run(events)
         if response.error is not None:
             events += self._end_broken_stream(response.error, scanner)
         else:
@@ -592,18 +591,13 @@ class ScheduledCall:
         waited_s = monotonic() - self._job.incoming.arrived_at
         incoming = self._job.incoming
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
-        try:
-            await send_rejection(incoming.api, self._send, rejection, headers)
-        except ClientGone:
-            # The client disconnected during the rejection, which remains the outcome.
-            self._detail = f"{self._detail} (client gone)"
+        await send_rejection(incoming.api, self._send, rejection, headers)
 
     async def _end_stream(self, rejection: RequestRejected) -> None:
         event = self._job.incoming.api.error_event(rejection)
         if isinstance(self._assembly, ContinuableStream):
             event = self._assembly.ready() + event
-        with contextlib.suppress(ClientGone):
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     def _conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Set the outcome and release the grant; only the first call sets the outcome."""

@@ -29,13 +29,14 @@ class GatewayListener:
 
     Args:
         address: from the configuration of Ray Serve.
+        stalled_s: timeout of clients that do not read; see `HttpServerOptions`.
 
     Raises:
         SettingsError: a proxy of Ray Serve has the address, an option is not supported, or a certificate
             cannot be loaded.
     """
 
-    def __init__(self, gateway: ASGIApp, address: ServedAddress) -> None:
+    def __init__(self, gateway: ASGIApp, address: ServedAddress, stalled_s: float | None = None) -> None:
         options = address.options
         if address.has_proxy:
             raise SettingsError(
@@ -53,6 +54,7 @@ class GatewayListener:
             self._mounted,
             HttpServerOptions(
                 idle_s=options.keep_alive_timeout_s,
+                stalled_s=stalled_s,
                 max_connections=max_connections(),
                 overload=_refuse_connection,
                 tls=_tls_of(options),

@@ -622,7 +622,7 @@ class UpstreamPool:
                 if silent_s > self._idle_expiry_s(connection.address):
                     connection.abort()
             elif silent_s > settings.silence_timeout_s and not connection.is_paused:
-                # A paused connection waits for its client; `StallWatch` in `answer.client` limits that.
+                # A paused connection waits for its client; the HTTP server limits that.
                 message = f"the replica sent nothing for {settings.silence_timeout_s} s"
                 connection.fail(message, EngineSilentError)
         self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None

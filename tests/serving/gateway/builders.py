@@ -34,9 +34,11 @@ MODEL = "tiny"
 TOKEN = "secret-of-the-replica"
 
 
-def serving(app: ASGIApp, port: int = 0) -> contextlib.AbstractAsyncContextManager[int]:
+def serving(
+    app: ASGIApp, port: int = 0, stalled_s: float | None = None
+) -> contextlib.AbstractAsyncContextManager[int]:
     """Serve an engine or a gateway; yield the port."""
-    return listening(app, port)
+    return listening(app, port, stalled_s)
 
 
 Answer = Callable[[Scope, dict[str, Any], Send], Awaitable[None]]

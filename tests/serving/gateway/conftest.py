@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from serve_app.engines.engine import ASGIApp
-from serve_app.serving.gateway import Gateway
+from serve_app.serving.gateway import Gateway, UpstreamSettings
 
 from .builders import Engine, FakeDispatcher, gateway, serving
 
@@ -49,7 +49,8 @@ async def staged(
     async with serving(engine or scripted) as engine_port:
         dispatcher.ports = [engine_port]
         app = gateway(dispatcher, **settings)
-        async with serving(app) as port:
+        upstream = settings.get("upstream", UpstreamSettings())
+        async with serving(app, stalled_s=upstream.stalled_client_timeout_s) as port:
             url = f"http://127.0.0.1:{port}"
             async with (
                 httpx.AsyncClient(base_url=url, timeout=30) as http,

@@ -20,7 +20,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.scheduler_client import EngineTimes
-from serve_app.serving.gateway.answer.client import ClientStream
+from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
 from serve_app.serving.gateway.answer.responses import encode
@@ -539,7 +539,7 @@ class StreamPassing:
     __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
 
     def __init__(
-        self, response: UpstreamResponse, scanner: StreamScanner, client: ClientStream, gaps: HistogramCell
+        self, response: UpstreamResponse, scanner: StreamScanner, client: ClientExchange, gaps: HistogramCell
     ) -> None:
         self._gaps = gaps
         self._last_at = monotonic()
@@ -554,9 +554,6 @@ class StreamPassing:
 
         Returns:
             The last events, as soon as the engine has ended, even if the client is still reading.
-
-        Raises:
-            ClientGone: the client does not read.
         """
         response, client = self._response, self._client
         client.on_writable = self._go_on
@@ -564,9 +561,10 @@ class StreamPassing:
         response.on_pieces = self._take
         try:
             self._pass_on()
-            await client.passing(self._waiter)
+            while (waiter := self._waiter()) is not None:
+                await waiter
         finally:
-            response.on_pieces = None
+            response.on_pieces = client.on_writable = None
         if self._fault is not None:
             raise self._fault
         return self._scanner.feed(response.take()) + (self._scanner.flush() if response.complete else b"")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from serve_app.engines.engine import Send
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import HeaderList, encode
 
 _COMMENT = b": queued\n\n"
@@ -81,17 +80,13 @@ class QueuedComments:
 
     async def _write(self, piece: bytes) -> None:
         following: bytes | None = piece
-        try:
-            if not self.begun:
-                self.begun = True
-                headers = [*_HEADERS, *self._headers]
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            while following is not None:
-                await self._send({"type": "http.response.body", "body": following, "more_body": True})
-                following, self._next = self._next, None
-        except ClientGone:
-            # The client has disconnected, which `DisconnectWatch` handles.
-            return
+        if not self.begun:
+            self.begun = True
+            headers = [*_HEADERS, *self._headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
+            await self._send({"type": "http.response.body", "body": following, "more_body": True})
+            following, self._next = self._next, None
         self._sending = None
         if not self._stopped:
             self._arm()

@@ -13,7 +13,7 @@ import pytest
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.client import ClientStream, StallWatch
+from serve_app.serving.gateway.answer.client import ClientStream
 from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.keys import ApiKey
@@ -82,7 +82,7 @@ def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: An
     incoming = IncomingRequest(
         scope={"headers": headers, **scope},
         receive=unused,
-        send=ClientStream(unused, StallWatch(1.0), CollectingExchange()),
+        send=ClientStream(unused, CollectingExchange()),
         path=CHAT,
         api=OPENAI,
         headers=dict(headers),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.client import ClientStream, StallWatch
+from serve_app.serving.gateway.answer.client import ClientStream
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -43,7 +43,7 @@ def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    client = ClientStream(unused, StallWatch(1.0), CollectingExchange())
+    client = ClientStream(unused, CollectingExchange())
     return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
 
 
