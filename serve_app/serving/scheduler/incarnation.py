@@ -52,7 +52,9 @@ class Incarnations:
         """Return the highest claimed number; 0 before the first."""
         prefix = self._key("")
         # Claims of a few bytes are never deleted, because that could issue a number twice.
-        return max((int(key.removeprefix(prefix)) for key in self.store.keys(prefix)), default=0)
+        claims = (key.removeprefix(prefix) for key in self.store.keys(prefix))
+        # Others are of a model whose name begins with this one's, as `qwen/qwen3` does with `qwen`.
+        return max((int(claim) for claim in claims if "/" not in claim), default=0)
 
     def _key(self, number: int | str) -> str:
         return f"incarnation/{self.scope}/{number}"

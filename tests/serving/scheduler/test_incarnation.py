@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.serving.scheduler.incarnation import Incarnations
+
 CLAIMS = """
 import concurrent.futures, logging, sys
 import ray
@@ -26,6 +28,27 @@ assert Incarnations(GcsClaimStore(), "app/m").newest() == 30
 assert Incarnations(GcsClaimStore(), "app/other").claim() == 1
 ray.shutdown()
 """
+
+
+class Claims:
+    """Claims in memory."""
+
+    def __init__(self) -> None:
+        self.claimed: list[str] = []
+
+    def make(self, key: str) -> bool:
+        self.claimed.append(key)
+        return True
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.claimed if key.startswith(prefix)]
+
+
+def test_models_whose_names_begin_alike_have_their_own_numbers() -> None:
+    claims = Claims()
+    longer = Incarnations(claims, "app/qwen/qwen3")
+    assert [longer.claim(), longer.claim()] == [1, 2]
+    assert [Incarnations(claims, "app/qwen").claim(), longer.claim()] == [1, 3]
 
 
 @pytest.mark.slow  # starts its own Ray cluster
