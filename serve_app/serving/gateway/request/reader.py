@@ -36,7 +36,7 @@ from serve_app.serving.gateway.request.incoming import (
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.program import program_hint, session_of
 from serve_app.serving.gateway.routes import with_limit
-from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
 # Longer bodies are checked and parsed on a thread. For shorter ones, changing threads costs more than the
@@ -258,17 +258,16 @@ class RequestReader:
         settings = self._settings.prefix
         fields = _fields(parsed, body)
         tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
-        submissions = [
-            _submission(incoming, caller, parsed, tenant, model, settings)
-            for model in _in_order(found, incoming, parsed, tenant)
-        ]
+        models = _in_order(found, incoming, parsed, tenant)
+        submissions = [_submission(incoming, caller, parsed, tenant, model, settings) for model in models]
+        preferred = models[0].model
         revocable = submissions[0].revocable
         assembles = parsed.may_be_assembled and (self._settings.assemble_answers or revocable)
         if assembles:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
             submissions = [replace(each, spec=replace(each.spec, streamed=True)) for each in submissions]
-        continues = ((assembles and revocable) or _is_resumed(parsed, found)) and _may_be_continued(
+        continues = ((assembles and revocable) or _is_resumed(parsed, preferred)) and _may_be_continued(
             parsed.spec, body
         )
         if continues:
@@ -286,7 +285,7 @@ class RequestReader:
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
             continues=continues,
-            longest_context=found.models[0].model.max_model_len,
+            longest_context=preferred.max_model_len,
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
@@ -412,9 +411,9 @@ def _may_restart(parsed: ParsedBody) -> bool:
     return generates and not parsed.spec.streamed and not parsed.background
 
 
-def _is_resumed(parsed: ParsedBody, found: FoundName) -> bool:
+def _is_resumed(parsed: ParsedBody, model: ServedModel) -> bool:
     """Return whether a stream is to be continued after the death of its replica."""
-    return parsed.usage_on_request and parsed.spec.streamed and found.models[0].model.resume_streams
+    return parsed.usage_on_request and parsed.spec.streamed and model.resume_streams
 
 
 _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])

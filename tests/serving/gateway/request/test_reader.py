@@ -17,6 +17,7 @@ from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
+from serve_app.serving.gateway.routes import RouteSettings
 from tests.serving.gateway.builders import FakeDispatcher
 
 CHAT = "/v1/chat/completions"
@@ -31,11 +32,12 @@ async def unused(_: Any) -> None:
     raise AssertionError
 
 
-def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
+def reader_of(
+    sent: list[bytes], models: tuple[ServedModel, ...] = (MODEL,), routes: tuple[RouteSettings, ...] = ()
+) -> tuple[RequestReader, IncomingRequest]:
     """Build a reader and a request whose body arrives in these pieces."""
-    reader = RequestReader(
-        GatewaySettings(models=(MODEL,)), ServedModels((MODEL,), {"m": FakeDispatcher([])}), "g"
-    )
+    schedulers = {model.name: FakeDispatcher([]) for model in models}
+    reader = RequestReader(GatewaySettings(models=models), ServedModels(models, schedulers, routes), "g")
     left = iter(sent)
     count = itertools.count(1)
 
@@ -101,5 +103,21 @@ async def test_only_slow_bodies_are_parsed_on_a_thread(
     job = await reader.job(incoming)
     assert job.body.data == body
     assert (threads == [threading.current_thread()]) is on_the_loop
+    job.body.release()
+    reader.close()
+
+
+@pytest.mark.parametrize("chosen", ["resumed", "short"])
+async def test_a_request_to_a_route_has_the_options_of_its_chosen_model(chosen: str) -> None:
+    models = (
+        ServedModel(name="short", max_model_len=100),
+        ServedModel(name="resumed", max_model_len=900, resume_streams=True),
+    )
+    route = RouteSettings(name="m", models={"short": chosen == "short", "resumed": chosen == "resumed"})
+    body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
+    reader, incoming = reader_of([json.dumps(body).encode()], models, (route,))
+    job = await reader.job(incoming)
+    assert job.submission.spec.model == chosen
+    assert (job.continues, job.longest_context) == ((True, 900) if chosen == "resumed" else (False, 100))
     job.body.release()
     reader.close()
