@@ -323,8 +323,8 @@ class Endpoint:
         while self._identity is None:
             try:
                 await self._identify()
-            except EngineError as exc:
-                self._record_failure(str(exc))
+            except Exception as exc:  # noqa: BLE001 - an unexpected answer must not end the attempts
+                self._record_failure(str(exc) if isinstance(exc, EngineError) else repr(exc))
                 self.is_rejected = not isinstance(exc, EndpointUnreachableError)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -333,7 +333,7 @@ class Endpoint:
         while True:
             await asyncio.sleep(_LOOK_AGAIN_S)
             # Failures to answer are reported by `_report`.
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(Exception):
                 await self._identify()
 
     async def _identify(self) -> None:

@@ -298,6 +298,11 @@ class EndpointWatcher:
         known = {str(url) for url in wanted}
         wanted |= {_url(text) for text in self._choices.added if text not in known}
         wanted = {url for url in wanted if str(url) not in self._choices.removed}
+        # Two sources may find one server, by its name and by its address. It is one replica.
+        servers: dict[tuple[str, str], EndpointUrl] = {}
+        for url in sorted(wanted, key=lambda url: (url not in self._endpoints, url)):
+            servers.setdefault((url.authority, url.path), url)
+        wanted = set(servers.values())
         for url in self._endpoints.keys() - wanted:
             logger.info("event=endpoint_removed pool=%s endpoint=%s", self._shared.pool, url)
             self._drop(url)

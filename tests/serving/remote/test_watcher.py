@@ -104,6 +104,36 @@ async def test_an_endpoint_that_never_answered_is_named() -> None:
         assert [each["url"] for each in shown()[0]["down"]] == [nobody]
 
 
+async def test_an_endpoint_that_is_found_by_name_and_by_address_is_watched_once() -> None:
+    async with (
+        serving(VllmLike()) as url,
+        watched(url, f"dns+{url.replace('127.0.0.1', 'localhost')}") as fleet,
+    ):
+        await until(lambda: len(fleet.watcher._found[1]) > 0, "the name is resolved")
+        replica = f"{POOL}/{url.removeprefix('http://')}"
+        assert [each["replica"] for each in fleet.watcher.describe()].count(replica) == 1
+
+
+async def test_an_endpoint_with_an_unexpected_error_names_it_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identified, broken = endpoint.identified, set[str]()
+
+    async def identified_or_fails(control: Any, url: Any, settings: Any) -> Any:
+        if str(url) in broken:
+            raise UnicodeEncodeError("latin-1", "/x", 0, 1, "not in range")
+        return await identified(control, url, settings)
+
+    monkeypatch.setattr(endpoint, "identified", identified_or_fails)
+    async with serving(VllmLike()) as one, serving(VllmLike()) as two:
+        broken.add(two)
+        async with watched(one, two) as fleet:
+            reasons = {str(each["url"]): str(each["reason"]) for each in fleet.watcher.describe()}
+            assert "not in range" in reasons[two]
+            broken.clear()
+            await until(lambda: len(fleet.open()) == 2, "both serve")
+
+
 async def test_one_that_fails_again_and_again_is_held_back() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url) as fleet:
