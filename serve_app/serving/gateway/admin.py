@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 import msgspec
 
@@ -347,7 +346,7 @@ class DebugPages:
             RequestRejected: the caller is not an admin, or no scheduler has the request.
         """
         self._reader.authenticate(incoming).check_admin()
-        request_id = unquote(incoming.path.removeprefix(RECEIPTS_PATH))
+        request_id = incoming.path.removeprefix(RECEIPTS_PATH)
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
@@ -366,7 +365,7 @@ class DebugPages:
             RequestRejected: the caller is not an admin, or no scheduler has the program.
         """
         self._reader.authenticate(incoming).check_admin()
-        name = unquote(incoming.path.removeprefix(PROGRAMS_PATH))
+        name = incoming.path.removeprefix(PROGRAMS_PATH)
         models = await self._complete(lambda _model, scheduler: scheduler.query("program", program=name))
         found = [each for model in models for each in model.get("programs", ())]
         if not found:

@@ -110,7 +110,6 @@ class BatchApi:
         self, settings: GatewaySettings, folder: Path, reader: RequestReader, gateway_id: str, serve: ASGIApp
     ) -> None:
         self._settings = settings.batches
-        self._max_line_bytes = settings.max_body_bytes
         self._reader = reader
         self._storage = Storage(folder, settings.batches.files_uri)
         self._runner = BatchRunner(self._storage, partial(call, serve), reader.caller_with, gateway_id)
@@ -200,7 +199,7 @@ class BatchApi:
 
     async def _upload(self, incoming: IncomingRequest, owner: str) -> FileRecord:
         form = UploadForm(incoming.headers.get(b"content-type", b""))
-        checker = InputChecker(self._settings.max_requests, self._max_line_bytes)
+        checker = InputChecker(self._settings.max_requests, self._reader.max_body_bytes)
         record = FileRecord(
             id=new_id("file-"), owner=owner, filename="", purpose="batch", created_at=int(time())
         )
@@ -271,6 +270,8 @@ class BatchApi:
             remaining = 0 if incoming.scope["method"] == "HEAD" else record.bytes
             while remaining:
                 piece = await asyncio.to_thread(file.read, min(_PIECE_BYTES, remaining))
+                if incoming.send.exchange.disconnected:
+                    raise ClientGone("the client closed its connection")
                 if not piece:
                     # Too few bytes for the stated length, so the client notices.
                     raise ClientGone(f"the contents of {record.id} are truncated")

@@ -84,6 +84,11 @@ class RequestReader:
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
 
+    @property
+    def max_body_bytes(self) -> int:
+        """Maximum length of a body, which may change."""
+        return self._settings.max_body_bytes
+
     def incoming(
         self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
     ) -> IncomingRequest:

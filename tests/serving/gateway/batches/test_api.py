@@ -13,9 +13,10 @@ import pytest
 from openai.types import Batch
 
 from serve_app.serving.gateway import ApiKey
+from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.batches.store import BatchStore
-from tests.serving.gateway.builders import MODEL, Engine, chat, eventually, reply_json
+from tests.serving.gateway.builders import MODEL, Engine, call, chat, eventually, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 CHATS: Any = "/v1/chat/completions"
@@ -231,6 +232,30 @@ BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "from 3,600",
     ),
 }
+
+
+async def test_a_line_may_be_as_long_as_a_body_may_be_now(tmp_path: Path) -> None:
+    async with served(tmp_path) as (client, fleet):
+        fleet.gateway.change({"max_body_bytes": 1_024})
+        with pytest.raises(openai.BadRequestError, match="longer than 1,024 bytes"):
+            await uploaded(client, [line(1, body=chat(user="x" * 1_024))])
+
+
+async def test_the_contents_of_a_file_are_read_only_while_their_client_is_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.serving.gateway.batches.api._PIECE_BYTES", 100)
+    async with served(tmp_path) as (client, fleet):
+        path = f"/v1/files/{await uploaded(client, map(line, range(20)))}/content"
+        exchange, pieces = CollectingExchange(), 0
+
+        async def send(message: Any) -> None:
+            nonlocal pieces
+            if message["type"] == "http.response.body":
+                pieces, exchange.disconnected = pieces + 1, True
+
+        await call(fleet.gateway, path=path, send=send, exchange=exchange)
+        assert pieces == 1
 
 
 async def test_an_invalid_upload_is_refused(tmp_path: Path) -> None:
