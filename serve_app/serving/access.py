@@ -81,10 +81,10 @@ def read_admin_key(folder: Path) -> str | None:
 
 def max_connections() -> int:
     """Return the maximum number of client connections of a process, from its limit of open files."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
-    return min(int(hard / _PER_CONNECTION), _MAX_CONNECTIONS)
+    return min(int(soft / _PER_CONNECTION), _MAX_CONNECTIONS)
 
 
 def raise_descriptor_limit() -> None:

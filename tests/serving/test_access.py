@@ -42,7 +42,7 @@ def test_rays_token_is_in_the_folder_unless_the_user_has_one(tmp_path: Path) -> 
 
 
 def test_a_gateway_has_half_as_many_more_files_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 15_000))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (15_000, 30_000))
     assert max_connections() == 10_000
-    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert max_connections() == 20_000

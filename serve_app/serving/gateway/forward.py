@@ -250,9 +250,8 @@ class ScheduledCall:
         on_revoke = self._revoke if submission.revocable else None
         answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client, on_revoke)
         if isinstance(answer, Grant):
-            telemetry.on_grant(
-                answer.dispatch, submission.spec.model, self._job.body.received_at, submitted_at
-            )
+            received_at = self._job.body.received_at if submission is self._job.submission else None
+            telemetry.on_grant(answer.dispatch, submission.spec.model, received_at, submitted_at)
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions, ServedAddress
-from serve_app.serving.access import max_connections
+from serve_app.serving.access import max_connections, raise_descriptor_limit
 from serve_app.serving.gateway.answer.responses import RequestRejected, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket
@@ -48,6 +48,8 @@ class GatewayListener:
                 "queue_timeout_s instead"
             )
         self._options = options
+        # `serve` has done this already, but `ray start` and KubeRay have not.
+        raise_descriptor_limit()
         self._mounted = MountedGateway(gateway, address.route, address.application)
         self._server = HttpServer(
             "the gateway",

@@ -166,14 +166,16 @@ class Telemetry:
         """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
-    def on_grant(self, granted: Dispatch, model: str, received_at: float, submitted_at: float) -> None:
+    def on_grant(self, granted: Dispatch, model: str, received_at: float | None, submitted_at: float) -> None:
         """Record the overhead of a request that has just received its first grant.
 
         Args:
-            received_at: when the body was complete, on the monotonic clock.
+            received_at: when the body was complete, on the monotonic clock; None for a fallback, whose
+                submission includes the wait at the models before.
             submitted_at: when the request was submitted.
         """
-        self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - received_at)
+        if received_at is not None:
+            self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - received_at)
         schedule_s = monotonic() - submitted_at - granted.queue_wait_s
         # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,6 +74,16 @@ async def opened(
             yield Opened(own, port, http)
     finally:
         await own.stop(5.0)
+
+
+async def test_a_gateway_may_open_as_many_files_as_its_user() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        async with opened():
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @asynccontextmanager

@@ -249,6 +249,19 @@ async def test_a_rejected_request_falls_back() -> None:
         assert models.gateway.telemetry.in_flight == {"": 0, "stable": 0, "new": 0}
 
 
+async def test_the_wait_at_the_first_model_is_no_overhead() -> None:
+    async with served(ROUTE) as models:
+        stable = models.schedulers["stable"]
+        stable.script.append(rejection(Outcome.REJECTED_QUEUE_FULL))
+        stable.gate.clear()
+        asyncio.get_running_loop().call_later(0.5, stable.gate.set)
+        assert (await models.ask()).headers["x-served-model"] == "new"
+        page = (await models.http.get("/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith("ewsjf_overhead_seconds_sum{")]
+    assert any('model="new"' in line for line in lines)
+    assert all(float(line.split()[-1]) < 0.4 for line in lines), lines
+
+
 async def test_fallbacks_are_tried_in_their_order() -> None:
     async with served(ROUTE) as models:
         models.reject("stable", Outcome.REJECTED_NO_REPLICA)
