@@ -16,8 +16,8 @@ At ties, the request that arrived first.
 Source: program-level least attained service is Autellix's order (arXiv 2502.13965).
 """
 
-import heapq
-from collections.abc import Iterator
+import bisect
+from collections.abc import Collection, Iterator
 
 from serve_app.core.programs.program import Program
 from serve_app.core.programs.settings import ProgramOrder
@@ -29,6 +29,7 @@ _MOST_TRIED = 8
 
 
 _Key = tuple[int, float, int]
+_Entry = tuple[_Key, ScheduledRequest]
 
 
 class ParkedTurns:
@@ -37,21 +38,21 @@ class ParkedTurns:
     def __init__(self, order: ProgramOrder, *, joins: bool) -> None:
         self._order = order
         self._joins = joins
-        self._heaps: dict[PriorityClass, dict[str, list[tuple[_Key, int, ScheduledRequest]]]] = {}
-        # The key of each turn, and the number of its only valid entry: earlier ones may have the same key.
-        self._entries: dict[ScheduledRequest, tuple[_Key, int]] = {}
-        self._pushed = 0
+        # The turns of each tenant in their order; only tenants with turns.
+        self._sorted: dict[PriorityClass, dict[str, list[_Entry]]] = {}
+        self._keys: dict[ScheduledRequest, _Key] = {}
         self._of_program: dict[Program, set[ScheduledRequest]] = {}
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Add a turn."""
         self._of_program.setdefault(_program(scheduled), set()).add(scheduled)
-        self._push(scheduled)
+        self._insert(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> bool:
         """Remove a turn. Return whether it was present."""
-        if self._entries.pop(scheduled, None) is None:
+        if scheduled not in self._keys:
             return False
+        self._take_out(scheduled)
         program = _program(scheduled)
         left = self._of_program[program]
         left.discard(scheduled)
@@ -62,57 +63,50 @@ class ParkedTurns:
     def refresh(self, program: Program) -> None:
         """Sort the turns of a program again, after one of its conversations has changed."""
         for scheduled in self._of_program.get(program, ()):
-            if self._key(scheduled) != self._entries[scheduled][0]:
-                self._push(scheduled)
+            if self._key(scheduled) != self._keys[scheduled]:
+                self._take_out(scheduled)
+                self._insert(scheduled)
 
     def candidates(self, queue: RequestQueue) -> Iterator[ScheduledRequest]:
         """Yield the turns to try, in their order. Each may be removed before the next is taken."""
         for priority in PriorityClass:
-            heaps = self._heaps.get(priority)
-            if not heaps:
+            tenants = self._sorted.get(priority)
+            if not tenants:
                 continue
             if queue.is_fair:
-                for tenant in _in_order(list(heaps), priority, queue):
-                    yield from self._first(priority, tenant)
+                for tenant in _in_order(tenants, priority, queue):
+                    yield from [scheduled for _, scheduled in tenants[tenant][:_MOST_TRIED]]
             else:
-                found = [each for tenant in list(heaps) for each in self._first(priority, tenant)]
-                yield from sorted(found, key=self._entries.__getitem__)
+                found = [entry for entries in tenants.values() for entry in entries[:_MOST_TRIED]]
+                yield from [scheduled for _, scheduled in sorted(found)]
 
     def of_program(self, program: Program) -> int:
         """Return the number of a program's turns."""
         return len(self._of_program.get(program, ()))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        return iter(list(self._entries))
+        return iter(list(self._keys))
 
     def __repr__(self) -> str:
         return f"<ParkedTurns {len(self)} of {len(self._of_program)} programs>"
 
-    def _first(self, priority: PriorityClass, tenant: str) -> list[ScheduledRequest]:
-        """Return the first turns of a tenant."""
-        heap = self._heaps[priority][tenant]
-        found: list[ScheduledRequest] = []
-        entries = []
-        while heap and len(found) < _MOST_TRIED:
-            entry = heapq.heappop(heap)
-            if self._entries.get(entry[2]) == entry[:2]:
-                entries.append(entry)
-                found.append(entry[2])
-        for entry in entries:
-            heapq.heappush(heap, entry)
-        if not heap:
-            del self._heaps[priority][tenant]
-        return found
-
-    def _push(self, scheduled: ScheduledRequest) -> None:
+    def _insert(self, scheduled: ScheduledRequest) -> None:
         request, key = scheduled.request, self._key(scheduled)
-        self._pushed += 1
-        self._entries[scheduled] = key, self._pushed
-        heaps = self._heaps.setdefault(request.priority, {})
-        heapq.heappush(heaps.setdefault(request.tenant, []), (key, self._pushed, scheduled))
+        self._keys[scheduled] = key
+        tenants = self._sorted.setdefault(request.priority, {})
+        # Keys are unique, so that turns are never compared.
+        bisect.insort(tenants.setdefault(request.tenant, []), (key, scheduled))
+
+    def _take_out(self, scheduled: ScheduledRequest) -> None:
+        request = scheduled.request
+        tenants = self._sorted[request.priority]
+        entries = tenants[request.tenant]
+        del entries[bisect.bisect_left(entries, (self._keys.pop(scheduled),))]
+        if not entries:
+            del tenants[request.tenant]
 
     def _key(self, scheduled: ScheduledRequest) -> _Key:
         turn, program = scheduled.turn, _program(scheduled)
@@ -127,9 +121,9 @@ def _program(scheduled: ScheduledRequest) -> Program:
     return scheduled.turn.program
 
 
-def _in_order(tenants: list[str], priority: PriorityClass, queue: RequestQueue) -> Iterator[str]:
+def _in_order(tenants: Collection[str], priority: PriorityClass, queue: RequestQueue) -> Iterator[str]:
     if len(tenants) == 1:
-        yield from tenants
+        yield from list(tenants)
         return
     for equals in queue.shares[priority].order(tenants):
         yield from (tenant for tenant in equals if tenant in tenants)

@@ -137,6 +137,18 @@ def test_tenants_are_in_the_order_of_their_shares() -> None:
     assert order_of(parked, waiting) == ["r1", "r0", "r2"]
 
 
+def test_a_tenant_whose_turns_were_removed_may_be_forgotten_by_the_shares() -> None:
+    parked, waiting = turns(), queue()
+    gone = turn(agent(program("gone")), 0, tenant="gone")
+    parked.add(gone)
+    parked.remove(gone)
+    for sequence, tenant in enumerate(("a", "b"), start=1):
+        scheduled = turn(agent(program(tenant)), sequence, tenant=tenant)
+        waiting.add(scheduled)
+        parked.add(scheduled)
+    assert order_of(parked, waiting) == ["r1", "r2"]
+
+
 def test_few_turns_of_each_tenant_are_tried() -> None:
     parked = turns()
     for sequence in range(20):
