@@ -110,3 +110,14 @@ def test_a_replica_of_a_pool_that_is_no_longer_configured_serves_no_bound_reques
     assert driver.arrive("adapted", adapter="sql") == []
     assert driver.scheduler.find("adapted") is not None
     assert dispatched(driver.arrive("other")) != []
+
+
+def test_a_lost_replica_of_a_pool_that_is_no_longer_configured_is_not_waited_for() -> None:
+    driver = two_replicas()
+    driver.join("old", "removed")
+    for name in ("put back", "running"):
+        driver.feed(Resumed(request(name, bound_to="old"), "old", started=False))
+    driver.feed(ReplicaLost("old"))
+    assert concluded(driver.arrive("r", bound_to="old")) == [("r", "rejected_unknown_response")]
+    commands = driver.feed(DispatchFailed("put back", "old", DispatchFailure.LOST))
+    assert concluded(commands) == [("put back", "rejected_unknown_response")]

@@ -81,20 +81,19 @@ class RequestRouting:
     def _route_bound(
         self, bound_to: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
     ) -> Route:
-        replica = self._ledger.get(bound_to)
+        replica, order = self._ledger.get(bound_to), self._router.order()
+        pool = "" if replica is None else replica.spec.pool
+        if pool and pool not in order:
+            # The replica drains or is lost: the redeployed application has no such pool any more.
+            return order[-1:], _lost_response(bound_to)
+        # The pool has no effect before the replica has joined. A replica known only from requests that an
+        # earlier scheduler sent has no pool yet.
+        pools = (pool,) if pool else order[-1:]
         if replica is None or not replica.joined:
-            # The pool has no effect before the replica has joined. A replica known only from requests that an
-            # earlier scheduler sent has no pool yet.
-            pool = "" if replica is None else replica.spec.pool
-            pools = (pool,) if pool else self._router.order()[-1:]
             has_ended = self._grace_has_ended(Destination(bound_to), now)
             rejection = self._admission.outage_rejection(request, pools, now)
             return pools, rejection or (_lost_response(bound_to) if has_ended else None)
         self._missing_since.pop(Destination(bound_to), None)
-        pools = (replica.spec.pool,)
-        if pools[0] not in self._router.order():
-            # The replica drains: the redeployed application has no such pool any more.
-            return self._router.order()[-1:], _lost_response(bound_to)
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
