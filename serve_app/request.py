@@ -24,6 +24,10 @@ class KeyLimits:
     queued: int | None = None
 
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Range of the fair-share weight of a tenant: with others, its service would exceed what a float can hold."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTerms:
     """The parts of an API key that a scheduler needs. They are sent with each request of the key.

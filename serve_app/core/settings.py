@@ -17,6 +17,7 @@ from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.core.settings_base import (
     ADVANCED,
+    FINITE,
     INTERNAL,
     NOT_NEGATIVE,
     POSITIVE,
@@ -53,13 +54,13 @@ class ScoreWeights:
     # Constant term of the score.
     w_base: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
     # Part of the weight of waiting that grows with the mean length of the queue, per token.
-    a_u: float = 1e-4
+    a_u: Annotated[float, FINITE] = 1e-4
     # Part of the weight of waiting that is the same for all queues.
-    b_u: float = 1.0
+    b_u: Annotated[float, FINITE] = 1.0
     # Part of the weight of length that grows with the mean length of the queue, per token.
-    a_f: float = -5e-5
+    a_f: Annotated[float, FINITE] = -5e-5
     # Part of the weight of length that is the same for all queues.
-    b_f: float = 0.5
+    b_f: Annotated[float, FINITE] = 0.5
     # Lower bound of both weights.
     floor: Annotated[float, POSITIVE, INTERNAL] = 1e-3
 

@@ -78,6 +78,7 @@ def _before(value: float) -> float:
 
 _LARGEST = _before(math.inf)
 
+FINITE = Range(-_LARGEST, _LARGEST, "must be a number")
 POSITIVE = Range(_after(0), math.inf, "must be positive")
 FINITE_POSITIVE = Range(_after(0), _LARGEST, "must be a positive number")
 NOT_NEGATIVE = Range(0, math.inf, "must not be negative")

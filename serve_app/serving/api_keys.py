@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from serve_app.errors import SettingsError
-from serve_app.request import KeyLimits, KeyTerms, PriorityClass
+from serve_app.request import MAX_WEIGHT, MIN_WEIGHT, KeyLimits, KeyTerms, PriorityClass
 
 MAX_TENANT_CHARACTERS = 128
 
@@ -124,7 +124,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tenant: str
     created_at: Moment
     name: str = ""
-    weight: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] | None = None
     highest_class: PriorityClass = PriorityClass.INTERACTIVE
     default_class: PriorityClass | None = None
     models: tuple[str, ...] = ()

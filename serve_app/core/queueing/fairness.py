@@ -31,7 +31,7 @@ from typing import Annotated, Protocol
 
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
-from serve_app.request import Request, Usage
+from serve_app.request import MAX_WEIGHT, MIN_WEIGHT, Request, Usage
 
 # Charge of a generated token relative to a prompt token, as in VTC. A generated token occupies a slot of the
 # batch for one more iteration; a prompt token shares an iteration with hundreds of others.
@@ -61,7 +61,8 @@ class FairnessSettings:
 
     # Unit of service: `tokens` counts weighted tokens, `requests` counts requests, `off` disables shares.
     mode: FairnessMode = FairnessMode.TOKENS
-    # Weights of tenants; others have 1. A tenant of weight 2 gets twice the service of one of weight 1.
+    # Weights of tenants, 0.000001 to 1,000,000; others have 1. A tenant of weight 2 gets twice the service of
+    # one of weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
     # Tenants whose service differs by at most this many average requests count as equals, and the score
     # decides. Lower values are stricter in the short term and make no difference over a minute.
@@ -73,8 +74,9 @@ class FairnessSettings:
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
-            if not weight > 0:
-                raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
+            if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+                allowed = f"must be from {MIN_WEIGHT:f} to {MAX_WEIGHT:,.0f}"
+                raise ValueError(f"fairness.weights of tenant {tenant!r} {allowed}, got {weight}")
 
     def weight(self, tenant: str) -> float:
         """Return the configured weight of a tenant, 1 by default."""
