@@ -266,15 +266,32 @@ class Admission:
             lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
         )
         yield from self._queue_length_of_key(request, per_s / waiting if waiting else 0.0)
-        free = class_limit - waiting
-        own = self._waiting_of(request.tenant) if self._excess(waiting, free) > 0 else 0
-        excess = self._excess(own, free)
+        yield from self._queue_length_of_tenant(request, class_limit - waiting, per_s)
+
+    def _queue_length_of_tenant(self, request: Request, free: int, per_s: float) -> Iterator[_Condition]:
+        """Yield the tenant's limit if it is reached.
+
+        A tenant may queue `multiple` times the number of requests that the queue still accepts, `free`. Each
+        request that leaves increases `free` by one, whosever it is.
+
+        Args:
+            per_s: drain rate of the queue, in requests.
+        """
+        share, waiting = self._settings.admission.tenant_share, self._queue.waiting
+        if share == 1 or not waiting:
+            return
+        multiple = share / (1 - share)
+        if waiting + 1 <= multiple * free:
+            return
+        own = self._waiting_of(request.tenant)
+        # Requests of the tenant that must leave, if only its own do.
+        excess = (own + 1 - multiple * free) / (1 + multiple)
         if excess > 0:
             yield _Condition(
                 Outcome.REJECTED_QUEUE_FULL,
                 f"{own} requests of this tenant are queued, and the rest of the queue is for other tenants",
-                QueueLimit(own, per_s * own / waiting, own - excess),
-                settings.max_waiting - 1,
+                QueueLimit(own, per_s * (own / waiting + multiple) / (1 + multiple), own - excess),
+                self._settings.max_waiting - 1,
                 lambda reserved: float(reserved.count) if reserved.tenant == request.tenant else 0.0,
             )
 
@@ -291,18 +308,6 @@ class Admission:
             limit - 1,
             lambda _: 0.0,
         )
-
-    def _excess(self, own: int, free: int) -> float:
-        """Return how many of a tenant's `own` requests must leave before it may queue one more.
-
-        A tenant may queue `multiple` times the number of requests that the queue still accepts, `free`. Each
-        request that leaves increases `free` by one.
-        """
-        share = self._settings.admission.tenant_share
-        if share == 1:
-            return 0.0
-        multiple = share / (1 - share)
-        return (own + 1 - multiple * free) / (1 + multiple)
 
     def _reserved_tokens(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
         """Return a function for the tokens of retry reservations that are ahead of this request.

@@ -87,6 +87,31 @@ def test_a_light_tenant_is_admitted_however_many_are_heavy() -> None:
     assert driver.arrive("light", tenant="light") == []
 
 
+def test_the_last_queued_request_expires_however_small_the_share_of_its_tenant_is() -> None:
+    driver = saturated(max_waiting=2, admission=AdmissionSettings(tenant_share=0.3))
+    driver.arrive("r", expires_at=1.0)
+    expired = driver.report(waiting=3, after_s=1.0)
+    assert concluded(expired) == [("r", "expired")]
+    assert retry_after_s(expired) <= 1.25
+
+
+@pytest.mark.parametrize("own", [0, 1, 3])
+def test_at_a_full_queue_retry_after_is_when_a_request_of_any_tenant_leaves(own: int) -> None:
+    driver = saturated(max_waiting=20)
+    for number in range(18 - own):
+        driver.arrive(f"o{number}", tenant=f"other{number}")
+    for number in range(60):
+        # One request leaves each second.
+        finish_oldest(driver)
+        driver.arrive(f"n{number}", tenant=f"new{number}")
+    for number in range(own):
+        driver.arrive(f"own{number}", tenant="own")
+    assert len(driver.scheduler.queue) == 18
+    rejection = only_conclusion(driver.arrive("r", tenant="own"))
+    assert rejection.retry_after_s == pytest.approx(1.0, abs=0.4)
+    assert "the queue of m is full" in rejection.message
+
+
 @pytest.mark.parametrize(
     ("priority", "places"),
     [(PriorityClass.BATCH, 16), (PriorityClass.DEFAULT, 18), (PriorityClass.INTERACTIVE, 20)],
