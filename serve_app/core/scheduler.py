@@ -50,7 +50,7 @@ from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import RequestTable, ScheduledRequest
 from serve_app.core.retuning import checked_retuning
 from serve_app.core.routing.arrived_work import ArrivedWork
-from serve_app.core.routing.estimation.estimate import TokenEstimator
+from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.pools import PoolRouter
 from serve_app.core.routing.prefill_cost import PrefillCosts
@@ -262,10 +262,22 @@ class Scheduler:
                 self.arrived.add(pools, request, estimate)
             self._conclude(request, rejection)
             return None
+        cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, cached_tokens)
+        return self._scheduled(request, estimate, pools, now, cached_tokens)
+
+    def _scheduled(
+        self,
+        request: Request,
+        estimate: TokenEstimate,
+        pools: tuple[str, ...],
+        now: float,
+        cached_tokens: int = 0,
+    ) -> ScheduledRequest:
+        """Return a request that is new to this scheduler, with what an earlier one knew about it."""
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
-        scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
-        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
+        scheduled.cached_tokens = cached_tokens
         self.isolation.on_arrival(scheduled, now)
         restore_put_backs(scheduled, self.settings)
         return scheduled
@@ -274,10 +286,8 @@ class Scheduler:
         """Resume a request on its replica. The gateway that holds it is authoritative about its state."""
         scheduled = self._requests.get(event.request.request_id)
         if scheduled is None:
-            estimate = self.estimator.estimate(event.request)
-            self._sequence += 1
-            home = self.settings.routing.pools[:1]
-            scheduled = ScheduledRequest(event.request, estimate, self._sequence, home)
+            estimate, home = self.estimator.estimate(event.request), self.settings.routing.pools[:1]
+            scheduled = self._scheduled(event.request, estimate, home, now)
             self._register(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:

@@ -1,5 +1,7 @@
 """Cancelled requests, lost replicas and gateways, and the state given to a new scheduler."""
 
+from dataclasses import replace
+
 import pytest
 
 from serve_app.core.events import (
@@ -12,7 +14,9 @@ from serve_app.core.events import (
     GatewayLost,
     ReplicaLost,
     Resumed,
+    Woke,
 )
+from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.errors import Outcome
 from tests.builders import (
     ONE_POOL,
@@ -70,6 +74,27 @@ def test_a_new_scheduler_receives_running_requests_before_their_replica_joins() 
     assert driver.scheduler.ledger["s1"].in_flight == 1
     assert concluded(driver.feed(Finished("r", Outcome.COMPLETED))) == [("r", "completed")]
     assert driver.scheduler.ledger["s1"].held_tokens == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_running_request_retains_its_deadline_and_put_backs_in_a_new_scheduler(lost: bool) -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    running = request("r", expires_at=1.0, attempts=7)
+    driver.feed(Resumed(replace(running, lost=lost), "s1", started=False))
+    commands = driver.feed(DispatchFailed("r", "s1", DispatchFailure.LOST))
+    if lost:
+        assert concluded(commands) == [("r", "failed")]
+        return
+    scheduled = driver.find("r")
+    assert (scheduled.put_backs, scheduled.losses) == (8, 1)
+    driver.join("s2", "only")
+    assert concluded(driver.feed(Woke(), after_s=1.0)) == [("r", "expired")]
+
+
+def test_a_running_request_is_classified_by_a_new_scheduler() -> None:
+    driver = ManualDriver(routing=ONE_POOL, policy="ewsjf")
+    driver.feed(Resumed(request("r", prompt_tokens=50_000), "s1", started=False))
+    assert driver.find("r").prefill_class is PrefillClass.LONGEST
 
 
 def test_a_request_that_an_earlier_scheduler_had_dispatched_is_queued_at_the_front() -> None:

@@ -92,13 +92,28 @@ class SchedulerMachine(RecordingMachine):
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
         return request_id
 
-    @rule(target=requests, replica_id=replica_ids, started=st.booleans())
-    def resume(self, replica_id: str, started: bool) -> str:
-        request_id = self.new_request("g1", math.inf)
+    @rule(
+        target=requests,
+        replica_id=replica_ids,
+        started=st.booleans(),
+        age_s=st.sampled_from([0.0, 0.5, 3.0]),
+        timeout_s=st.sampled_from([1.0, 5.0, math.inf]),
+        attempts=st.integers(0, 7),
+    )
+    def resume(self, replica_id: str, started: bool, age_s: float, timeout_s: float, attempts: int) -> str:
+        request_id = self.new_request("g1", timeout_s)
+        self.expires_at[request_id] = self.now + timeout_s - age_s
         self.running[request_id] = replica_id
         if started:
             self.started.add(request_id)
-        self.feed(ev.Resumed(request(request_id, arrived_at=self.now), replica_id, started))
+        running = request(
+            request_id,
+            prompt_tokens=480,
+            arrived_at=self.now - age_s,
+            expires_at=self.expires_at[request_id],
+            attempts=attempts,
+        )
+        self.feed(ev.Resumed(running, replica_id, started))
         return request_id
 
     @rule(request_id=requests, seconds=steps_of_time)
