@@ -17,6 +17,7 @@ Source: program-level least attained service is Autellix's order (arXiv 2502.139
 """
 
 import bisect
+import math
 from collections.abc import Collection, Iterator
 
 from serve_app.core.programs.program import Program
@@ -41,11 +42,14 @@ class ParkedTurns:
         # The turns of each tenant in their order; only tenants with turns.
         self._sorted: dict[PriorityClass, dict[str, list[_Entry]]] = {}
         self._keys: dict[ScheduledRequest, _Key] = {}
+        # The tokens that the turns need, the fewest first.
+        self._tokens: list[int] = []
         self._of_program: dict[Program, set[ScheduledRequest]] = {}
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Add a turn."""
         self._of_program.setdefault(_program(scheduled), set()).add(scheduled)
+        bisect.insort(self._tokens, scheduled.estimate.expected_tokens)
         self._insert(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> bool:
@@ -53,6 +57,7 @@ class ParkedTurns:
         if scheduled not in self._keys:
             return False
         self._take_out(scheduled)
+        del self._tokens[bisect.bisect_left(self._tokens, scheduled.estimate.expected_tokens)]
         program = _program(scheduled)
         left = self._of_program[program]
         left.discard(scheduled)
@@ -79,6 +84,11 @@ class ParkedTurns:
             else:
                 found = [entry for entries in tenants.values() for entry in entries[:_MOST_TRIED]]
                 yield from [scheduled for _, scheduled in sorted(found)]
+
+    @property
+    def fewest_tokens(self) -> float:
+        """The fewest tokens that any turn needs; infinity without a turn."""
+        return self._tokens[0] if self._tokens else math.inf
 
     def of_program(self, program: Program) -> int:
         """Return the number of a program's turns."""

@@ -227,10 +227,7 @@ class ProgramScheduler:
         next_at = self._room_at
         if self._may_have_room or (next_at is not None and next_at <= now):
             self._may_have_room = False
-            for scheduled in self.parked.candidates(self._queue):
-                replica = self._with_room(scheduled, now)
-                if replica is not None:
-                    yield self._admit_parked(scheduled, replica, now)
+            yield from self._with_room(now)
             self._room_at = self.residency.next_at(now)
         yield from self._forced(now)
 
@@ -289,7 +286,32 @@ class ProgramScheduler:
         )
         return scheduled.estimate.expected_tokens < _SMALL_SHARE * smallest
 
-    def _with_room(self, scheduled: ScheduledRequest, now: float) -> ReplicaState | None:
+    def _with_room(self, now: float) -> Iterator[ScheduledRequest]:
+        """Yield the parked turns that some replica has room for, in their order."""
+        rooms, candidates = self._rooms(now), self.parked.candidates(self._queue)
+        # Most turns need more than the largest room, so only few are compared with every replica.
+        while self.parked.fewest_tokens <= max(rooms.values(), default=-math.inf):
+            scheduled = next(candidates, None)
+            if scheduled is None:
+                return
+            most = max(rooms.get(pool, -math.inf) for pool in scheduled.pools)
+            if scheduled.estimate.expected_tokens > most:
+                continue
+            if (replica := self._replica_with_room(scheduled, now)) is not None:
+                yield self._admit_parked(scheduled, replica, now)
+                rooms = self._rooms(now)
+
+    def _rooms(self, now: float) -> dict[str, float]:
+        """Return the largest room of any usable replica, by pool; infinity for an unused replica."""
+        rooms: dict[str, float] = {}
+        for each in self._ledger:
+            if each.is_usable:
+                is_unused = self.residency.is_unused(each, now)
+                room = math.inf if is_unused else self.residency.room(each, now)
+                rooms[each.spec.pool] = max(room, rooms.get(each.spec.pool, room))
+        return rooms
+
+    def _replica_with_room(self, scheduled: ScheduledRequest, now: float) -> ReplicaState | None:
         """Return the replica with room for a parked turn that has the most of its prompt, then of room."""
         tokens, prefix = scheduled.estimate.expected_tokens, scheduled.request.submission.prefix
         for pool in scheduled.pools:

@@ -1,5 +1,7 @@
 """Order among the parked turns."""
 
+import math
+
 from serve_app.core.policies import POLICIES, make_policy
 from serve_app.core.policies.protocol import PolicyInputs
 from serve_app.core.programs.order import ParkedTurns
@@ -174,6 +176,19 @@ def test_a_candidate_may_be_removed_before_the_next_is_taken() -> None:
     assert len(parked) == 0
     assert list(parked) == []
     assert repr(parked) == "<ParkedTurns 0 of 0 programs>"
+
+
+def test_the_fewest_tokens_are_those_of_the_turns_that_are_left() -> None:
+    parked = turns()
+    assert parked.fewest_tokens == math.inf
+    waiting = [turn(agent(program("p")), n, prompt_tokens=tokens) for n, tokens in enumerate((300, 100, 100))]
+    for each in waiting:
+        parked.add(each)
+    fewest = []
+    for each in reversed(waiting):
+        fewest.append(parked.fewest_tokens)
+        parked.remove(each)
+    assert fewest == [waiting[n].estimate.expected_tokens for n in (1, 1, 0)]
 
 
 def test_the_turns_of_a_program_are_counted() -> None:

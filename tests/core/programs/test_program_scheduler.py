@@ -1,5 +1,7 @@
 """The scheduling of programs: contexts stay on their replicas, and other turns wait for room."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from serve_app.core.accounting.waits import current_cause
@@ -213,6 +215,16 @@ def test_a_turn_that_does_not_fit_does_not_block_those_behind_it() -> None:
     driver = parked()
     assert dispatched(driver.take_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s1")]
     assert driver.find("b1").parked
+
+
+def test_turns_are_not_tried_one_by_one_while_none_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = parked()
+    tried = Mock(side_effect=driver.programs.residency.room)
+    monkeypatch.setattr(driver.programs.residency, "room", tried)
+    for number in range(20):
+        driver.take_turn(f"c{number}", f"c{number}", tenant=f"t{number}")
+    # Each event compares the largest room with the smallest turn.
+    assert tried.call_count == 20
 
 
 def test_an_unused_replica_accepts_a_turn_of_any_size() -> None:
