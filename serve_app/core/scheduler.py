@@ -383,7 +383,6 @@ class Scheduler:
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self.programs.on_replica_change()
         self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
@@ -502,6 +501,8 @@ class Scheduler:
             self.programs.on_release(scheduled, replica_id)
 
     def _reject_all(self, rejected: Rejections) -> None:
+        """Reject the queued requests that can no longer be served, after replicas or routes have changed."""
+        self.programs.on_replica_change()
         for scheduled, rejection in rejected:
             self._reject_waiting(scheduled, rejection)
 

@@ -89,6 +89,9 @@ class ProgramScheduler:
         self._gaps = Gaps()
         self._bound = ExpiryHeap(_bound_until)
         self._overdue = ExpiryHeap(self._overdue_at)
+        # Overdue turns that no usable replica can serve, and the replicas that were usable then.
+        self._without_replica: dict[ScheduledRequest, None] = {}
+        self._usable_before: list[str] = []
         # Tokens that may be computed for forced admissions.
         self._allowance = 0.0
         self._may_have_room = False
@@ -202,12 +205,12 @@ class ProgramScheduler:
     # Replicas
 
     def on_replica_change(self) -> None:
-        """Try the parked turns again, because the replicas have changed."""
+        """Try the parked turns again, because replicas or routes have changed."""
         self._may_have_room = True
+        self._usable_before = []
 
     def on_replica_loss(self, replica_id: str) -> list[ScheduledRequest]:
         """Forget the contexts of a lost replica. Return the queued turns that waited for it."""
-        self._may_have_room = True
         for conversation in self.residency.lose(replica_id):
             conversation.replica_id = None
         admitted = [each for each in self._queue if each.turn and each.turn.admitted_to == replica_id]
@@ -337,19 +340,25 @@ class ProgramScheduler:
 
     def _forced(self, now: float) -> Iterator[ScheduledRequest]:
         """Yield parked turns beyond their bound, as far as the allowance permits."""
-        without_replica = []
+        if self._without_replica and (usable := self._usable_replicas()) and usable != self._usable_before:
+            for scheduled in self._without_replica:
+                self._overdue.add(scheduled)
+            self._without_replica.clear()
         while self._allowance >= 0 and (at := self._overdue.next_at()) is not None and at <= now:
             scheduled = next(iter(self._overdue.pop_expired(now)))
-            usable = [each for pool in scheduled.pools for each in self._usable(scheduled, pool)]
-            if not usable:
-                without_replica.append(scheduled)
+            found = [each for pool in scheduled.pools for each in self._usable(scheduled, pool)]
+            if not found:
+                self._without_replica[scheduled] = None
                 continue
-            replica = max(usable, key=lambda each: self.residency.room(each, now))
+            replica = max(found, key=lambda each: self.residency.room(each, now))
             self._allowance -= scheduled.estimate.expected_prompt_tokens
             self.forced += 1
             yield self._admit_parked(scheduled, replica, now)
-        for scheduled in without_replica:
-            self._overdue.add(scheduled)
+        if self._without_replica:
+            self._usable_before = self._usable_replicas()
+
+    def _usable_replicas(self) -> list[str]:
+        return [each.spec.replica_id for each in self._ledger if each.is_usable]
 
     def _earn(self, scheduled: ScheduledRequest) -> None:
         """Let a part of the service of an ended request be used for forced admissions."""
@@ -366,7 +375,7 @@ class ProgramScheduler:
     ) -> ScheduledRequest:
         turn = scheduled.turn
         assert turn is not None
-        self.parked.remove(scheduled)
+        self._unpark(scheduled)
         prompt_tokens = scheduled.estimate.expected_prompt_tokens
         scheduled.cached_tokens = self._affinity.cached_on(
             replica.spec.replica_id, scheduled.request, prompt_tokens
@@ -397,11 +406,15 @@ class ProgramScheduler:
 
     def _withdraw(self, scheduled: ScheduledRequest, turn: ProgramTurn) -> None:
         """Remove a turn from the parked ones, and return the room that it takes."""
-        self.parked.remove(scheduled)
+        self._unpark(scheduled)
         if turn.admitted_to is not None:
             if (contexts := self.residency.known(turn.admitted_to)) is not None:
                 contexts.admitted -= turn.admitted_tokens
             turn.admitted_to = None
+
+    def _unpark(self, scheduled: ScheduledRequest) -> None:
+        self.parked.remove(scheduled)
+        self._without_replica.pop(scheduled, None)
 
     # Contexts
 

@@ -386,6 +386,39 @@ def test_a_turn_without_a_usable_replica_does_not_stop_those_behind_it() -> None
     assert not driver.find("second").parked
 
 
+def test_overdue_turns_are_tried_again_when_the_usable_replicas_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = full(programs=LONG)
+    driver.join("lora", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",))
+    driver.report("lora", draining=True)
+    for number in range(20):
+        driver.take_turn(f"b{number}", f"b{number}", adapter="x")
+    tried = Mock(side_effect=driver.scheduler.ledger.of_pool)
+    monkeypatch.setattr(driver.scheduler.ledger, "of_pool", tried)
+    driver.feed(Woke(), after_s=61.0)
+    assert tried.call_count >= 20
+    tried.reset_mock()
+    for _ in range(5):
+        driver.feed(Woke(), after_s=1.0)
+    assert tried.call_count < 20
+    driver.feed(Cancelled("b0"))
+    assert driver.programs.forced == 0
+    driver.report("lora")
+    assert not driver.find("b1").parked
+
+
+def test_an_overdue_turn_is_tried_again_when_its_engine_answers_after_a_hang() -> None:
+    driver = fleet("s1", programs=LONG)
+    driver.join("e", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",), stall_timeout_s=20.0)
+    driver.arrive("long", prompt_tokens=60_000, adapter="x")
+    driver.take_turn("late", "a", adapter="x")
+    driver.report("e", after_s=61.0)
+    assert driver.find("late").parked
+    driver.feed(FirstToken("long"))
+    assert driver.programs.forced == 1
+
+
 def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
     driver = full(programs=LONG)
     driver.take_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
