@@ -49,7 +49,7 @@ class LengthQueueView:
 
     Attributes:
         bounds: its range of lengths; None if the policy's queues have none.
-        waiting: requests in it, except those in backoff.
+        waiting: requests in it, except those in backoff or waiting for room for their context.
         longest_wait_s: longest queue time of its heads; None if it is empty.
         head: the sub-queue whose head the policy scores highest; None if it is empty.
     """

@@ -4,20 +4,20 @@ It follows the order of service (`dispatch.dispatcher`) in each home pool: put-b
 their floors, within a class the tenants by their shares, and within a share the current score. A request
 never passes one ahead of it in its sub-queue.
 
-Effects that depend on replicas are ignored: requests that do not fit while smaller ones do, spills to other
-pools, isolation, promotion, and the delay bound. The position is therefore an expectation. The effect of
-these rules on waits is part of the learned errors (`spread`).
+Effects that depend on replicas are ignored: requests that do not fit while smaller ones do, waits for room
+for a context, spills to other pools, isolation, promotion, and the delay bound. The position is therefore an
+expectation. The effect of these rules on waits is part of the learned errors (`spread`).
 
 The cost is one evaluation of each queued request, and a sort.
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from serve_app.core.dispatch.starvation import ClassFloors, ClassFloorSettings
 from serve_app.core.queueing.fairness import FairShares
-from serve_app.core.queueing.request_queue import RequestQueue, SubQueue
+from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.request import PriorityClass
 
@@ -42,6 +42,11 @@ def expected_order(
     )
     for waiting in queue.backoff:
         returned[waiting.pools[0]].append(waiting)
+    for waiting in list(queue.parked.values()):
+        home, request = waiting.pools[0], waiting.request
+        ranked = by_tenant[home, request.priority][request.tenant]
+        _rank(queue, (waiting,), ranked, returned[home], now)
+    yield
     evaluated = 0
     for sub_queue in list(queue.sub_queues()):
         first, home = sub_queue.first, sub_queue.pools[0]
@@ -69,15 +74,15 @@ def expected_order(
 
 def _rank(
     queue: RequestQueue,
-    sub_queue: SubQueue,
+    waiting: Iterable[ScheduledRequest],
     ranked: list[_Ranked],
     returned: list[ScheduledRequest],
     now: float,
 ) -> None:
-    """Add the requests of a sub-queue to `ranked`; none is more urgent than the one before it."""
+    """Add requests of one sub-queue to `ranked`; none is more urgent than the one before it."""
     score = queue.policy.score
     least, latest = float("-inf"), 0
-    for scheduled in sub_queue:
+    for scheduled in waiting:
         if scheduled.returned:
             returned.append(scheduled)
             continue

@@ -9,6 +9,7 @@ from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ManualDriver, fill, one_replica, two_pools
+from tests.core.programs.builders import fleet
 
 from .builders import ordered
 
@@ -50,6 +51,16 @@ def test_no_request_passes_one_that_is_ahead_in_its_sub_queue() -> None:
     for sub_queue in scheduler.queue.sub_queues():
         places = [place[scheduled.request.request_id] for scheduled in sub_queue]
         assert places == sorted(places)
+
+
+def test_turns_that_wait_for_room_are_placed_as_if_they_had_it() -> None:
+    driver = fleet("s1", fairness=NO_SHARES)
+    driver.take_turn("running", "a")
+    driver.take_turn("b1", "b")
+    driver.arrive("between")
+    driver.take_turn("c1", "c")
+    assert driver.find("b1").parked
+    assert ordered(driver.scheduler, driver.now) == ["b1", "between", "c1"]
 
 
 def test_a_higher_class_is_first() -> None:

@@ -8,6 +8,7 @@ from serve_app.core.outlook.watched import MAX_UPDATES, CalibrationError, Watche
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ManualDriver, fill, one_replica, report, request
+from tests.core.programs.builders import fleet
 
 from .builders import ordered_requests, updates
 
@@ -258,3 +259,14 @@ def test_one_call_sends_a_bounded_number_of_updates_and_the_next_the_rest(
     first, second, third = (updates(line.watched, line.now + at) for at in (0.0, 0.25, 0.5))
     assert (len(first), len(second), len(third)) == (4, 4, 2)
     assert {*first, *second, *third} == set(names)
+
+
+def test_a_turn_that_waits_for_room_gets_updates() -> None:
+    driver = fleet("s1")
+    driver.take_turn("a1", "a")
+    driver.take_turn("b1", "b")
+    watched = WatchedRequests(driver.scheduler)
+    assert driver.find("b1").parked
+    assert watched.watch("b1", driver.now)
+    assert updates(watched, driver.now)["b1"].position == 1
+    assert set(updates(watched, driver.now + 15.0)) == {"b1"}
