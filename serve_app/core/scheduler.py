@@ -129,7 +129,7 @@ class Scheduler:
         self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.reported)
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
-        slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
+        slots = SlotRate(self.queue, self.ledger, self.prefill_costs, self._backpressure)
         self.admission = Admission(settings, self.queue, slots, now)
         self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)

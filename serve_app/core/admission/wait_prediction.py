@@ -26,6 +26,7 @@ therefore not trusted (`is_trusted`), and one request of that kind is admitted a
 import math
 from dataclasses import dataclass
 
+from serve_app.core.dispatch.backpressure import EngineBackpressure
 from serve_app.core.queueing.request_queue import RequestQueue, WaitingWork
 from serve_app.core.request import PredictedWait, ScheduledRequest, WaitKind
 from serve_app.core.routing.ledger import ReplicaLedger
@@ -272,15 +273,19 @@ class SlotDrain:
 
 
 class SlotRate:
-    """Computes the prior of the drain rate. Engines accept `beyond_batch` requests beyond their batch."""
+    """Computes the prior of the drain rate. Engines accept `target_waiting` requests beyond their batch."""
 
     def __init__(
-        self, queue: RequestQueue, ledger: ReplicaLedger, prefill_costs: PrefillCosts, beyond_batch: int
+        self,
+        queue: RequestQueue,
+        ledger: ReplicaLedger,
+        prefill_costs: PrefillCosts,
+        backpressure: EngineBackpressure,
     ) -> None:
         self._queue = queue
         self._ledger = ledger
         self._prefill_costs = prefill_costs
-        self._beyond_batch = beyond_batch
+        self._backpressure = backpressure
 
     def drain(self, pools: tuple[str, ...], work_ahead: int) -> SlotDrain | None:
         """Return the work that drains before a request that arrives now.
@@ -343,7 +348,8 @@ class SlotRate:
         engine_s = self._engine_s(state, work, slots)
         if engine_s is None:
             return None
-        return work.requests / engine_s, max(0.0, slots + self._beyond_batch - state.in_flight)
+        accepted = slots + self._backpressure.target_waiting
+        return work.requests / engine_s, max(0.0, accepted - state.in_flight)
 
     def _competing(self, pools: tuple[str, ...]) -> tuple[WaitingWork, set[str]]:
         """Return all work queued for any of these pools, and the pools that may serve it."""

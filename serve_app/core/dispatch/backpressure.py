@@ -90,6 +90,11 @@ class EngineBackpressure:
         self._settings = settings
         self._costs = costs
 
+    @property
+    def target_waiting(self) -> int:
+        """The current limit on requests that wait in an engine."""
+        return self._settings.target_waiting
+
     def retune(self, settings: BackpressureSettings) -> None:
         """Apply other limits from now on. The ledger must check each replica again."""
         self._settings = settings

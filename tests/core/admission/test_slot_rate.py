@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.events import ReplicaJoined
+from serve_app.core.events import ReplicaJoined, Retuned
 from serve_app.core.routing.pools import RoutingSettings
 from tests.builders import ManualDriver, concluded, retry_after_s, spec
 
@@ -43,6 +43,13 @@ def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
 
 def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
     assert 100 - len(burst(cold(), 100)) == pytest.approx(ADMITTED, abs=2)
+
+
+def test_a_retuned_engine_queue_counts_as_slots() -> None:
+    driver = cold()
+    more = replace(driver.scheduler.settings.backpressure, target_waiting=BEYOND_BATCH + 20)
+    driver.feed(Retuned(replace(driver.scheduler.settings, backpressure=more)))
+    assert 100 - len(burst(driver, 100)) == pytest.approx(ADMITTED + 20, abs=2)
 
 
 def test_each_retry_after_is_when_earlier_requests_have_ended() -> None:
