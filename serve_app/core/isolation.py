@@ -28,7 +28,7 @@ from typing import Annotated
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.core.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.request import PriorityClass
 
@@ -264,8 +264,8 @@ class PrefillTracker:
         self._ledger = ledger
         self.costs = costs
         self._delay = delay
-        # A heap of (assumed end, order of dispatch, request, its dispatch number).
-        self._assumed: list[tuple[float, int, ScheduledRequest, int]] = []
+        # A heap of (assumed end, order of dispatch, request, its hold, which identifies the attempt).
+        self._assumed: list[tuple[float, int, ScheduledRequest, Hold]] = []
         self._sent = 0
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -275,7 +275,7 @@ class PrefillTracker:
             cost = self.costs.of(self._ledger[scheduled.replica_id].spec.pool)
             self._sent += 1
             ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
-            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
+            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.hold))
 
     def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
         """Learn from the first token of a streamed answer. `ReplicaLedger.start` ends its prefill."""
@@ -287,8 +287,8 @@ class PrefillTracker:
     def end_assumed(self, now: float) -> None:
         """End the prefills whose assumed end has come."""
         while self._assumed and self._assumed[0][0] <= now:
-            _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)
-            if scheduled.dispatch_number == dispatch_number:
+            _, _, scheduled, hold = heapq.heappop(self._assumed)
+            if scheduled.hold is hold:
                 self._end(scheduled)
 
     def next_at(self) -> float | None:

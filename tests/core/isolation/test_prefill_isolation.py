@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.events import FirstToken, Woke
+from serve_app.core.events import DispatchFailed, DispatchFailure, FirstToken, Woke
 from serve_app.core.isolation import ALWAYS_SHORT_TOKENS, FeedbackDelay, IsolationSettings, PrefillIsolation
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.request import PriorityClass
@@ -79,6 +79,21 @@ def test_a_long_prefill_that_is_not_streamed_ends_after_its_usual_time() -> None
     assert wake_at is not None
     assert 0 < wake_at < 1.0
     assert dispatched(driver.feed(Woke(), after_s=wake_at)) == [("long2", "r1")]
+
+
+def test_a_prefill_that_began_again_on_another_replica_ends_after_its_own_time() -> None:
+    driver = make_driver()
+    driver.join("r2", "only", kv_tokens=20_000)
+    driver.arrive("long1", prompt_tokens=500, streamed=False)
+    assert driver.scheduler.ledger["r1"].long_prefills == (1, 0)
+    ends_at = driver.scheduler._prefills.next_at()
+    assert ends_at is not None
+    driver.now = ends_at / 2
+    driver.feed(DispatchFailed("long1", "r1", DispatchFailure.UNREACHABLE))
+    assert driver.find("long1").replica_id == "r2"
+    driver.now = ends_at
+    driver.feed(Woke())
+    assert driver.scheduler.ledger["r2"].long_prefills == (1, 0)
 
 
 def test_the_boundary_is_in_the_gap_between_two_kinds_of_traffic() -> None:
