@@ -19,6 +19,7 @@ NOT_ATTRIBUTABLE = frozenset(
         Outcome.REJECTED_INVALID,
         Outcome.REJECTED_UNAUTHORISED,
         Outcome.REJECTED_UNKNOWN_MODEL,
+        Outcome.REJECTED_UNKNOWN_RESPONSE,
         Outcome.REJECTED_BODY_TOO_LARGE,
         Outcome.REJECTED_TOO_LONG,
         Outcome.REJECTED_RATE_LIMITED,

@@ -73,7 +73,8 @@ def test_an_unanswered_request_misses_by_its_outcome() -> None:
 
 
 def test_outcomes_that_no_scheduling_could_change_are_not_attributable() -> None:
-    assert not TARGETS.is_attributable(class_record(outcome=Outcome.REJECTED_INVALID))
+    for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_UNKNOWN_RESPONSE):
+        assert not TARGETS.is_attributable(class_record(outcome=outcome))
     assert not TARGETS.is_attributable(
         class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=0.9)
     )
