@@ -145,6 +145,7 @@ class ProgramTurn:
         gap_s: time since the end of the previous turn; None if none has been observed.
         bound_until: time until which it waits for the replica of its context.
         parked_since: start of its last wait for room; None if it never waited for that.
+        parked_s: duration of its waits for room that have ended.
         admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
         admitted_tokens: the tokens that it takes there.
         depth_tokens: tokens of its context and of what its replica has used since, if that can show the
@@ -158,6 +159,7 @@ class ProgramTurn:
     gap_s: float | None = None
     bound_until: float = 0.0
     parked_since: float | None = None
+    parked_s: float = 0.0
     admitted_to: str | None = None
     admitted_tokens: int = 0
     depth_tokens: int | None = None

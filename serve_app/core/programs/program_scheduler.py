@@ -134,7 +134,7 @@ class ProgramScheduler:
         conversation, replica_id = turn.conversation, replica.spec.replica_id
         if turn.admitted_to != replica_id:
             turn.depth_tokens = None
-        self._withdraw(scheduled, turn)
+        self._withdraw(scheduled, turn, scheduled.dispatched_at)
         if conversation.replica_id not in (None, replica_id):
             self._leave(conversation)
             self.moved += 1
@@ -172,13 +172,12 @@ class ProgramScheduler:
         turn = scheduled.turn
         if turn is None:
             return
-        self._withdraw(scheduled, turn)
+        self._withdraw(scheduled, turn, now)
         conversation, program = turn.conversation, turn.program
         conversation.turns_open -= 1
         left_queue_at = scheduled.dispatched_at if dispatched else now
         program.queued_s += left_queue_at - scheduled.request.arrived_at
-        if turn.parked_since is not None:
-            program.waiting_s += left_queue_at - turn.parked_since
+        program.waiting_s += turn.parked_s
         if dispatched:
             program.turns += 1
             program.engine_s += now - left_queue_at
@@ -238,7 +237,7 @@ class ProgramScheduler:
         """Yield the queued turns that may leave the replica of their context from now on."""
         for scheduled in self._bound.pop_expired(now):
             assert scheduled.turn is not None
-            self._withdraw(scheduled, scheduled.turn)
+            self._withdraw(scheduled, scheduled.turn, now)
             yield scheduled
         self._bound.prune(self._queue.waiting)
 
@@ -375,7 +374,7 @@ class ProgramScheduler:
     ) -> ScheduledRequest:
         turn = scheduled.turn
         assert turn is not None
-        self._unpark(scheduled)
+        self._unpark(scheduled, turn, now)
         prompt_tokens = scheduled.estimate.expected_prompt_tokens
         scheduled.cached_tokens = self._affinity.cached_on(
             replica.spec.replica_id, scheduled.request, prompt_tokens
@@ -404,16 +403,17 @@ class ProgramScheduler:
             saved = scheduled.cached_tokens or scheduled.estimate.expected_prompt_tokens
             turn.bound_until = now + self._costs.of(replica.spec.pool).seconds(saved)
 
-    def _withdraw(self, scheduled: ScheduledRequest, turn: ProgramTurn) -> None:
+    def _withdraw(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
         """Remove a turn from the parked ones, and return the room that it takes."""
-        self._unpark(scheduled)
+        self._unpark(scheduled, turn, now)
         if turn.admitted_to is not None:
             if (contexts := self.residency.known(turn.admitted_to)) is not None:
                 contexts.admitted -= turn.admitted_tokens
             turn.admitted_to = None
 
-    def _unpark(self, scheduled: ScheduledRequest) -> None:
-        self.parked.remove(scheduled)
+    def _unpark(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
+        if self.parked.remove(scheduled) and turn.parked_since is not None:
+            turn.parked_s += now - turn.parked_since
         self._without_replica.pop(scheduled, None)
 
     # Contexts

@@ -549,6 +549,23 @@ def test_the_end_of_a_turn_adds_to_its_program() -> None:
     assert program.turns == 1
     assert program.service > 0
     assert program.waiting_s == pytest.approx(5.0 + RETENTION_S)
+
+
+def test_only_the_time_without_room_adds_to_the_waits_of_a_program() -> None:
+    driver = parked()
+    driver.end_turn("a1", after_s=5.0)
+    for number in range(3):
+        driver.arrive(f"other{number}")
+    # It has room now, and waits for the busy engine.
+    driver.wake()
+    room_after_s = driver.now
+    assert driver.find("b1").queued
+    driver.feed(Finished("other0", Outcome.COMPLETED), after_s=0.01)
+    driver.feed(DispatchFailed("b1", "s1", DispatchFailure.BUSY), after_s=1.0)
+    driver.feed(Cancelled("b1"), after_s=1.0)
+    program = driver.conversation("b").program
+    assert program is not None
+    assert program.waiting_s == pytest.approx(room_after_s)
     assert program.running == program.open_agents == 0
 
 
