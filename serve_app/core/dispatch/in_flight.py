@@ -175,6 +175,7 @@ def record_put_back(
     scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
 ) -> None:
     """Record a put-back in the state of the request."""
+    scheduled.bypassed = False
     if event.failure.is_after_service(event.generated_tokens):
         # It did not wait in this time, so its queue timeout begins again.
         request = scheduled.request

@@ -106,6 +106,8 @@ def test_a_bypassing_request_is_retried_on_another_replica() -> None:
     commands = driver.feed(DispatchFailed("r0", went.replica_id, DispatchFailure.UNREACHABLE))
     again = [each for each in commands if isinstance(each, Dispatch)]
     assert [each.replica_id != went.replica_id for each in again] == [True]
+    # Only arrivals bypass the scheduler.
+    assert [each.passed for each in again] == [False]
 
 
 @given(
