@@ -14,7 +14,8 @@ Rules:
   pool it is, then those that spill.
 - A head that does not fit blocks the sub-queue behind it. Otherwise small requests would starve large ones.
 - An event about an unknown request, or about one in another state than the event implies, is ignored: it
-  crossed another event in transit.
+  crossed another event in transit. Only the end of a request counts in every state, because its gateway
+  decides about it.
 """
 
 from collections.abc import Callable, Mapping
