@@ -96,20 +96,18 @@ class SchedulerMachine(RecordingMachine):
         target=requests,
         replica_id=replica_ids,
         started=st.booleans(),
-        age_s=st.sampled_from([0.0, 0.5, 3.0]),
-        timeout_s=st.sampled_from([1.0, 5.0, math.inf]),
+        timeout_s=st.sampled_from([0.3, 1.0, 5.0, math.inf]),
         attempts=st.integers(0, 7),
     )
-    def resume(self, replica_id: str, started: bool, age_s: float, timeout_s: float, attempts: int) -> str:
+    def resume(self, replica_id: str, started: bool, timeout_s: float, attempts: int) -> str:
         request_id = self.new_request("g1", timeout_s)
-        self.expires_at[request_id] = self.now + timeout_s - age_s
         self.running[request_id] = replica_id
         if started:
             self.started.add(request_id)
         running = request(
             request_id,
             prompt_tokens=480,
-            arrived_at=self.now - age_s,
+            arrived_at=self.now,
             expires_at=self.expires_at[request_id],
             attempts=attempts,
         )
