@@ -13,7 +13,7 @@ from tests.e2e.served import Served
 pytestmark = pytest.mark.timeout(300)
 
 # Waits of seconds, because updates come at most once per second.
-STREAMS, TOKENS = 200, 400
+STREAMS, TOKENS = 120, 400
 UPDATE = re.compile(r": queue state=(\w+)(?: position=(\d+))?(?: expected_start_s=([\d.e-]+))?")
 
 

@@ -14,8 +14,8 @@ from tests.e2e.served import Served
 
 pytestmark = pytest.mark.timeout(300)
 
-REQUESTS = 500
-MAX_IN_FLIGHT = 250
+REQUESTS = 250
+MAX_IN_FLIGHT = 150
 CLASSES = ("interactive", "default", "batch")
 
 
