@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.cli import main
 
-SMALL = ["--profile", "laptop", "--requests", "300", "--seeds", "3", "--jobs", "1", "--candidates", "1"]
+SMALL = ["--profile", "laptop", "--requests", "120", "--seeds", "3", "--jobs", "1", "--candidates", "1"]
 
 
 def plan(*arguments: str) -> int:

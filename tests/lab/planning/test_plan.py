@@ -49,7 +49,7 @@ def test_the_worst_case_takes_the_given_number_of_sequences() -> None:
 
 
 def test_a_search_ends_in_simulated_fleets() -> None:
-    wanted = demand(40.0, requests=300)
+    wanted = demand(40.0, requests=120)
     lengths = LengthMix.of(choose_trace(wanted.trace, 0))
     options = FleetOptions(profile="laptop", b_short_tokens=(512, 1_024), variants=False, candidates=1)
     steps: list[str] = []

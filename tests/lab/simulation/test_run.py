@@ -1,3 +1,4 @@
+import functools
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,7 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names, simulate
+from serve_app.lab.simulation.run import RunResult, RunSettings, SloByLength, policy_names, simulate
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
@@ -25,9 +26,14 @@ def decisions_of(run: RunSettings) -> list[Decision]:
     return log
 
 
+@functools.cache
+def played(policy: str) -> RunResult:
+    return simulate(settings(policy))
+
+
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_completes_every_request_once(policy: str) -> None:
-    result = simulate(settings(policy))
+    result = played(policy)
     assert sorted(record.request_id for record in result.records) == sorted(f"r{n}" for n in range(300))
     assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
     for record in result.records:
@@ -37,14 +43,14 @@ def test_every_policy_completes_every_request_once(policy: str) -> None:
 
 
 def test_all_policies_meet_the_same_requests_at_the_same_times_and_do_the_same_work() -> None:
-    played = [
+    work = [
         [
             (record.request_id, record.arrived_at, record.prompt_tokens, record.output_tokens)
-            for record in simulate(settings(policy)).measured
+            for record in played(policy).measured
         ]
         for policy in policy_names()
     ]
-    assert all(one == played[0] for one in played)
+    assert all(one == work[0] for one in work)
 
 
 def test_the_first_tenth_by_arrival_is_not_measured_and_the_last_is() -> None:

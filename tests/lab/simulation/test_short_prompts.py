@@ -19,7 +19,7 @@ FLEET = FleetSettings(profile="llama31-8b-rtx4090-tp1", replicas={ONE_POOL: 1})
 
 def trace(rate_per_s: float, prompt: Callable[[random.Random], int]) -> Trace:
     rng, at, requests = random.Random(0), 0.0, []
-    for _ in range(3_000):
+    for _ in range(1_000):
         at += rng.expovariate(rate_per_s)
         requests.append(TraceRequest(arrival_s=at, prompt_tokens=prompt(rng), output_tokens=3, tenant="t"))
     return Trace(name="short", source="short", requests=tuple(requests))

@@ -134,7 +134,6 @@ def test_contradictory_settings_are_rejected() -> None:
 FLEET = ["--replicas", "1", "--requests", "150", "--jobs", "1", "--rate", "1"]
 COMMANDS = {
     "simulate": ["--policy", "direct", *FLEET],
-    "tune": ["--window", "40", *FLEET],
     "plan": [*FLEET[2:], "--seeds", "1", "--candidates", "1", "--profile-settings-only", "--b-short", "4096"],
 }
 
