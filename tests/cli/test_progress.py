@@ -65,16 +65,6 @@ def test_a_replay_counts_decisions(tmp_path: Path, capsys: pytest.CaptureFixture
     assert bars(capsys.readouterr().err) == {"decisions": (decisions, decisions)}
 
 
-@pytest.mark.usefixtures("terminal")
-def test_a_search_counts_the_windows_that_it_plays(capsys: pytest.CaptureFixture[str]) -> None:
-    tune = ["tune", "--trace", "paper-mix", "--profile", "laptop", "--replicas", "1", "--requests", "200"]
-    assert main([*tune, "--window", "40", "--jobs", "1", "--load", "0.8", "--seconds", "20"]) == 0
-    found = bars(capsys.readouterr().err)
-    assert found["rate at load 1.0"] == (1, 1)
-    done, total = found["windows"]
-    assert 20 < done == total
-
-
 def test_a_pipe_sees_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIMULATE, "--load", "0.8"]) == 0
     assert capsys.readouterr().err == ""

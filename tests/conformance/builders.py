@@ -10,7 +10,7 @@ from tests.lab.simulation.builders import mixed_requests, plan
 
 
 def simulated(
-    policy: str, *, requests: int = 300, rate_per_s: float = 12.0, **changes: Any
+    policy: str, *, requests: int = 150, rate_per_s: float = 16.0, **changes: Any
 ) -> tuple[Simulation, list[Decision]]:
     """Simulate a short and a long replica under this policy; return the run and its decisions."""
     log: list[Decision] = []

@@ -23,8 +23,23 @@ OFF = EnginePrioritySettings(target_waiting=99)
 ON = EnginePrioritySettings(enabled=True, target_waiting=3, max_prefill_backlog_s=4.0)
 
 
+REQUESTS = 100
+
+
+@pytest.fixture(scope="module", params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def off(policy: str) -> list[Decision]:
+    """Return the decisions without the mode; one run for all tests of a policy."""
+    return decisions(policy, OFF)
+
+
 def decisions(policy: str, mode: EnginePrioritySettings) -> list[Decision]:
-    return simulated(policy, requests=200, engine_priority=mode)[1]
+    return simulated(policy, requests=REQUESTS, engine_priority=mode)[1]
 
 
 def without_priorities(log: list[Decision]) -> list[Decision]:
@@ -40,19 +55,16 @@ def without_priorities(log: list[Decision]) -> list[Decision]:
     ]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_without_the_mode_its_settings_change_no_decision(policy: str) -> None:
-    log = decisions(policy, OFF)
-    assert repr(log) == repr(decisions(policy, EnginePrioritySettings()))
-    assert log == without_priorities(log)
+def test_without_the_mode_its_settings_change_no_decision(policy: str, off: list[Decision]) -> None:
+    assert repr(off) == repr(decisions(policy, EnginePrioritySettings()))
+    assert off == without_priorities(off)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_with_the_mode_only_the_priorities_are_added(policy: str) -> None:
+def test_with_the_mode_only_the_priorities_are_added(policy: str, off: list[Decision]) -> None:
     log = decisions(policy, ON)
-    assert repr(without_priorities(log)) == repr(decisions(policy, OFF))
+    assert repr(without_priorities(log)) == repr(off)
     sent = [one for step in log for one in step.commands if isinstance(one, Dispatch)]
-    assert len(sent) == 200
+    assert len(sent) == REQUESTS
     assert all(one.engine_priority is not None for one in sent)
 
 

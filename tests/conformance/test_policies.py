@@ -3,6 +3,7 @@
 import pytest
 
 from serve_app.core import SchedulerSettings
+from serve_app.core.decision_log import Decision
 from serve_app.core.policies import learns_queues, make_policy
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.routing.pools import RoutingSettings
@@ -14,34 +15,36 @@ from tests.lab.simulation.builders import mixed_requests, plan
 
 every_policy = pytest.mark.parametrize("policy", sorted(SIMULATED_POLICIES))
 
-
-@every_policy
-def test_conserves_requests_and_concludes_each_once(policy: str) -> None:
-    simulation, _ = simulated(policy)
-    assert sorted(record.request_id for record in simulation.records) == sorted(f"r{n}" for n in range(300))
-    assert {record.outcome for record in simulation.records} == {Outcome.COMPLETED}
+Simulated = tuple[Simulation, list[Decision]]
 
 
-@every_policy
-def test_leaves_queue_and_ledger_empty(policy: str) -> None:
-    simulation, _ = simulated(policy)
-    assert (
-        len(simulation.scheduler)
-        == len(simulation.scheduler.queue)
-        == simulation.scheduler.queue.waiting_tokens
-        == 0
-    )
-    assert all(state.held_tokens == state.in_flight == 0 for state in simulation.scheduler.ledger)
+@pytest.fixture(scope="module", params=sorted(SIMULATED_POLICIES))
+def overloaded(request: pytest.FixtureRequest) -> Simulated:
+    """Return a simulation and its decisions; one for all tests of a policy."""
+    return simulated(request.param)
 
 
-@every_policy
-def test_the_same_events_give_the_same_decisions(policy: str) -> None:
-    assert repr(simulated(policy)[1]) == repr(simulated(policy)[1])
+def test_conserves_requests_and_concludes_each_once(overloaded: Simulated) -> None:
+    records = overloaded[0].records
+    assert sorted(record.request_id for record in records) == sorted(f"r{n}" for n in range(150))
+    assert {record.outcome for record in records} == {Outcome.COMPLETED}
+    assert sum((record.queue_wait_s or 0.0) > 0.0 for record in records) > 20
+
+
+def test_leaves_queue_and_ledger_empty(overloaded: Simulated) -> None:
+    scheduler = overloaded[0].scheduler
+    assert len(scheduler) == len(scheduler.queue) == scheduler.queue.waiting_tokens == 0
+    assert all(state.held_tokens == state.in_flight == 0 for state in scheduler.ledger)
+
+
+def test_the_same_events_give_the_same_decisions(overloaded: Simulated) -> None:
+    simulation, decisions = overloaded
+    assert repr(simulated(simulation.scheduler.settings.policy)[1]) == repr(decisions)
 
 
 @every_policy
 def test_an_idle_fleet_dispatches_at_once(policy: str) -> None:
-    simulation, _ = simulated(policy, rate_per_s=0.5)
+    simulation, _ = simulated(policy, requests=60, rate_per_s=0.5)
     assert max(record.queue_wait_s or 0.0 for record in simulation.records) == 0.0
 
 
@@ -56,7 +59,7 @@ def test_exactly_the_policies_that_learn_queues_use_a_new_partition(policy: str)
 def test_fcfs_dispatches_in_the_order_of_arrival() -> None:
     settings = SchedulerSettings(model="m", policy="fcfs", routing=RoutingSettings(pools=("only",)))
     simulation = Simulation(settings, [plan("s1", "only", max_model_len=4_000, kv_tokens=6_000)])
-    records = simulation.run(mixed_requests(300, rate_per_s=12.0, seed=2))
+    records = simulation.run(mixed_requests(150, rate_per_s=16.0, seed=2))
     by_arrival = sorted(records, key=lambda record: record.arrived_at)
     dispatched = [record.dispatched_at for record in by_arrival]
     assert dispatched == sorted(time for time in dispatched if time is not None)

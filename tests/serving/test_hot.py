@@ -1,5 +1,6 @@
 """Settings changes: which processes are replaced, and which apply them while running."""
 
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from ray.serve import Deployment
 
 from experiments.rollouts.run import changed_args
 from serve_app.app import application_of
+from serve_app.cli.serve.changes import UNCHANGED, effects
 from serve_app.core.settings_base import with_hot_settings
 from serve_app.errors import SettingsError
 from serve_app.serving._ray import deployments_of
@@ -67,6 +69,11 @@ def built(args: dict[str, Any]) -> dict[str, Deployment]:
     return deployments_of(application_of(settings_of(args)))
 
 
+@functools.cache
+def unchanged() -> dict[str, Deployment]:
+    return built(ARGS)
+
+
 def version(deployment: Deployment) -> str:
     """Return the version that the controller receives, whatever version Serve sets."""
     config = deployment._deployment_config
@@ -77,10 +84,14 @@ def version(deployment: Deployment) -> str:
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_change_replaces_only_processes_that_cannot_apply_it(path: str) -> None:
     value, replaced = CHANGES[path]
-    before = built(ARGS)
+    before = unchanged()
     after = built(changed_args(ARGS, {path.replace("[]", ".0"): value}))
     assert set(before) == ALL
     assert {name for name in ALL if version(before[name]) != version(after[name])} == replaced
+    # `deploy` announces the same.
+    announced = effects(before, after)
+    assert {name for name, effect in announced.items() if effect.startswith("replaced")} == replaced
+    assert set(announced.values()) != {UNCHANGED}
     # A change that replaces no process must reach one as configuration.
     same = all(
         before[name]._deployment_config == after[name]._deployment_config
@@ -93,7 +104,7 @@ def test_a_change_replaces_only_processes_that_cannot_apply_it(path: str) -> Non
 def test_the_same_settings_are_the_same_version_and_other_models_do_not_matter() -> None:
     other = {"name": "other", "pools": [pool("only", 4_096)]}
     both = built({"models": [*ARGS["models"], other]})
-    for name, deployment in built(ARGS).items():
+    for name, deployment in unchanged().items():
         changes = name == GATEWAY
         assert (version(deployment) != version(both[name])) is changes
 
@@ -132,7 +143,7 @@ def test_unusual_values_survive_the_way_into_a_process() -> None:
 
 
 def test_serve_can_hand_settings_to_what_it_makes_of_a_gateway() -> None:
-    made = deployments_of(application_of(settings_of(ARGS)))[GATEWAY].func_or_class
+    made = unchanged()[GATEWAY].func_or_class
     assert all(hasattr(made, name) for name in ("reconfigure", "record_autoscaling_stats", "open_requests"))
 
 

@@ -146,7 +146,11 @@ def test_limits_on_a_known_gpu_fit_its_kv_cache(
     assert "a context of 131,072 tokens exceeds the KV cache" in capsys.readouterr().err
 
 
-def test_a_model_folder_states_its_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_folder_states_its_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own check of the arguments has its tests; importing vLLM takes half a minute of CPU time.
+    monkeypatch.setattr("serve_app.engines.vllm.engine.is_installed", lambda: False)
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 2048}')
