@@ -7,6 +7,9 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from tests.experiments.builders import write_package
+from tests.lab.conftest import load_1_is_measured_on_few_requests
+
+__all__ = ["catalogue", "load_1_is_measured_on_few_requests"]
 
 PACKAGE = "coin_experiments"
 

@@ -48,7 +48,7 @@ def most(scaled: ScaledSimulation, pool: str) -> int:
 
 
 def test_only_the_pool_whose_traffic_grows_is_scaled_and_nothing_is_cut() -> None:
-    asked = requests((60, 2, 50), (180, 60, 50), (120, 2, 50))
+    asked = requests((20, 2, 50), (50, 60, 50), (90, 2, 50))
     scaled = play(asked)
     assert most(scaled, "short") > 1
     assert most(scaled, "long") == 1

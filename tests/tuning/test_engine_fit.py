@@ -34,7 +34,7 @@ def unlike(plans: tuple[ReplicaPlan, ...]) -> tuple[ReplicaPlan, ...]:
 
 
 @functools.cache
-def fitted(factor: float = 1.0) -> EngineFitResult:
+def fitted(factor: float) -> EngineFitResult:
     task = EngineFitTask(records=served(8.0 / factor, 1, factor), plans=unlike(PLANS), until=math.inf)
     return fit_engines(task)
 
@@ -62,7 +62,7 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_fit, "_MAX_ERROR_RATIO", 0.06)
-    known = fitted().engines
+    known = fitted(1.0).engines
     assert known is not None
     others = EngineFitTask(records=served(8.0, 3), plans=PLANS, until=math.inf, current=known, is_fitted=True)
     assert fit_engines(others).engines is None
@@ -79,7 +79,7 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced(
 
 def test_only_requests_after_the_last_fit_count_for_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_fit, "_MAX_ERROR_RATIO", math.inf)
-    known = fitted().engines
+    known = fitted(1.0).engines
     assert known is not None
     records = served(8.0, 3)
     middle = sorted(each.dispatched_at or 0.0 for each in records)[200]

@@ -1,7 +1,10 @@
+import pytest
+
 from serve_app.core import events as ev
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
+from serve_app.tuning import outcome_window
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from tests.builders import ManualDriver
 
@@ -76,13 +79,14 @@ def test_a_rejection_at_the_door_is_none() -> None:
     assert driver.window.take() == []
 
 
-def test_old_outcomes_make_room_for_new_ones() -> None:
+def test_old_outcomes_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome_window, "_KEPT", 40)
     driver = Watched()
     driver.join("s1", "only")
-    for number in range(10_050):
+    for number in range(50):
         driver.arrive(f"r{number}")
         driver.feed(ev.FirstToken(f"r{number}"))
         driver.feed(ev.Finished(f"r{number}", Outcome.COMPLETED))
     rows = driver.window.take()
-    assert len(rows) == 10_000
-    assert rows[-1][0] == "r10049"
+    assert len(rows) == 40
+    assert rows[-1][0] == "r49"

@@ -14,14 +14,14 @@ RATE_PER_S = 10.0
 def test_each_parameter_of_the_default_policy_acts_within_its_bounds() -> None:
     fleet = FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1})
     tunable = Tunable(scheduler=scheduler_settings("ewsjf", fleet.routing, {}))
-    trace = TraceChoice(name="paper-mix", requests=1_000)
+    trace = TraceChoice(name="paper-mix", requests=600)
     run = RunSettings(policy="ewsjf", fleet=fleet, trace=trace, rate_per_s=RATE_PER_S)
     plan = TwinPlan(
         tunable=tunable,
         space=space_of(tunable),
         engines=tuple(fleet.plans(isolated=True)),
         traffic=fitted_trace(run).trace,
-        settings=TwinSettings(window_requests=500),
+        settings=TwinSettings(window_requests=300),
     )
     twin = DigitalTwin(plan)
 
