@@ -55,7 +55,7 @@ TestComparedMachine = ComparedMachine.TestCase
 TestComparedIsolatingMachine = ComparedIsolatingMachine.TestCase
 for compared in (TestComparedMachine, TestComparedIsolatingMachine):
     compared.settings = settings(
-        max_examples=80,
+        max_examples=60,
         stateful_step_count=50,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )

@@ -7,10 +7,11 @@ from hypothesis.stateful import invariant
 
 from serve_app.core import events as ev
 from serve_app.core.commands import Command
-from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
+from tests.properties.test_outages import OutageMachine
+from tests.properties.test_scheduler_invariants import IsolatingMachine, ThreePoolsMachine
 
 
-class EngineTimeMachine(SchedulerMachine):
+class EngineTimeMachine(OutageMachine):
     """Measures the busy time of replicas beside the scheduler."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ TestIsolatingEngineTime = IsolatingEngineTimeMachine.TestCase
 TestThreePoolsEngineTime = ThreePoolsEngineTimeMachine.TestCase
 for case in (TestEngineTime, TestIsolatingEngineTime, TestThreePoolsEngineTime):
     case.settings = settings(
-        max_examples=50, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=10, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
 # Otherwise pytest would collect it as one more case.
 del case

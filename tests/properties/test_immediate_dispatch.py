@@ -77,7 +77,7 @@ TestComparedIsolatingMachine = ComparedIsolatingMachine.TestCase
 TestComparedEwsjfMachine = ComparedEwsjfMachine.TestCase
 for tried in (TestComparedMachine, TestComparedIsolatingMachine, TestComparedEwsjfMachine):
     tried.settings = settings(
-        max_examples=80, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=60, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
 # Otherwise pytest would collect it as one more case.
 del tried

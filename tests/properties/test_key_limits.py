@@ -204,5 +204,5 @@ class KeyLimitsMachine(RuleBasedStateMachine):
 
 TestKeyLimits = KeyLimitsMachine.TestCase
 TestKeyLimits.settings = settings(
-    max_examples=120, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from serve_app.core import events as ev
-from tests.properties.recording_machine import REPORT_LIMIT_S, ROUTING
+from tests.properties.recording_machine import REPORT_LIMIT_S
 from tests.properties.test_scheduler_invariants import SchedulerMachine
 
 # Set by the machine.
@@ -16,10 +16,10 @@ class OutageMachine(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.without_since: dict[str, float] = dict.fromkeys(ROUTING.pools, 0.0)
+        self.without_since: dict[str, float] = dict.fromkeys(self.routing.pools, 0.0)
 
     def feed(self, event: ev.Event) -> None:
-        for pool in ROUTING.pools:
+        for pool in self.routing.pools:
             if self.is_alive(pool):
                 self.without_since.pop(pool, None)
             else:
@@ -44,5 +44,5 @@ class OutageMachine(SchedulerMachine):
 
 TestOutageMachine = OutageMachine.TestCase
 TestOutageMachine.settings = settings(
-    max_examples=120, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
 )

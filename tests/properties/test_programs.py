@@ -190,5 +190,5 @@ class ProgramsMachine(SchedulerMachine):
 
 TestProgramsMachine = ProgramsMachine.TestCase
 TestProgramsMachine.settings = settings(
-    max_examples=200, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -359,9 +359,9 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestThreePoolsMachine = ThreePoolsMachine.TestCase
 TestIsolatingMachine = IsolatingMachine.TestCase
 for case, examples in (
-    (TestSchedulerMachine, 200),
-    (TestIsolatingMachine, 200),
-    (TestThreePoolsMachine, 100),
+    (TestSchedulerMachine, 50),
+    (TestIsolatingMachine, 50),
+    (TestThreePoolsMachine, 30),
 ):
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]

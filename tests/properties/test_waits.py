@@ -2,6 +2,8 @@
 
 The reference has a list of spans for each request. It shares the judgement of what a request lacks with the
 accounts, but neither their sums by kind nor their handling of newcomers.
+
+These histories are the longest part of the property tests, and check all other invariants as well.
 """
 
 from collections import Counter
@@ -15,7 +17,8 @@ from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.scheduler import Scheduler
-from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
+from tests.properties.test_engine_time import EngineTimeMachine
+from tests.properties.test_scheduler_invariants import IsolatingMachine, ThreePoolsMachine
 
 _CAUSE_OF = {index: cause for cause, index in INDEX_OF.items()}
 
@@ -91,7 +94,7 @@ def _order(waiting: ScheduledRequest, taker: ScheduledRequest) -> WaitCause:
     return WaitCause.OWN_REQUESTS if theirs.tenant == mine.tenant else WaitCause.OTHER_TENANTS
 
 
-class WaitsMachine(SchedulerMachine):
+class WaitsMachine(EngineTimeMachine):
     """Checks the wait breakdown of every command."""
 
     def __init__(self) -> None:
@@ -154,7 +157,7 @@ class ThreePoolsWaitsMachine(WaitsMachine, ThreePoolsMachine):
 TestWaits = WaitsMachine.TestCase
 TestIsolatingWaits = IsolatingWaitsMachine.TestCase
 TestThreePoolsWaits = ThreePoolsWaitsMachine.TestCase
-for case, examples in ((TestWaits, 100), (TestIsolatingWaits, 100), (TestThreePoolsWaits, 50)):
+for case, examples in ((TestWaits, 100), (TestIsolatingWaits, 100), (TestThreePoolsWaits, 60)):
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
