@@ -122,6 +122,7 @@ class ProgramScheduler:
         """Watch the times of a turn that was queued."""
         if scheduled.parked:
             self._overdue.add(scheduled)
+            self._overdue.prune(len(self.parked))
         elif scheduled.home is not None:
             self._bound.add(scheduled)
 

@@ -408,6 +408,14 @@ def test_overdue_turns_are_tried_again_when_the_usable_replicas_change(
     assert not driver.find("b1").parked
 
 
+def test_turns_that_have_left_are_forgotten_before_their_bound() -> None:
+    driver = parked()
+    for number in range(500):
+        driver.take_turn(f"c{number}", f"c{number}")
+        driver.feed(Cancelled(f"c{number}"))
+    assert len(driver.programs._overdue._heap) < 100
+
+
 def test_an_overdue_turn_is_tried_again_when_its_engine_answers_after_a_hang() -> None:
     driver = fleet("s1", programs=LONG)
     driver.join("e", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",), stall_timeout_s=20.0)
