@@ -25,7 +25,7 @@ class KeyLimits:
 
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
-"""Range of the fair-share weight of a tenant: with others, its service would exceed what a float can hold."""
+"""Range of the fair-share weight of a tenant. Beyond it, its counter could exceed what a float can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

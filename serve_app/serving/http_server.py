@@ -480,7 +480,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def check_reading(self, stalled_s: float | None) -> None:
-        """Abort the connection if its client has read nothing for that long although there are bytes."""
+        """Abort the connection if its client has read none of the buffered bytes for `stalled_s`."""
         if stalled_s is None or not (self.write_paused or self.transport.is_closing()):
             return
         unread_bytes = self.transport.get_write_buffer_size()

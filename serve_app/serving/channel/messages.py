@@ -258,7 +258,10 @@ class Rejected(Message, frozen=True):
 
 
 class Revoked(Message, frozen=True):
-    """Grant number `grant` is revoked; the gateway puts the request back if it can be continued."""
+    """Grant number `grant` is revoked.
+
+    The gateway puts the request back, unless its answer has begun and cannot be continued.
+    """
 
     request_id: str
     grant: int

@@ -4,7 +4,7 @@ from python_multipart.exceptions import FormParserError
 
 from serve_app.serving.gateway.request.form import FormParser, no_form
 
-_MAX_FIELD_BYTES = 4096
+_MAX_FIELDS, _MAX_FIELD_BYTES = 20, 4096
 _FILE = "file"
 
 
@@ -26,7 +26,7 @@ class UploadForm:
         self._values: dict[str, bytearray] = {}
         self._name = ""
         self._data = bytearray()
-        self._parser = FormParser(content_type, self)
+        self._parser = FormParser(content_type, self, _MAX_FIELDS)
 
     @property
     def fields(self) -> dict[str, str]:

@@ -59,6 +59,7 @@ from serve_app.serving.gateway.request.program import session_of_body, session_o
 
 T = TypeVar("T")
 
+_MAX_PARTS = 100
 _MAX_NAME_BYTES = 1_000
 
 
@@ -358,7 +359,7 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
 
 def _model_of(body: bytes, content_type: bytes) -> tuple[str, slice]:
     reader = _ModelReader()
-    parser = FormParser(content_type, reader)
+    parser = FormParser(content_type, reader, _MAX_PARTS)
     parser.feed(body)
     parser.finish()
     if len(reader.models) > 1:

@@ -12,8 +12,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRejected
 
-_MAX_PARTS = 100
-
 
 class FormReader(Protocol):
     """Receiver of the parts of a form. Its methods raise `FormParserError` for a form that it rejects."""
@@ -32,12 +30,13 @@ class FormParser:
 
     Args:
         content_type: of the request; has the boundary of the parts.
+        max_parts: maximum number of fields.
 
     Raises:
         RequestRejected: the body is not such a form.
     """
 
-    def __init__(self, content_type: bytes, reader: FormReader) -> None:
+    def __init__(self, content_type: bytes, reader: FormReader, max_parts: int) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -46,7 +45,7 @@ class FormParser:
         charset = options.get(b"charset", b"utf-8")
         if charset.lower() not in (b"utf-8", b"utf8"):
             raise no_form(f"its charset must be utf-8 or omitted, got {charset[:40].decode('latin-1')!r}")
-        self._reader = reader
+        self._reader, self._max_parts = reader, max_parts
         self._header = (bytearray(), bytearray())
         self._parts = 0
         self._is_named = self._ended = False
@@ -78,8 +77,8 @@ class FormParser:
 
     def _begin(self) -> None:
         self._parts += 1
-        if self._parts > _MAX_PARTS:
-            raise FormParserError(f"a form has at most {_MAX_PARTS} fields here")
+        if self._parts > self._max_parts:
+            raise FormParserError(f"a form has at most {self._max_parts} fields here")
         self._is_named = False
 
     def _end_header(self) -> None:

@@ -224,6 +224,18 @@ BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"purpose": "fine-tune"}, "files": {"file": contents([line(1)])}},
         "'fine-tune'",
     ),
+    "many fields": (
+        {"data": {f"field{n}": "x" for n in range(20)}, "files": {"file": contents([line(1)])}},
+        "at most 20 fields",
+    ),
+    "a long field": (
+        {"data": {"purpose": "x" * 4_097}, "files": {"file": contents([line(1)])}},
+        "the field purpose is longer than 4096 bytes",
+    ),
+    "two files": (
+        {"data": {"purpose": "batch"}, "files": [("file", contents([line(1)]))] * 2},
+        "file occurs twice",
+    ),
     "an expiry": (
         {
             "data": {"purpose": "batch", "expires_after[seconds]": "5"},
