@@ -85,7 +85,7 @@ async def killed_batch(app: Served, requests: int, kills: int) -> None:
 
 
 async def test_a_batch_survives_the_deaths_of_its_application(app: Served) -> None:
-    await killed_batch(app, 500, 3)
+    await killed_batch(app, 1_200, 4)
 
 
 @pytest.mark.slow

@@ -175,6 +175,9 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
     assert {(answer.tokens, answer.ends) for answer in survivors} == {(1_700, 1)}
     assert all(isinstance(answer, Answer | httpx.TransportError) for answer in ended)
     await asyncio.to_thread(wait_for, is_back, 60, "a new gateway")
+    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
+        answer = await streamed(http, "back-gateway", 10)
+    assert (answer.status, answer.tokens, answer.ends) == (200, 10, 1)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ OPERATIONS = [found.ok() for found in DESCRIPTION.get_all_operations()]
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_an_operation_conforms_to_its_description(operation: Any, url: str) -> None:
     @settings(
-        max_examples=10,
+        max_examples=20,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
