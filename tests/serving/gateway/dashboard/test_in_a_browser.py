@@ -148,7 +148,8 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     # Totals, of which one shows its parts.
     heads = "[...document.querySelectorAll('#panel-tenants table')[0].querySelectorAll('tbody th')]"
     names = await page.evaluate(f"{heads}.map((head) => head.lastChild.textContent)")
-    assert names == ["search", "interactive", "chat"]
+    # The tenants are in the order of their measured engine time.
+    assert names in (["search", "interactive", "chat"], ["chat", "interactive", "search"])
     # The contents of the file that the link saves.
     saved = (
         "window.saved = null;"
