@@ -7,9 +7,10 @@ cycle of one request. Rules:
   complete, and reading pauses.
 - Backpressure works in both directions. Reading pauses while more than `_BODY_BUFFER_BYTES` of a body are
   buffered. While the client does not read, `send` waits and `write_chunk` returns False.
-- The head is limited in size and time, idle connections in time. If a response ends before the body of its
-  request, the rest of the body is read and dropped for a while. Closing at once would reset the connection,
-  and the client could lose the response.
+- The head is limited in size and time, idle connections in time. What frames a body (sizes and extensions of
+  chunks, trailers) is limited like a head, from one piece of the body to the next.
+- If a response ends before the body of its request, the rest of the body is read and dropped for a while.
+  Closing at once would reset the connection, and the client could lose the response.
 - Timeouts are enforced one check (a second) late, so that a process resumed after a suspension first reads
   what arrived in that time.
 - A client that reads nothing cannot keep its connection: while bytes are buffered for it and more wait, or
@@ -74,6 +75,7 @@ _MAX_COALESCED_BYTES = 64 * 1024
 _INVALID_IN_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _INVALID_IN_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _NO_BODY_STATUSES = frozenset({204, 304})
+_VERSIONS = frozenset({"1.0", "1.1"})
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
@@ -262,8 +264,9 @@ class Connection(asyncio.Protocol):
         self._stalled_checks = 0
         # Start of the timeout that had elapsed at the last check; None if none had.
         self._elapsed_since: float | None = None
-        # Bytes of the head being received; -1 outside of heads.
-        self._head_bytes = -1
+        self._in_head = False
+        # Bytes received since a head, a piece of a body or a request was complete.
+        self._framing_bytes = 0
         self._url = b""
         self._headers: Headers = []
         self._expects_continue = False
@@ -309,7 +312,7 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser is None:
             return
-        was_in_head = self._head_bytes >= 0
+        self._framing_bytes += len(data)
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -320,11 +323,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._reject(400, "Invalid HTTP request received.")
             return
-        # The piece with a head's first byte (256 KiB at most) may begin with a body, so it does not count.
-        if was_in_head and self._head_bytes >= 0:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._reject(400, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+        if self._framing_bytes > MAX_HEAD_BYTES:
+            part = "head" if self._in_head else "chunk framing"
+            self._reject(400, f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes.")
 
     def pause_writing(self) -> None:
         """Pause writing, because the write buffer is full."""
@@ -345,7 +346,7 @@ class Connection(asyncio.Protocol):
         """Begin a head."""
         if self._head_since is None:
             self._head_since = self._loop.time()
-        self._head_bytes = 0
+        self._in_head = True
         self._url = b""
         self._headers = []
         self._expects_continue = False
@@ -356,7 +357,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Append a header; trailers are dropped."""
-        if self._head_bytes < 0:
+        if not self._in_head:
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
@@ -365,12 +366,13 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Run the request, or queue it behind the previous one."""
-        self._head_bytes, self._head_since = -1, None
+        self._in_head, self._head_since = False, None
+        self._framing_bytes = 0
         parser = self._parser
         assert parser is not None, "called by the parser"
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
-        if method == "CONNECT":
-            raise ValueError("CONNECT is not supported")
+        if method == "CONNECT" or version not in _VERSIONS:
+            raise ValueError(f"{method} with HTTP/{version} is not supported")
         if parser.should_upgrade():
             self._head_without_upgrade = head_without_upgrade(method, self._url, self._headers)
             return
@@ -400,11 +402,13 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of a body to its request."""
+        self._framing_bytes = 0
         if self._last is not None and not self._head_without_upgrade:
             self._last.take_body(body)
 
     def on_message_complete(self) -> None:
         """Mark the body of the request as complete."""
+        self._framing_bytes = 0
         if self._last is not None and not self._head_without_upgrade:
             self._last.end_body()
 
@@ -454,7 +458,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """True if no request is open or arriving."""
-        return self._active is None and self._head_bytes < 0
+        return self._active is None and not self._in_head
 
     def close(self) -> None:
         """Close after pending writes."""
@@ -474,7 +478,7 @@ class Connection(asyncio.Protocol):
             self._elapsed_since = None
         elif self._elapsed_since != since:
             self._elapsed_since = since
-        elif self._head_bytes >= 0:
+        elif self._in_head:
             self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
             self.transport.close()
@@ -500,13 +504,12 @@ class Connection(asyncio.Protocol):
         """Stop parsing, with an error response if possible; earlier requests still get their responses."""
         self._parser = None
         last = self._last
-        if last is not None and not last.response_complete:
-            if not last.more_body:
-                last.keep_alive = False
-                return
-            if last.response_started or last is not self._active:
-                self.transport.close()
-                return
+        if last is not None and last.more_body and (last.response_started or last is not self._active):
+            self.transport.close()
+            return
+        if last is not None and not last.more_body and not last.response_complete:
+            last.keep_alive = False
+            return
         if not self.transport.is_closing():
             head = b"%bcontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             start = _STATUS_LINES[status] + self._server.date_line()

@@ -100,6 +100,62 @@ async def test_an_invalid_head_is_rejected(broken: bytes) -> None:
     assert (await answer_to(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def endless_after(port: int, start: bytes, piece: bytes) -> tuple[int, bytes]:
+    """Send `piece` again and again, at most 16 MB; return the bytes sent and what the server answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(start)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 16_000_000 and not reader.at_eof():
+            writer.write(piece)
+            sent += len(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+    writer.write_eof() if not writer.is_closing() else None
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = await reader.read()
+    writer.close()
+    return sent, answer
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        pytest.param(CHUNKED + b"3\r\nabc\r\n0\r\nX-A: ", b"a" * 50_000, id="trailer"),
+        pytest.param(CHUNKED + b"3\r\nabc\r\n0\r\n", b"x-a: b\r\n" * 5_000, id="trailers"),
+        pytest.param(CHUNKED + b"3\r\nabc\r\n3;", b"a" * 50_000, id="extension of a chunk"),
+        pytest.param(CHUNKED + b"3\r\nabc\r\n", b"0" * 50_000, id="size of a chunk"),
+        pytest.param(b"", b"\r\n" * 25_000, id="empty lines before a request"),
+    ],
+)
+async def test_framing_without_end_is_rejected_at_the_limit_of_a_head(start: bytes, piece: bytes) -> None:
+    async with listening(echo) as port, asyncio.timeout(20):
+        sent, answer = await endless_after(port, start, piece)
+    assert sent < 16_000_000
+    assert not answer.endswith(b"0\r\n\r\n"), "the body did not end, so the echo must not end either"
+
+
+async def test_trailers_without_end_after_the_response_get_no_second_response() -> None:
+    async def ignores_bodies(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async with listening(ignores_bodies) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED + b"0\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"x-a: b\r\n" * 20_000)
+        rest = b""
+        with contextlib.suppress(ConnectionError):
+            rest = await reader.read()
+        writer.close()
+    assert rest in {b"", b"ok"}
+
+
 async def test_a_broken_second_request_does_not_end_the_response_before_it() -> None:
     async def slow(_: Scope, __: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

@@ -12,6 +12,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.errors import ServeAppError
 from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.http_server import MAX_HEAD_BYTES
 from serve_app.serving.tls import ClientTls, Tls, connect, public_tls
 
 HeaderList = list[tuple[bytes, bytes]]
@@ -173,6 +174,8 @@ class UpstreamResponse:
 # - A connection is reused only after a complete answer to a completely sent request.
 # - `close()` on an unfinished answer aborts the connection immediately, which makes the engine abort.
 # - Unsolicited bytes end the connection.
+# - A head (with the informational ones before it) and what frames a body are limited in size, as in
+#   `serving.http_server`.
 
 
 # Up to this size, head and body leave in one write: one segment and one wake-up for a small request.
@@ -197,6 +200,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_asked_at",
         "_closed",
         "_first_use",
+        "_framing_bytes",
         "_informational",
         "_keep_alive",
         "_owner",
@@ -227,6 +231,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._sent = False
         self._keep_alive = False
         self._informational = False
+        # Bytes received since the request, the head or a piece of the body.
+        self._framing_bytes = 0
         self._paused = False
         self._closed = False
 
@@ -271,7 +277,7 @@ class UpstreamConnection(asyncio.Protocol):
         response = self._response = UpstreamResponse(self)
         self._saw_byte = self._saw_body = self._sent = False
         self._asked_at = asyncio.get_running_loop().time()
-        self.silent_ticks = 0
+        self.silent_ticks = self._framing_bytes = 0
         try:
             if len(body) <= _ONE_WRITE_BYTES:
                 self._transport.write(head + body)
@@ -363,10 +369,14 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._saw_byte = True
         self.silent_ticks = 0
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(f"the replica's answer is not valid HTTP/1.1: {exc}")
+            return
+        if self._framing_bytes > MAX_HEAD_BYTES:
+            self.fail(f"the head or chunk framing of the replica's answer exceeds {MAX_HEAD_BYTES} bytes")
         else:
             response.wake()
 
@@ -379,9 +389,9 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail("the replica sent an unsolicited answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header of the answer."""
+        """Add a header of the answer; trailers are dropped."""
         response = self._response
-        if response is not None:
+        if response is not None and not response.status:
             response.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -402,11 +412,13 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail("the replica's answer has neither content-length nor chunked encoding")
             return
         self._keep_alive = self._parser.should_keep_alive()
+        self._framing_bytes = 0
         response.status = status
 
     def on_body(self, body: bytes) -> None:
         """Add body bytes without their chunk framing."""
         response, self._saw_body = self._response, True
+        self._framing_bytes = 0
         if response is not None and response.push(body) and not self._paused:
             assert self._transport is not None
             self._paused = True

@@ -66,6 +66,39 @@ async def test_chunks_arrive_one_by_one_and_headers_in_lower_case() -> None:
         pool.close()
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\n", b"x-a: b\r\n" * 5_000, id="headers"),
+        pytest.param(b"", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" * 2_000, id="early hints"),
+        pytest.param(CHUNKED + b"0\r\nx-a: ", b"a" * 50_000, id="trailer"),
+        pytest.param(CHUNKED + b"3;", b"a" * 50_000, id="extension of a chunk"),
+    ],
+)
+async def test_an_answer_with_endless_framing_fails_at_the_limit_of_a_head(
+    start: bytes, piece: bytes
+) -> None:
+    replica, pool = writes(start, *[piece] * 100, pause_s=0.001), UpstreamPool(UpstreamSettings())
+    async with replica.listening() as port, asyncio.timeout(20):
+        with pytest.raises(
+            UpstreamError, match="the head or chunk framing of the replica's answer exceeds 65536 bytes"
+        ):
+            await ask(pool, port)
+        pool.close()
+
+
+async def test_trailers_are_not_headers_of_the_answer() -> None:
+    pool, replica = UpstreamPool(UpstreamSettings()), writes(CHUNKED + b"0\r\nx-a: b\r\n\r\n")
+    async with replica.listening() as port:
+        response = await pool.send(address(port), head(), b"")
+        assert await response.read() == b"ok"
+        assert response.header(b"x-a") == b""
+        pool.close()
+
+
 async def test_an_idle_connection_that_the_replica_closed_is_replaced_transparently() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         if number == 2:
