@@ -151,6 +151,10 @@ METRIC_ADVICE = {
     "ewsjf_program_turns_waiting": "Always above zero: the contexts of all programs exceed the KV caches.",
     "ewsjf_retry_reservations": "Many: rejected clients honour `Retry-After`, and are served first.",
     "ewsjf_retunings_total": "Compare steps in latency with these times.",
+    "ewsjf_observer_errors_total": (
+        "Above 0: a bug. What `observer` records is incomplete, and scheduling continues. Report the "
+        "traceback after `event=observer_failed` in the scheduler's log."
+    ),
     "ewsjf_scheduler_errors_total": "Any: see the alert `SchedulerFault`.",
     "ewsjf_scheduler_incarnation": "Rising without a deployment: see the alert `SchedulerRestarts`.",
     "ewsjf_spills_total": "Many for long: the sizes of the pools do not match the traffic.",

@@ -134,6 +134,18 @@ def check_decision_log(model: Document) -> Iterator[Finding]:
         )
 
 
+def check_observers(model: Document) -> Iterator[Finding]:
+    """Yield a finding if observers of the scheduler failed, so that what they show is incomplete."""
+    # A scheduler of an older release does not report this.
+    for observer, count in model.get("observer_errors", {}).items():
+        yield Finding(
+            Severity.RISK,
+            f"model {model['model']}: {observer} failed on {count:,} events since the scheduler started, so "
+            "what it records is incomplete; requests are not affected",
+            "see `event=observer_failed` in the scheduler's log, and report the traceback that follows",
+        )
+
+
 _CLOSED = frozenset({"draining", "suspended"})
 _NEARLY_FULL_RATIO = 0.8
 _NEAR_TIMEOUT_RATIO = 0.5
@@ -228,6 +240,7 @@ _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_saturation,
     check_tuner,
     check_decision_log,
+    check_observers,
 )
 
 

@@ -3,6 +3,9 @@
 The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
 log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
 outcomes, each in its own module. They are called in the order of subscription, and must not feed the core.
+
+A subscriber that raises misses the entry, and affects neither scheduling nor the others. Its errors are counted,
+and the first of each kind is logged.
 """
 
 import logging
@@ -23,6 +26,8 @@ from serve_app.core.commands import (
 from serve_app.core.events import Event
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(slots=True, eq=False)
@@ -62,32 +67,48 @@ class Subscriber(Protocol):
 
 
 class Journal:
-    """List of subscribers that receive each entry."""
+    """List of subscribers that receive each entry.
 
-    def __init__(self) -> None:
-        self._subscribers: list[Callable[[Entry], None]] = []
+    Args:
+        on_error: called with the class name of a subscriber that raised.
+
+    Attributes:
+        errors: number of errors, by class name of the subscriber.
+    """
+
+    def __init__(self, on_error: Callable[[str], None]) -> None:
+        self.errors: dict[str, int] = {}
+        self._on_error = on_error
+        self._subscribers: list[tuple[Subscriber, Callable[[Entry], None]]] = []
+        self._logged: set[tuple[str, type[Exception]]] = set()
 
     def __repr__(self) -> str:
-        return f"<Journal {len(self._subscribers)} subscribers>"
+        return f"<Journal {len(self._subscribers)} subscribers, {sum(self.errors.values())} errors>"
 
     def subscribe(self, *subscribers: Subscriber) -> None:
         """Add subscribers for later entries."""
-        self._subscribers += [each.on_entry for each in subscribers]
+        self._subscribers += [(each, each.on_entry) for each in subscribers]
 
     def append(self, entry: Entry) -> None:
         """Pass an entry to all subscribers."""
-        for on_entry in self._subscribers:
-            on_entry(entry)
+        for subscriber, on_entry in self._subscribers:
+            try:
+                on_entry(entry)
+            except Exception as error:  # noqa: BLE001 - an observer of any kind must not end scheduling
+                self.on_failure(subscriber, error)
 
-
-# Log lines about replicas and pools, for commands that concern no request.
-
-
-logger = logging.getLogger("ray.serve")
+    def on_failure(self, observer: object, error: Exception) -> None:
+        """Count an error of an observer, and log the first of its kind."""
+        name = type(observer).__name__
+        self.errors[name] = self.errors.get(name, 0) + 1
+        self._on_error(name)
+        if (kind := (name, type(error))) not in self._logged:
+            self._logged.add(kind)
+            logger.error("event=observer_failed observer=%s", name, exc_info=error)
 
 
 class ChangeLog:
-    """Subscriber that logs changes of replicas and pools."""
+    """Subscriber that logs changes of replicas and pools, for commands that concern no request."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -5,6 +5,7 @@ state is in use. The clock is that of the loop's timers. If the core raises, its
 the live scheduler logs the error, closes every connection and requests its replacement. No request is lost,
 because the gateways hold them and submit them to the next scheduler. Only the request that caused the error
 ends with `failed`, if it was still waiting, because it might stop the next scheduler in the same way.
+Observers of the journal are not part of the core: their errors are counted, and scheduling continues.
 """
 
 import asyncio
@@ -157,7 +158,7 @@ class LiveScheduler:
         self._outlook = QueueWatch(self.core, self.now, send, count)
         self.receipts = Receipts(self.core, self.history, self._outlook)
         self._log = self._open_log()
-        self._journal = Journal()
+        self._journal = Journal(self._metrics.on_observer_error)
         if self._log is not None:
             self._journal.subscribe(self._log)
         self._journal.subscribe(self.tuner, self.mode, self.activity, self.history)
@@ -234,6 +235,7 @@ class LiveScheduler:
             "tuner": self.tuner.status(),
             "mode": self.mode.describe(),
             "pools": list(self._settings.routing.pools),
+            "observer_errors": self._journal.errors,
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
             "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, stale),
             "endpoints": self.endpoints.documents(),
@@ -254,12 +256,13 @@ class LiveScheduler:
             entry = self._handle(event, now)
             for command in entry.commands:
                 self._execute(command, entry)
-            self._journal.append(entry)
             self._schedule_wakeup()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
+        else:
+            self._journal.append(entry)
 
     def now(self) -> float:
         """Return the time of the loop's timers, made monotonic, as the core requires."""
@@ -272,7 +275,7 @@ class LiveScheduler:
 
     def watch(self, request_id: str) -> None:
         """Send updates of a waiting request's outlook to its gateway."""
-        self._outlook.watch(request_id)
+        self._observe(self._outlook, self._outlook.watch, request_id)
 
     def is_registered(self, replica_id: str) -> bool:
         """Return whether the replica is connected; pending changes are sent to the gateways first."""
@@ -281,7 +284,7 @@ class LiveScheduler:
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         """Add times that a gateway reports for a request that ended in the queue."""
-        self.history.on_late_times(request_id, times)
+        self._observe(self.history, self.history.on_late_times, request_id, times)
 
     async def exposition(self) -> str:
         """Return the recently cached metrics in the Prometheus text format."""
@@ -383,6 +386,12 @@ class LiveScheduler:
         # The loop may call slightly early, by the resolution of its clock.
         self._now = max(self._now, due)
         self.feed(Woke())
+
+    def _observe(self, observer: object, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 - as in the journal
+            self._journal.on_failure(observer, error)
 
     def _core_failed(self, event: Event, error: Exception) -> None:
         logger.error("event=core_failed on=%r", event, exc_info=error)

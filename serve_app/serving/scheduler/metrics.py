@@ -71,6 +71,8 @@ class SchedulerMetrics:
         text = "Changes of tuned values, including the start and the end of trials."
         self._retunings = single("ewsjf_retunings", text)
         self._errors = single("ewsjf_scheduler_errors", "Events that the scheduler core failed to handle.")
+        text = "Events that an observer of the scheduler, such as its receipts, failed to record."
+        self._observer_errors = counter("ewsjf_observer_errors", text, "observer")
         text = (
             "Requests whose actual tokens belong to another pool: `long` ones with the first pool as home, "
             "and `short` ones with another home pool."
@@ -192,6 +194,10 @@ class SchedulerMetrics:
     def on_core_failure(self) -> None:
         """Count an error of the core."""
         self._errors.inc()
+
+    def on_observer_error(self, observer: str) -> None:
+        """Count an error of an observer of the journal."""
+        self._observer_errors[self._model, observer].inc()
 
     def exposition(self, figures: Sequence[Figures]) -> str:
         """Return all metrics in the Prometheus text format; thread-safe, but not for concurrent calls."""

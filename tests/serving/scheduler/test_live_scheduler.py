@@ -17,6 +17,10 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.findings import status_findings
+from serve_app.serving.scheduler.history import RequestHistory
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
@@ -76,6 +80,49 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
         assert isinstance(answer, Grant)
         gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.live.core) == 0)
+
+
+async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
+    world: Simulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(history: RequestHistory, entry: Entry) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(RequestHistory, "on_entry", faulty)
+    live = await world.begin()
+    gateway = await world.gateway()
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        await world.replica("s1")
+        for name in ("r1", "r2"):
+            await granted(gateway, name)
+            gateway.finish(name, Outcome.COMPLETED, USAGE)
+        await until(lambda: len(live.core) == 0)
+    assert world.ends == []
+    assert caplog.text.count("event=observer_failed observer=RequestHistory") == 1
+    assert "ZeroDivisionError: a fault" in caplog.text
+    # The observers after it receive each entry.
+    page = await live.exposition()
+    assert 'ewsjf_requests_concluded_total{class="default",model="tiny",outcome="completed"} 2.0' in page
+    assert 'ewsjf_observer_errors_total{model="tiny",observer="RequestHistory"}' in page
+    found = [finding.what for finding in status_findings(live.status())]
+    assert any("RequestHistory failed on" in what for what in found)
+
+
+async def test_a_fault_while_a_request_is_watched_affects_no_request(
+    world: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(watch: QueueWatch, request_id: str) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(QueueWatch, "watch", faulty)
+    live = await world.begin()
+    gateway = await world.gateway()
+    waiting = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await until(lambda: len(live.core) == 1)
+    gateway.watch("r1", lambda outlook: None)
+    await until(lambda: live.status()["observer_errors"] == {"QueueWatch": 1})
+    await world.replica("s1")
+    assert isinstance(await asyncio.wait_for(waiting, 10), Grant)
 
 
 async def test_a_fault_over_a_running_request_leaves_it_running(world: Simulation) -> None:
