@@ -4,15 +4,17 @@ The schedulers count what each key has used (`scheduler.usage`), and survive a g
 counts of the keys that are in use about once per second, and rejects requests of a key whose budget is spent.
 Requests in flight, and those of the last second, are completed and may exceed it.
 
-A scheduler that does not respond counts with its last answer; before its first one, it counts nothing. A
-budget must not stop all traffic because one scheduler is being replaced.
+A scheduler that does not respond counts with its last answer, in the day and month of that answer. Before its
+first one, it counts nothing: a budget must not stop all traffic because one scheduler is being replaced.
+
+All requests of a key that was idle wait for one read, because the counts may have changed since its last one.
 """
 
 import asyncio
 import contextvars
 import logging
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Coroutine, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
 from time import monotonic
 
 from serve_app.core.admission.spending import TokenPrices
@@ -20,7 +22,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.responses import HeaderList, RequestRejected
+from serve_app.serving.gateway.answer.responses import RequestRejected
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,6 +32,7 @@ _RESPONSE_TIMEOUT_S = 1.0
 _IDLE_S = 60.0
 
 PERIODS = ("day", "month")
+_NEVER: tuple[date, Mapping[str, Mapping[str, list[int]]]] = (date.min, {})
 
 
 class BudgetExceeded(RequestRejected):
@@ -43,10 +46,6 @@ class BudgetExceeded(RequestRejected):
             Outcome.REJECTED_RATE_LIMITED, message, code="insufficient_quota", retry_after_s=reset_s
         )
 
-    def headers(self) -> HeaderList:
-        """Return the time of the reset, and that a retry before it is useless."""
-        return [(b"retry-after", b"%d" % (self.retry_after_s or 0)), *super().headers()]
-
 
 class Budgets:
     """Spending of the keys with a budget, as read from the schedulers.
@@ -59,8 +58,10 @@ class Budgets:
         self._queries, self._prices = queries, prices
         # Time of the last request, by key.
         self._watched: dict[str, float] = {}
-        # Counts by scheduler, key, period and model name.
-        self._counts: dict[str, dict[str, Mapping[str, Mapping[str, list[int]]]]] = {}
+        # Date and counts by period and model name, by scheduler and key.
+        self._counts: dict[str, dict[str, tuple[date, Mapping[str, Mapping[str, list[int]]]]]] = {}
+        # Reads of keys that were idle.
+        self._reads: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -72,14 +73,15 @@ class Budgets:
         Raises:
             BudgetExceeded: one is used up.
         """
-        is_new = key.id not in self._watched
+        if key.id not in self._watched:
+            self._reads[key.id] = _independent(self.read([key.id]))
+            self._reads[key.id].add_done_callback(lambda _: self._reads.pop(key.id, None))
         self._watched[key.id] = monotonic()
-        if is_new:
-            await self.read([key.id])
         if self._task is None:
-            # In an empty context, because Ray Serve cancels a request's tasks with the request.
-            loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._watch(), context=contextvars.Context())
+            self._task = _independent(self._watch())
+        if (read := self._reads.get(key.id)) is not None:
+            # Shielded, because other requests wait for it, too.
+            await asyncio.shield(read)
         for period in PERIODS:
             tokens, cost = self.spent(key.id, period)
             limits = key.budget(period)
@@ -94,9 +96,13 @@ class Budgets:
 
     def spent(self, key_id: str, period: str) -> tuple[int, float]:
         """Return the tokens and the cost of a key in the current day or month."""
-        tokens, cost = 0, 0.0
+        tokens, cost, today = 0, 0.0, datetime.now(UTC).date()
+        begins = today.replace(day=1) if period == "month" else today
         for counts in self._counts.values():
-            for model, figures in counts.get(key_id, {}).get(period, {}).items():
+            read_on, by_period = counts.get(key_id, _NEVER)
+            if read_on < begins:
+                continue
+            for model, figures in by_period.get(period, {}).items():
                 used, price = tokens_of(figures), self._prices.get(model)
                 tokens += used.prompt_tokens + used.output_tokens
                 cost += 0.0 if price is None else price.of(used)
@@ -104,8 +110,9 @@ class Budgets:
 
     def close(self) -> None:
         """Stop reading."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._task, *self._reads.values()):
+            if task is not None:
+                task.cancel()
 
     async def _watch(self) -> None:
         while self._watched:
@@ -121,7 +128,13 @@ class Budgets:
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
             logger.debug("event=budget_unread model=%s reason=%r", model, error)
         else:
-            self._counts.setdefault(model, {}).update({key: answer.get(key, {}) for key in keys})
+            today = datetime.now(UTC).date()
+            self._counts.setdefault(model, {}).update({key: (today, answer.get(key, {})) for key in keys})
+
+
+def _independent(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Start a task in an empty context, because Ray Serve cancels a request's tasks with the request."""
+    return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 def tokens_of(figures: list[int]) -> Usage:

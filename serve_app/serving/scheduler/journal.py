@@ -4,8 +4,8 @@ The live scheduler appends one entry per event, after executing the commands. Su
 log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
 outcomes, each in its own module. They are called in the order of subscription, and must not feed the core.
 
-A subscriber that raises misses the entry, and affects neither scheduling nor the others. Its errors are counted,
-and the first of each kind is logged.
+A subscriber that raises misses the entry, and affects neither scheduling nor the others. Its errors are
+counted, and the first of each kind is logged.
 """
 
 import logging

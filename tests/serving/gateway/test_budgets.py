@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import httpx
 import openai
@@ -160,6 +160,71 @@ async def test_a_silent_scheduler_counts_with_its_last_answer(
         scheduler._answers["spent"] = unreachable
         await asyncio.sleep(0.1)
         assert (await ask(http)).status_code == 429
+
+
+async def test_all_requests_of_a_key_that_was_idle_wait_for_its_fresh_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(budgets, "_IDLE_S", 0.05)
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    scheduler = ledgers.scheduler("a")
+    async with gateway(tmp_path / "k", {"a": scheduler}, tokens_per_day=60) as (http, _):
+        assert (await ask(http)).status_code == 429
+        await asyncio.sleep(0.3)
+
+        async def slow(keys: list[str]) -> dict[str, Any]:
+            await asyncio.sleep(0.2)
+            return {}
+
+        scheduler._answers["spent"] = slow
+        answers = await asyncio.gather(*(ask(http) for _ in range(5)))
+    assert [answer.status_code for answer in answers] == [200] * 5
+
+
+class Clock(datetime):
+    """Clock that stands still at `moment`."""
+
+    moment: datetime
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return cls.fromtimestamp(cls.moment.timestamp(), tz)
+
+
+async def test_counts_of_a_scheduler_that_is_silent_since_yesterday_count_for_the_month_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(_: list[str]) -> NoReturn:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(budgets, "datetime", Clock)
+    monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 29, 12, tzinfo=UTC), raising=False)
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    scheduler = ledgers.scheduler("a")
+    async with gateway(tmp_path / "k", {"a": scheduler}, tokens_per_day=60, tokens_per_month=70) as (http, _):
+        assert (await ask(http)).status_code == 429
+        scheduler._answers["spent"] = unreachable
+        monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 30, 0, 0, 1, tzinfo=UTC))
+        assert (await ask(http)).status_code == 200
+    async with gateway(tmp_path / "m", {"a": ledgers.scheduler("a")}, tokens_per_month=60) as (http, _):
+        assert (await ask(http)).status_code == 429
+        monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC))
+        assert (await ask(http)).status_code == 429
+
+
+async def test_a_reset_in_less_than_a_second_is_rounded_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "datetime", Clock)
+    monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 29, 23, 59, 59, 700_000, tzinfo=UTC), raising=False)
+    ledgers = Ledgers()
+    ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
+    async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=60) as (http, _):
+        answer = await ask(http)
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "300")
 
 
 async def test_a_key_without_a_budget_costs_no_query(tmp_path: Path) -> None:

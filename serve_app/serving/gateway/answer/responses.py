@@ -128,17 +128,14 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         """Return authentication, rate-limit and retry headers."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
+        found = rate_limit_headers(self.rate_limits)
         if not self.may_retry:
-            return [(b"x-should-retry", b"false")]
-        limits = rate_limit_headers(self.rate_limits)
-        if self.retry_after_s is None:
-            return limits
-        wait_s = max(self.retry_after_s, 0.0)
-        return [
-            *limits,
-            (b"retry-after", b"%d" % max(1, math.ceil(wait_s))),
-            (b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))),
-        ]
+            found.append((b"x-should-retry", b"false"))
+        if self.retry_after_s is not None:
+            wait_s = max(self.retry_after_s, 0.0)
+            found.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+            found.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
+        return found
 
 
 class ForbiddenError(RequestRejected):
