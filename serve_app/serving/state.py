@@ -6,11 +6,9 @@ import hashlib
 import json
 import logging
 import re
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TypeVar
 
 import fsspec.core
@@ -18,6 +16,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from serve_app.errors import ServeAppError
+from serve_app.serving.daemon_threads import DaemonThreads
 
 # The store of learned state: one JSON document per learner, on any file system that fsspec supports.
 #
@@ -230,8 +229,8 @@ def _remove(system: Any, path: str) -> None:
 
 # Calls to a store from an event loop, which must not wait for a file system.
 #
-# Each call has its own thread, one at a time, and a time limit. A call that hangs is abandoned, and no other
-# one starts until it returns. The threads are daemons, so that a hanging call does not block the exit.
+# Calls are made one at a time, each with a time limit. A call that hangs is abandoned, and no other one
+# starts until it returns.
 
 
 LOAD_TIMEOUT_S = 5.0
@@ -244,6 +243,7 @@ class StoreCalls:
 
     def __init__(self, store: StateStore) -> None:
         self._path = store.path
+        self._thread = DaemonThreads(1, "learned-state")
         self._running: asyncio.Future[Any] | None = None
 
     def __repr__(self) -> str:
@@ -269,28 +269,9 @@ class StoreCalls:
 
     def begin(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
         """Start a call without waiting for it."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Answer] = loop.create_future()
-
-        def run() -> None:
-            try:
-                answer = work()
-            except BaseException as exc:  # noqa: BLE001 - the caller gets it
-                deliver(partial(future.set_exception, exc))
-            else:
-                deliver(partial(future.set_result, answer))
-
-        def deliver(what: Callable[[], None]) -> None:
-            try:
-                loop.call_soon_threadsafe(what)
-            except RuntimeError:
-                # The event loop has ended, and the caller with it.
-                logger.debug("event=state_answer_dropped path=%s", self._path)
-
-        self._running = future
+        self._running = future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         # An error after the time limit has already been reported as a timeout.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        threading.Thread(target=run, name="learned-state", daemon=True).start()
         return future
 
 

@@ -219,7 +219,9 @@ async def test_a_reset_in_less_than_a_second_is_rounded_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budgets, "datetime", Clock)
-    monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 29, 23, 59, 59, 700_000, tzinfo=UTC), raising=False)
+    monkeypatch.setattr(
+        Clock, "moment", datetime(2026, 11, 29, 23, 59, 59, 700_000, tzinfo=UTC), raising=False
+    )
     ledgers = Ledgers()
     ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
     async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=60) as (http, _):

@@ -205,7 +205,7 @@ class BatchApi:
         )
         # Incomplete files are deleted after a day if this process ends now.
         await self._storage(BatchStore.put_file, record)
-        writer = await asyncio.to_thread(self._storage.contents.create, record.id)
+        writer = await self._storage.file_call(self._storage.contents.create, record.id)
 
         def write(data: bytes) -> None:
             checker.feed(data)
@@ -214,11 +214,11 @@ class BatchApi:
         try:
             async for data in self._reader.pieces(incoming, self._settings.max_file_bytes, _PIECE_BYTES):
                 if contents := form.feed(data):
-                    await asyncio.to_thread(write, contents)
+                    await self._storage.file_call(write, contents)
             form.finish()
             checker.finish()
             record.expires_at = _expiry_of_form(form.fields, record.created_at)
-            await asyncio.to_thread(writer.close)
+            await self._storage.file_call(writer.close)
             record.bytes, record.filename, record.is_complete = writer.bytes, form.filename or "", True
             record.requests, record.first_lines = checker.requests, checker.first_lines
             await self._storage(BatchStore.put_file, record, self._settings.max_stored_bytes)
@@ -228,7 +228,7 @@ class BatchApi:
         return record
 
     async def _abandon(self, file_id: str, abandon: Any) -> None:
-        await asyncio.to_thread(abandon)
+        await self._storage.file_call(abandon)
         await self._storage(BatchStore.delete_file, file_id)
 
     async def _list_files(self, incoming: IncomingRequest, owner: str) -> None:
@@ -252,12 +252,12 @@ class BatchApi:
                 code="file_in_use",
                 status=409,
             )
-        await asyncio.to_thread(self._storage.contents.delete, record.id)
+        await self._storage.file_call(self._storage.contents.delete, record.id)
         await self._storage(BatchStore.delete_file, record.id)
 
     async def _send_contents(self, incoming: IncomingRequest, record: FileRecord) -> None:
         try:
-            file = await asyncio.to_thread(self._storage.contents.open, record.id)
+            file = await self._storage.file_call(self._storage.contents.open, record.id)
         except FileNotFoundError:
             raise _not_found("file", record.id) from None
         headers = [
@@ -269,7 +269,7 @@ class BatchApi:
             await incoming.send({"type": "http.response.start", "status": 200, "headers": headers})
             remaining = 0 if incoming.scope["method"] == "HEAD" else record.bytes
             while remaining:
-                piece = await asyncio.to_thread(file.read, min(_PIECE_BYTES, remaining))
+                piece = await self._storage.file_call(file.read, min(_PIECE_BYTES, remaining))
                 if incoming.send.exchange.disconnected:
                     raise ClientGone("the client closed its connection")
                 if not piece:
@@ -279,7 +279,7 @@ class BatchApi:
                 await incoming.send({"type": "http.response.body", "body": piece, "more_body": True})
             await incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await asyncio.to_thread(file.close)
+            await self._storage.file_call(file.close)
 
     # -- batches
 

@@ -77,6 +77,8 @@ _LATE_SHARE = 0.8
 # Interval and time constant of the measured rate.
 _RATE_INTERVAL_S, _RATE_S = 2.0, 30.0
 _ENDED_TOGETHER = 500
+# Time to end the runs and to release the lease, which a file system may not answer.
+_STOP_TIMEOUT_S = 3.0
 
 _EXPIRED = ("batch_expired", "This request was not executed before the completion window ended.")
 _LOST = ("internal_error", "This request was not executed, because of an internal error; see the log.")
@@ -133,13 +135,13 @@ class BatchRunner:
         task.cancel()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await self._cancel_runs()
-        if self._token is not None:
-            self._token = None
-            with contextlib.suppress(StoreError):
-                await self._storage(BatchStore.release, self._holder)
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await asyncio.wait({task})
+                await self._cancel_runs()
+                if self._token is not None:
+                    self._token = None
+                    await self._storage(BatchStore.release, self._holder)
 
     async def _run(self) -> None:
         while True:
@@ -194,7 +196,7 @@ class BatchRunner:
         try:
             for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
                 if await self._storage(BatchStore.uses, file_id) is None:
-                    await asyncio.to_thread(self._storage.contents.delete, file_id)
+                    await self._storage.file_call(self._storage.contents.delete, file_id)
                     await self._storage(BatchStore.delete_file, file_id)
         except StoreError as error:
             logger.warning("event=batch_sweep_failed reason=%r", str(error))
@@ -351,7 +353,7 @@ class _BatchRun:
         done = await self._persist(partial(self._storage, BatchStore.lines_with_result, self._record.id))
         reader = InputReader(self._storage.contents, self._record.input_file_id)
         try:
-            while requests := await self._persist(partial(asyncio.to_thread, reader.next)):
+            while requests := await self._persist(partial(self._storage.file_call, reader.next)):
                 for request in requests:
                     if request.line not in done:
                         yield request
@@ -463,15 +465,15 @@ class _BatchRun:
         )
         # Until it is complete, it is deleted after a day if this process ends now.
         await self._storage(BatchStore.put_file, file)
-        writer = await asyncio.to_thread(self._storage.contents.create, file_id)
+        writer = await self._storage.file_call(self._storage.contents.create, file_id)
         try:
             line = 0
             while rows := await self._storage(BatchStore.outputs, record.id, line, errors=errors):
                 line = rows[-1][0]
-                await asyncio.to_thread(writer.write, b"".join(output + b"\n" for _, output in rows))
-            await asyncio.to_thread(writer.close)
+                await self._storage.file_call(writer.write, b"".join(output + b"\n" for _, output in rows))
+            await self._storage.file_call(writer.close)
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(writer.abandon))
+            await asyncio.shield(self._storage.file_call(writer.abandon))
             raise
         file.bytes, file.is_complete = writer.bytes, True
         return file

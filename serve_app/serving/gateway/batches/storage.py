@@ -1,18 +1,24 @@
-"""Storage of the Batch API in one folder, opened on its first use, with calls that do not block."""
+"""Storage of the Batch API in one folder, opened on its first use, with calls that do not block.
+
+Its folder may be on a network file system that hangs, which stops neither the gateway nor its exit.
+"""
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
+from serve_app.serving.daemon_threads import DaemonThreads
 from serve_app.serving.gateway.batches.contents import Contents
 from serve_app.serving.gateway.batches.store import BatchStore
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 
 _DATABASE = "batches.sqlite"
+# Concurrent calls to the file system of the contents.
+_MAX_FILE_CALLS = 8
 
 
 class Storage:
@@ -27,7 +33,8 @@ class Storage:
         self.contents = Contents(files_uri or str(folder / "files"))
         self._path = folder / _DATABASE
         self._store: BatchStore | None = None
-        self._thread = ThreadPoolExecutor(1, "batches")
+        self._thread = DaemonThreads(1, "batches")
+        self._files = DaemonThreads(_MAX_FILE_CALLS, "batch-files")
 
     def __repr__(self) -> str:
         return f"<Storage {self._path}>"
@@ -56,10 +63,19 @@ class Storage:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
+    async def file_call(self, work: Callable[[Unpack[Arguments]], T], *args: *Arguments) -> T:
+        """Call a method of `contents` or of one of its files.
+
+        Raises:
+            StoreError: it cannot be opened, read or written.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files, work, *args)
+
     def close(self) -> None:
         """Close the database after the calls in progress."""
         self._thread.submit(self._close)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()
+        self._files.shutdown()
 
     def _close(self) -> None:
         if self._store is not None:
