@@ -146,7 +146,7 @@ class ScheduledCall:
         self._revoked = False
         self._deadline: asyncio.Timeout | None = None
         # Whether the answer may be continued, and its state, which outlives attempts.
-        self._continues = job.continues
+        self._continues = self._submission.spec.model in job.continuable
         self._assembly: ContinuableAssembly | None = None
         self._comments: QueuedComments | None = None
         self._engine_failed = False
@@ -208,7 +208,12 @@ class ScheduledCall:
         self._services.background.follow(self._stored.response_id, self._open_grant.address, on_end)
 
     def end(self, retry_after_s: float) -> None:
-        """End the request because the application stops, with an error event if the answer has begun."""
+        """End the request because the application stops, with an error event if the answer has begun.
+
+        Once only the last piece of the answer remains to be sent, the request ends by itself.
+        """
+        if self._outcome is not None:
+            return
         if self._started:
             message = "the server stopped during this answer, which is incomplete: send the request again"
             rejection = RequestRejected(Outcome.FAILED, message, code=STOPPING_CODE)
@@ -237,7 +242,7 @@ class ScheduledCall:
         telemetry.on_arrival(submission.spec.model)
         telemetry.on_fallback(self._job.route, before, submission.spec.model, rejection.outcome)
         self._grant, self._times.granted_at, self._engine_failed = None, None, False
-        self._assembly, self._continues = None, self._job.continues
+        self._assembly, self._continues = None, submission.spec.model in self._job.continuable
         if self._on_outlook is not None:
             # After the submission, which the next step sends.
             loop = asyncio.get_running_loop()
@@ -373,8 +378,7 @@ class ScheduledCall:
             return []
         if self._assembly is None or not self._assembly.kept_tokens:
             spec, job = self._submission.spec, self._job
-            # That of another model, to which a route falls back, is not known here.
-            longest = job.longest_context if self._submission is job.submission else None
+            longest = job.continuable[spec.model]
             limit, is_chat = spec.max_output_tokens, spec.shape.messages > 0
             self._assembly = (
                 ContinuableAssembly(limit, is_chat=is_chat, longest=longest)

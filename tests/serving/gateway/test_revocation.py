@@ -444,6 +444,27 @@ def without_ids(events: list[Any]) -> list[Any]:
     return [each if each == "[DONE]" else {**each, "id": ""} for each in events]
 
 
+@pytest.mark.parametrize("resumed", ["fallback", "first"])
+async def test_whether_a_stream_continues_is_decided_by_the_model_that_serves_it(
+    engine: Continuing, resumed: str
+) -> None:
+    dispatcher = FakeDispatcher([], names_responses=True)
+    models = tuple(
+        ServedModel(name=name, resume_streams=name == resumed, max_model_len=100)
+        for name in ("first", "fallback")
+    )
+    route = RouteSettings(name=MODEL, models={"first": 1.0}, fallbacks=("fallback",))
+    async with staged(dispatcher, engine=engine, models=models, routes=(route,)) as stage:
+        dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full"))
+        engine.dies, engine.pauses_at = True, 2
+        engine.go.set()
+        events = await stream(stage)
+    assert [each.spec.model for each in dispatcher.submissions] == ["first", "fallback"]
+    assert [each.revocable for each in dispatcher.submissions] == [resumed == "first", resumed == "fallback"]
+    assert (text_of(events) == TEXT) is (resumed == "fallback")
+    assert dispatcher.outcomes()[-1] is (Outcome.COMPLETED if resumed == "fallback" else Outcome.FAILED)
+
+
 async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine: Continuing) -> None:
     engine.pauses_at = 3
 

@@ -78,6 +78,27 @@ async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_st
         assert b"".join(client.pieces) == PIECE * 4 + b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_the_last_piece_is_still_delivered_when_the_application_stops(streamed: bool) -> None:
+    client = Blocked()
+    async with staged() as stage:
+        if streamed:
+            stage.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
+        document = chat(stream=streamed)
+        task = asyncio.create_task(call(stage.gateway, document, send=client.send, exchange=client))
+        await eventually(stage.dispatcher.outcomes)
+        stopping = asyncio.create_task(stage.gateway.drain(0.05, 1.0))
+        await asyncio.sleep(0.2)
+        client.reads.set()
+        await task
+        await stopping
+        answer = b"".join(client.pieces)
+        if streamed:
+            assert answer == PIECE * 4 + b"data: [DONE]\n\n"
+        else:
+            assert json.loads(answer)["usage"]["completion_tokens"] > 0
+
+
 async def test_an_engine_lost_while_its_client_does_not_read_frees_its_slot_and_is_reported() -> None:
     client = Blocked()
     async with staged() as stage:

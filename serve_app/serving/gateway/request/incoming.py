@@ -94,8 +94,8 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         hide_usage: the client did not request the usage event that ends the stream.
         assembles: the engine streams, but the client requested a non-streamed answer.
-        continues: an engine may continue the answer of another one; see `continuation`.
-        longest_context: longest context of the model's engines, in tokens; None if it is unknown.
+        continuable: models whose engines may continue each other's answers (see `continuation`), with the
+            longest context of these engines in tokens; None if it is unknown.
         announced: events that begin a stream before its first token.
         response: terms of a stored response; None for other APIs.
         form_model: place of the model's name in a form, to which no fields can be added; None for JSON.
@@ -112,8 +112,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     body: HeldBody
     hide_usage: bool
     assembles: bool = False
-    continues: bool = False
-    longest_context: int | None = None
+    continuable: Mapping[str, int | None] = {}
     announced: Announcements | None = None
     response: ResponseTerms | None = None
     form_model: slice | None = None

@@ -265,18 +265,21 @@ class RequestReader:
         tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
         models = _in_order(found, incoming, parsed, tenant)
         submissions = [_submission(incoming, caller, parsed, tenant, model, settings) for model in models]
-        preferred = models[0].model
         revocable = submissions[0].revocable
         assembles = parsed.may_be_assembled and (self._settings.assemble_answers or revocable)
         if assembles:
             fields.append(AS_STREAM)
             # The scheduler treats it as a stream, because its first token is observed.
             submissions = [replace(each, spec=replace(each.spec, streamed=True)) for each in submissions]
-        continues = ((assembles and revocable) or _is_resumed(parsed, preferred)) and _may_be_continued(
-            parsed.spec, body
-        )
-        if continues:
-            submissions = [replace(each, revocable=True) for each in submissions]
+        is_whole = assembles and revocable
+        served = [each.model for each in models if is_whole or _is_resumed(parsed, each.model)]
+        continuable: dict[str, int | None] = {}
+        if served and _may_be_continued(parsed.spec, body):
+            continuable = {each.name: each.max_model_len for each in served}
+            submissions = [
+                replace(each, revocable=True) if each.spec.model in continuable else each
+                for each in submissions
+            ]
         submission, *fallbacks = submissions
         after_s = None if found.route is None else found.route.fallback_after_s
         if settings.per_tenant and parsed.opening is not NO_OPENING:
@@ -289,8 +292,7 @@ class RequestReader:
             body=held,
             hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
-            continues=continues,
-            longest_context=preferred.max_model_len,
+            continuable=continuable,
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),

@@ -118,6 +118,7 @@ async def test_a_request_to_a_route_has_the_options_of_its_chosen_model(chosen: 
     reader, incoming = reader_of([json.dumps(body).encode()], models, (route,))
     job = await reader.job(incoming)
     assert job.submission.spec.model == chosen
-    assert (job.continues, job.longest_context) == ((True, 900) if chosen == "resumed" else (False, 100))
+    assert job.continuable == ({"resumed": 900} if chosen == "resumed" else {})
+    assert job.submission.revocable is (chosen == "resumed")
     job.body.release()
     reader.close()
