@@ -1,10 +1,12 @@
 """Command `deploy`: applies a changed configuration to a running application, or rolls back."""
 
 import argparse
+import asyncio
 import logging
 import os
 import sys
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from serve_app.cli.serve.messages import HostJob, Progress
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import ServeAppError
 from serve_app.serving.access import ray_token
+from serve_app.serving.remote.endpoint import unusable_endpoints
 from serve_app.settings.checking import CheckResult, check_file
 
 if TYPE_CHECKING:
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from serve_app.cli.serve.cluster import Cluster
 
 _POLL_S = 0.5
-# An engine that loads a large model shows no progress for minutes.
-_TIMEOUT_S = 1_800.0
+# Default time limits: in place, with processes to start, and with an engine that loads a large model.
+_IN_PLACE_TIMEOUT_S, _PROCESS_TIMEOUT_S, _ENGINE_TIMEOUT_S = 30.0, 120.0, 1_800.0
 # Variables that belong to a terminal, not to an application.
 _OF_A_TERMINAL = frozenset({"PATH", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "PWD", "OLDPWD"})
 
@@ -42,8 +45,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s",
         type=positive_float,
-        default=_TIMEOUT_S,
-        help="roll back if the change is not complete after these seconds (default: %(default)g)",
+        help="roll back if the change is not complete after these seconds (default: "
+        f"{_IN_PLACE_TIMEOUT_S:g}; {_PROCESS_TIMEOUT_S:g} and the drain timeout of what stops if processes "
+        f"start or stop; {_ENGINE_TIMEOUT_S:g} if an engine of vLLM starts)",
     )
 
 
@@ -110,7 +114,7 @@ class _Deployment:
         checked: CheckResult,
         instance: Instance | None,
         address: str | None,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> None:
         assert checked.settings is not None, "see `_run`"
         self._config = config
@@ -118,6 +122,7 @@ class _Deployment:
         self._instance = instance
         self._address = instance.ray_address if instance else address or ""
         self._timeout_s = timeout_s
+        self._settings = checked.settings
         self._console = Console()
         self._unchanged: set[str] = set()
         self._job = HostJob(
@@ -136,7 +141,7 @@ class _Deployment:
             The exit status: 1 if the change failed.
         """
         # Imported here, because Ray takes two seconds to import, with the environment as it is now.
-        from serve_app.cli.serve.changes import change  # noqa: PLC0415
+        from serve_app.cli.serve.changes import IN_PLACE, change  # noqa: PLC0415
         from serve_app.cli.serve.cluster import Cluster, build  # noqa: PLC0415
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -149,7 +154,11 @@ class _Deployment:
         if before is None:
             print_result("The deployed configuration is unknown, so this cannot be rolled back.")
         else:
-            self._print_change(change(before, build(before), cluster.content, application))
+            found = change(before, build(before), cluster.content, application)
+            self._print_change(found)
+            processes = {name for name, effect in found.effects.items() if effect not in IN_PLACE}
+            self._timeout_s = self._timeout_s or self._default_timeout_s(processes)
+        self._check_endpoints()
         try:
             cluster.deploy(application)
             self._wait(cluster)
@@ -181,13 +190,60 @@ class _Deployment:
         if change.after_restart:
             print_result(f"only when it starts again: {', '.join(change.after_restart)}")
 
+    def _default_timeout_s(self, processes: Set[str]) -> float:
+        """Return the time limit of a change.
+
+        Args:
+            processes: deployments of which processes start or stop.
+        """
+        if not processes:
+            return _IN_PLACE_TIMEOUT_S
+        kinds = engine_kinds(self._settings)
+        if any(kinds.get(name) == "vllm" for name in processes):
+            return _ENGINE_TIMEOUT_S
+        drains_s = {
+            f"{pool.name}-{model.name}": pool.drain_timeout_s
+            for model in self._settings.models
+            for pool in model.pools
+        }
+        # Of these, no process waits for requests.
+        quick = {name for name in processes if name.startswith(("scheduler-", "tuner-"))}
+        quick |= {name for name in processes if kinds.get(name) == "remote"}
+        usual_s = self._settings.gateways.drain_timeout_s
+        return _PROCESS_TIMEOUT_S + max(
+            (drains_s.get(name, usual_s) for name in processes - quick), default=0.0
+        )
+
+    def _check_endpoints(self) -> None:
+        """Query the remote servers of changed pools before anything changes.
+
+        From here, those of a cluster may not be reachable, so failures are only warnings then.
+
+        Raises:
+            ServeAppError: a pool would have no server that can be used.
+        """
+        for model in self._settings.models:
+            for pool in model.pools:
+                remote = pool.engine.remote
+                if remote is None or f"{pool.name}-{model.name}" in self._unchanged:
+                    continue
+                failures = asyncio.run(unusable_endpoints(remote))
+                if self._job.address is None and failures and len(failures) == len(remote.endpoints):
+                    raise ServeAppError(
+                        f"nothing was changed, because no endpoint of pool {pool.name} of model {model.name} "
+                        f"can be used: {'; '.join(failures.values())}"
+                    )
+                for reason in failures.values():
+                    self._console.line(f"warning: {reason}; it receives requests once it can be used")
+
     def _wait(self, cluster: "Cluster") -> None:
         """Wait until all processes have changed.
 
         Raises:
             ServeAppError: one cannot, or it takes too long.
         """
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s or _ENGINE_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         self._console.step("change")
         while True:
             progress = cluster.progress()
@@ -197,7 +253,7 @@ class _Deployment:
                 break
             if time.monotonic() > deadline:
                 raise ServeAppError(
-                    f"not complete after {self._timeout_s:g} s: {', '.join(progress.lines) or 'not ready'}"
+                    f"not complete after {timeout_s:g} s: {', '.join(progress.lines) or 'not ready'}"
                 )
             time.sleep(_POLL_S)
         self._console.end_step()

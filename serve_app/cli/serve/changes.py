@@ -28,6 +28,8 @@ REPLACED_IN_TURN = "replaced: each process stops before its successor starts"
 CHANGED = "changed without a restart"
 UNCHANGED = ""
 """Effects of a change on the processes of a deployment, as `deploy` shows them."""
+IN_PLACE = frozenset({CHANGED, UNCHANGED})
+"""Effects that start and stop no process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,11 @@ class Cluster:
                 ready.append(name)
                 continue
             state = next((each.lower() for each in states if each != "RUNNING"), "waiting for resources")
-            if self._job.engines.get(name) == "vllm":
+            kind = self._job.engines.get(name)
+            if kind == "vllm":
                 state = self._stages.of(name) or state
+            elif kind == "remote" and "failed to start" in deployment.message:
+                state = f"{state} ({reason_of(name, deployment.message, Path(self._job.folder))})"
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")

@@ -7,15 +7,17 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.discovery import locator
+from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, locator
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
 from serve_app.serving.state import StateStore
 
 # One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
-# running requests, and new ones wait.
+# running requests, and new ones wait. A changed one stops once its successor has found an endpoint that can
+# be used; for the moments in between, the scheduler keeps the latest registration of each endpoint.
 WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
+    "max_surge_percent": ALL_AT_ONCE_PERCENT,
     "health_check_period_s": 1.0,
     "graceful_shutdown_wait_loop_s": 0.1,
     "graceful_shutdown_timeout_s": 10.0,

@@ -17,9 +17,14 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamResponse
+from serve_app.serving.gateway.upstream import (
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+    UpstreamSettings,
+)
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.sources import EndpointUrl
+from serve_app.serving.remote.sources import EndpointUrl, FixedSource, source_of
 
 # Control requests to an endpoint, for its models and metrics.
 
@@ -162,6 +167,28 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
         max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
         tpot_s=await _mean_tpot_s(control, server),
     )
+
+
+async def unusable_endpoints(settings: RemoteSettings) -> dict[str, str]:
+    """Query the endpoints that are configured as URLs, and return why some cannot be used, by URL.
+
+    Raises:
+        EngineError: their API key is not known.
+    """
+    sources = (source_of(text) for text in settings.endpoints)
+    urls = [source.url for source in sources if isinstance(source, FixedSource)]
+    upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
+    key, failures = settings.key(), dict[str, str]()
+
+    async def query(url: EndpointUrl) -> None:
+        try:
+            await identified(ControlClient(upstream, url, key, settings.metrics_timeout_s), url, settings)
+        except EngineError as exc:
+            failures[str(url)] = str(exc)
+
+    await asyncio.gather(*map(query, urls))
+    upstream.close()
+    return failures
 
 
 async def _mean_tpot_s(control: ControlClient, server: EngineServer) -> float | None:

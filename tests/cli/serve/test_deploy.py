@@ -1,12 +1,16 @@
 """`ewsjf deploy` as a user runs it: a change under requests, one that fails, and the stop afterwards."""
 
 import asyncio
+import contextlib
+import http.server
+import json
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import httpx
@@ -18,7 +22,7 @@ from experiments.common.processes import titled
 from serve_app.cli import main
 from serve_app.cli.serve.changes import (
     CHANGED,
-    REPLACED_IN_TURN,
+    REPLACED,
     STARTED,
     STOPPED,
     UNCHANGED,
@@ -33,8 +37,42 @@ from tests.cli.serve.test_serve import END_S, LONG, stream
 from tests.serving.test_hot import ARGS, built
 
 pytestmark = pytest.mark.timeout(400)
-# No process listens there, so a pool on it cannot start.
-NOWHERE = {"remote": {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 1.0}}}
+# No process listens there.
+NOWHERE = "http://127.0.0.1:9"
+# Names of the model in configs/local.yaml.
+NAMES = ("demo", "gpt-4o-mini")
+
+
+def remote(url: str) -> dict[str, Any]:
+    """Return the settings of a pool with one remote server."""
+    return {"name": "long", "engine": {"remote": {"endpoints": [url], "advanced": {"start_timeout_s": 1.0}}}}
+
+
+class OneAnswer(http.server.BaseHTTPRequestHandler):
+    """Server that lists its model once, and then fails."""
+
+    has_listed: ClassVar[bool] = False
+
+    def do_GET(self) -> None:
+        lists = self.path == "/v1/models" and not OneAnswer.has_listed
+        OneAnswer.has_listed |= lists
+        body = json.dumps({"data": [{"id": name, "max_model_len": 8192} for name in NAMES]}).encode()
+        self.send_response(200 if lists else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def failing_server() -> Iterator[str]:
+    """Run a server that fails once it has been identified; yield its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def changed_file(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -112,17 +150,28 @@ async def test_a_change_is_applied_one_that_fails_is_rolled_back_and_a_stop_comp
         assert queue["max_waiting"] == 77
 
         working = config.read_text()
-        changed_file(config, lambda args: args["models"][0]["pools"][1].update(engine=NOWHERE))
-        changed_file(config, lambda args: args["models"][0]["pools"][1].pop("autoscaling"))
-        statuses, done = await ends_beside(url, lambda: deploy(config))
+        changed_file(config, lambda args: args["models"][0]["pools"].__setitem__(1, remote(NOWHERE)))
+        done = await asyncio.to_thread(deploy, config)
+        assert done.returncode == 2
+        assert (
+            "nothing was changed, because no endpoint of pool long of model demo can be used" in done.stderr
+        )
+        assert f"{NOWHERE}/v1/models gave no answer: Connection refused" in done.stderr
+        assert replicas(opened.process.pid) == before
+
+        with failing_server() as server:
+            config.write_text(working)
+            changed_file(config, lambda args: args["models"][0]["pools"].__setitem__(1, remote(server)))
+            statuses, done = await ends_beside(url, lambda: deploy(config))
         assert done.returncode == 1
-        assert f"long-demo       {REPLACED_IN_TURN}" in done.stdout
+        assert f"long-demo       {REPLACED}" in done.stdout
         assert "The change failed: long-demo did not start: no endpoint can be used" in done.stderr
         assert "Restored after" in done.stderr
         assert set(statuses) == {200}
         after = replicas(opened.process.pid)
         assert after.keys() == before.keys()
-        assert after["short-demo"] == before["short-demo"]
+        # The gateway starts anew, because it is bound to the watchers.
+        assert {**after, "gateway": before["gateway"]} == before
         (queue,) = (await queues(url))["models"]
         assert queue["max_waiting"] == 77
 
