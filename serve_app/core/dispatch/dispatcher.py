@@ -45,13 +45,15 @@ class Placement:
         """Return the replica and what to hold there, or None if no replica may accept the request.
 
         Args:
-            by_load: the best replica for the whole prefill; None if isolation or load excludes all.
+            by_load: the best of like replicas for the whole prefill; None if isolation or load excludes all.
             query: requirements of the whole prefill.
         """
         if head.home is not None:
             return self._at_home(head, query, now)
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
+        if by_load is not None and self._ledger.speeds.are_unlike(query.pool):
+            by_load = self._by_completion(head, by_load, query, now)
         estimate = head.estimate
         if by_load is not None and not head.request.submission.prefix:
             # No replica can have a part of the prompt cached.
@@ -61,12 +63,28 @@ class Placement:
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             return self._admissible(head, replica_id, prefill_tokens, query, now)
 
-        prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
+        prompt = PrefixQuery(
+            head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens, now
+        )
         found = self._affinity.choose(by_load, prompt, admissible)
         if found is None:
             return None
         prefill_class = self._prefill_class(head, found.prefill_tokens)
         return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens, query.quarantined)
+
+    def _by_completion(
+        self, head: ScheduledRequest, by_load: ReplicaState, query: CapacityQuery, now: float
+    ) -> ReplicaState:
+        """Return the replica that fits the whole prefill and is expected to complete the request first."""
+        estimate, fits = head.estimate, self._ledger.open.fits
+        prompt_tokens, output_tokens = estimate.expected_prompt_tokens, estimate.expected_output_tokens
+
+        def rank(replica: ReplicaState) -> tuple[float, int]:
+            completion = self._ledger.speeds.completion(replica, prompt_tokens, output_tokens, now)
+            return completion, replica.order
+
+        fitting = (each for each in self._ledger.of_pool(query.pool) if fits(each, query, now))
+        return min(fitting, key=rank, default=by_load)
 
     def _at_home(
         self, head: ScheduledRequest, query: CapacityQuery, now: float

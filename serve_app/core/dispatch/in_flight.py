@@ -102,6 +102,11 @@ class InFlight:
             work = usage.output_tokens - scheduled.generated + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._ledger.observe_whole_answer(scheduled.replica_id, work, now - scheduled.dispatched_at, now)
         replica = self._ledger[scheduled.replica_id]
+        output_tokens = scheduled.estimate.expected_output_tokens
+        if usage is not None:
+            output_tokens = usage.output_tokens - scheduled.generated
+        seconds = now - scheduled.dispatched_at
+        self._ledger.observe_speed(replica, scheduled.prefill_tokens, output_tokens, seconds, now)
         replica.hang_detector.on_progress(now)
         self._suspensions.on_success(scheduled, replica, now)
 

@@ -24,6 +24,7 @@ from serve_app.core.routing.observed import AnswerStart, LearnedBatch, LearnedCo
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.speeds import Speeds
 from serve_app.request import ANYWHERE, Destination
 
 
@@ -72,7 +73,7 @@ class ReplicasByAdapter:
 
 
 _Entry = tuple[int, int, int, ReplicaState]
-"""Negative free tokens, order of joining, version, and the replica."""
+"""Negative free tokens, order, version, and the replica."""
 _Heap = list[_Entry]
 _OTHERS, _BACKFILL = 0, 1
 # Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
@@ -269,7 +270,7 @@ class OpenReplicas:
         other = self._top(heaps[_OTHERS], now)
         if best is None or other is None:
             return best or other
-        # The order of joining is unique, so replicas are never compared.
+        # The order is unique, so replicas are never compared.
         return min(best, other)
 
     def _top(self, heap: _Heap, now: float) -> _Entry | None:
@@ -376,6 +377,7 @@ class ReplicaLedger:
 
     Attributes:
         open: replicas that may accept one more request.
+        speeds: whether replicas of a pool differ in speed.
         forecasts_peak: whether running requests count at the peak of their use together (`kv_forecast`);
             otherwise each counts at its final size, for comparisons.
     """
@@ -385,6 +387,7 @@ class ReplicaLedger:
         self._report_limit_s = report_limit_s
         self._replicas: dict[str, ReplicaState] = {}
         self.forecasts_peak = True
+        self.speeds = Speeds()
         self.by_adapter = ReplicasByAdapter()
         self.open = OpenReplicas(backpressure, self._replicas, self.by_adapter)
         self.contexts = ContextLimits()
@@ -506,6 +509,20 @@ class ReplicaLedger:
         self._forecast(state, now)
         self.open.update(state)
 
+    def observe_speed(
+        self, state: ReplicaState, prefill_tokens: int, output_tokens: int, seconds: float, now: float
+    ) -> None:
+        """Learn the speed of a replica from a complete answer; see `speeds`.
+
+        Args:
+            prefill_tokens: prompt tokens that it had to compute.
+            seconds: time since its dispatch.
+        """
+        work = self.speeds.work(prefill_tokens, output_tokens, state.in_flight)
+        if work > 0 and seconds > 0:
+            state.speed.record(seconds, work, now)
+            self.speeds.compare(state.spec.pool, self.of_pool(state.spec.pool), now)
+
     def observe_whole_answer(self, replica_id: str, tokens: int, seconds: float, now: float) -> None:
         """Learn from an answer that was not streamed; see `observed.ObservedLimits`."""
         state = self._replicas[replica_id]
@@ -531,6 +548,7 @@ class ReplicaLedger:
             # The gateway reconnected before the replica: record the hold without opening the replica.
             state = self._add(_unknown_spec(replica_id), now)
             state.joined = False
+        state.order, self._next_order = self._next_order, self._next_order + 1
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens

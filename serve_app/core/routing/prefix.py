@@ -27,6 +27,7 @@ from typing import Annotated
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.routing.speeds import STEP_COST_TOKENS, Speeds
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
 from serve_app.request import PromptShape, Request
 
@@ -331,19 +332,18 @@ class AffinitySettings:
 
     # Disable it for engines without prefix caching. vLLM enables prefix caching by default.
     enabled: bool = True
-    # Cost that one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile
-    # of a 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly; lower
-    # retains more sessions on their replica.
-    step_cost_tokens: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
+    # Higher balances load more evenly; lower retains more sessions on their replica.
+    step_cost_tokens: Annotated[float, NOT_NEGATIVE, INTERNAL] = STEP_COST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A prompt to be placed, with its expected prompt tokens and the output tokens of all choices."""
+    """A prompt to be placed now, with its expected prompt tokens and the output tokens of all choices."""
 
     request: Request
     prompt_tokens: int
     output_tokens: int
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +379,10 @@ class PrefixAffinity:
         settings: AffinitySettings,
         prefill_costs: PrefillCosts,
         bytes_per_token: Callable[[PromptShape], float],
+        speeds: Speeds,
     ) -> None:
         self._settings = settings
+        self._speeds = speeds
         self._prefill_costs = prefill_costs
         self._bytes_per_token = bytes_per_token
         self.index = PrefixIndex(_MAX_BLOCKS)
@@ -451,11 +453,18 @@ class PrefixAffinity:
 
     def _gain_s(self, here: PrefixPlacement, there: PrefixPlacement, query: PrefixQuery) -> float:
         """Return the seconds that the request saves here compared with there."""
+        per_token_s = self._prefill_costs.of(here.replica.spec.pool).per_token_s
+        if self._speeds.are_unlike(here.replica.spec.pool):
+            here_tokens, there_tokens = (
+                self._speeds.completion(at.replica, at.prefill_tokens, query.output_tokens, query.now)
+                for at in (here, there)
+            )
+            return (there_tokens - here_tokens) * per_token_s
         saved = there.prefill_tokens - here.prefill_tokens
         waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
         more_in_flight = here.replica.in_flight - there.replica.in_flight
         slowed = query.output_tokens * more_in_flight * self._settings.step_cost_tokens
-        return (saved - waited - slowed) * self._prefill_costs.of(here.replica.spec.pool).per_token_s
+        return (saved - waited - slowed) * per_token_s
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:

@@ -14,6 +14,7 @@ from serve_app.core.routing.observed import (
 )
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.routing.speeds import ReplicaSpeed
 
 # vLLM's default; only used to predict waits until the actual size is learned.
 _LIKELY_NUM_SEQS = 256
@@ -58,7 +59,8 @@ class ReplicaState:
     """One replica in the ledger.
 
     Attributes:
-        order: order of joining; breaks ties.
+        order: number of its last dispatch or, before one, of its joining. It breaks ties, so that equals take
+            turns.
         joined: whether it is connected. A lost replica remains until its last request has been released.
         suspended: whether it gets no requests until its first report at or after `suspended_until`.
         suspensions: number of suspensions since it last started an answer.
@@ -75,6 +77,7 @@ class ReplicaState:
         batch: learns its batch size; None if that is reported.
         context: learns its context limit; None if that is reported.
         pace: measures its time per output token from answers; used while none is reported.
+        speed: its speed, compared with the other replicas of its pool.
         hang_detector: detects whether it hangs.
         observed: learns its limits from its answers; used while it does not report its queue. None if its
             batch size is reported.
@@ -118,6 +121,7 @@ class ReplicaState:
     hang_detector: HangDetector = field(default_factory=HangDetector)
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
+    speed: ReplicaSpeed = field(default_factory=ReplicaSpeed)
     observed: ObservedLimits | None = None
     prefill_dispatched: int = 0
     last_started: int = 0

@@ -7,7 +7,7 @@ from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, Fir
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from tests.builders import ManualDriver, dispatched, request
+from tests.builders import ONE_POOL, ManualDriver, dispatched, request
 
 SESSION = tuple(range(1, 26))  # 25 blocks, 3,200 tokens
 
@@ -41,8 +41,10 @@ def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None
         sessions = Sessions(affinity=AffinitySettings(enabled=enabled))
         assert sessions.replica_of("first") == "s1"
         sessions.done("first")
-        assert sessions.replica_of("another", (90, 91)) == "s1"
+        assert sessions.replica_of("another", (90, 91)) == "s2"
+        assert sessions.replica_of("third", (92, 93)) == "s1"
         sessions.started("another")
+        sessions.started("third")
         assert sessions.replica_of("second", (*SESSION, 77)) == expected
 
 
@@ -99,3 +101,15 @@ def test_a_new_scheduler_learns_prefixes_from_resumed_requests() -> None:
     sessions.feed(Resumed(running, "s2", started=True))
     sessions.feed(Finished("first", Outcome.COMPLETED, None))
     assert sessions.replica_of("second") == "s2"
+
+
+def test_idle_replicas_take_turns() -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    for replica_id in ("s1", "s2", "s3"):
+        driver.join(replica_id, "only")
+    chosen = []
+    for number in range(6):
+        driver.arrive(f"r{number}")
+        chosen.append(driver.find(f"r{number}").replica_id)
+        driver.feed(Finished(f"r{number}", Outcome.COMPLETED))
+    assert chosen == ["s1", "s2", "s3"] * 2

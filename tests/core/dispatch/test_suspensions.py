@@ -97,7 +97,7 @@ def test_requests_that_fail_everywhere_suspend_no_replica() -> None:
 
 
 def test_a_replica_that_fails_requests_that_others_serve_is_suspended() -> None:
-    driver = fleet(4)
+    driver = fleet(2)
     for number in range(3):
         assert not suspended(driver)
         driver.arrive(f"r{number}")

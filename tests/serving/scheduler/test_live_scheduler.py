@@ -102,8 +102,8 @@ async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
     assert "ZeroDivisionError: a fault" in caplog.text
     # The observers after it receive each entry.
     page = await live.exposition()
-    assert 'ewsjf_requests_concluded_total{class="default",model="tiny",outcome="completed"} 2.0' in page
-    assert 'ewsjf_observer_errors_total{model="tiny",observer="RequestHistory"}' in page
+    assert 'ewsjf_requests_concluded_total{class="default",model="m",outcome="completed"} 2.0' in page
+    assert 'ewsjf_observer_errors_total{model="m",observer="RequestHistory"}' in page
     found = [finding.what for finding in status_findings(live.status())]
     assert any("RequestHistory failed on" in what for what in found)
 

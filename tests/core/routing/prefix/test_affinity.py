@@ -6,6 +6,7 @@ from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.routing.speeds import Speeds
 from serve_app.request import PromptShape
 from tests.builders import report, request, spec
 
@@ -16,7 +17,7 @@ def prompt(
     prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100, output_tokens: int = 100
 ) -> PrefixQuery:
     made = request(prompt_tokens=prompt_tokens, prefix=prefix)
-    return PrefixQuery(made, prompt_tokens, output_tokens)
+    return PrefixQuery(made, prompt_tokens, output_tokens, 0.0)
 
 
 class NoBackpressure:
@@ -40,6 +41,7 @@ class Fleet:
             AffinitySettings(**changes),  # type: ignore[arg-type]
             PrefillCosts(),
             lambda _category: 4.0,
+            Speeds(),
         )
         self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
         for replica_id in replica_ids:
@@ -145,7 +147,7 @@ def test_cached_blocks_are_counted_where_most_of_them_are() -> None:
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
 def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: float, cached: int) -> None:
     cost = PrefillCosts()
-    affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
+    affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token, Speeds())
     affinity.join(spec("s1"))
     text = request(
         prompt_tokens=4_000, prefix=prompt().request.submission.prefix, shape=PromptShape(text_bytes=4_400)

@@ -1,0 +1,69 @@
+"""Speeds of replicas, and the expected completion of a request on each."""
+
+from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.routing.speeds import Speeds
+from tests.builders import spec
+
+
+def pool_of(*seconds: float | None) -> tuple[Speeds, list[ReplicaState]]:
+    """Return replicas that took so long for each of three requests of 1,000 tokens; None for no request."""
+    found = [ReplicaState(spec(f"s{n}"), n, DecayingRate(1.0, 0.0), kv_budget=1) for n in range(len(seconds))]
+    for replica, took_s in zip(found, seconds, strict=True):
+        for _ in range(3 if took_s is not None else 0):
+            replica.speed.record(took_s or 0.0, 1_000.0, 0.0)
+    speeds = Speeds()
+    speeds.compare("short", found, 0.0)
+    return speeds, found
+
+
+def ratios(replicas: list[ReplicaState]) -> list[float]:
+    return [round(each.speed.ratio, 2) for each in replicas]
+
+
+def test_replicas_that_differ_by_chance_are_alike() -> None:
+    speeds, replicas = pool_of(1.0, 1.4)
+    assert not speeds.are_unlike("short")
+    assert ratios(replicas) == [1.0, 1.0]
+
+
+def test_slowness_is_relative_to_the_fastest_and_an_unknown_replica_counts_as_fast() -> None:
+    speeds, replicas = pool_of(2.0, 1.0, None, 5.0)
+    assert speeds.are_unlike("short")
+    assert ratios(replicas) == [2.0, 1.0, 1.0, 5.0]
+
+
+def test_one_outlier_of_three_answers_does_not_count() -> None:
+    speeds, replicas = pool_of(1.0, 1.0)
+    replicas[1].speed.record(90.0, 1_000.0, 1.0)
+    speeds.compare("short", replicas, 2.0)
+    assert not speeds.are_unlike("short")
+
+
+def test_replicas_that_become_alike_are_chosen_by_load_again() -> None:
+    speeds, replicas = pool_of(1.0, 3.0)
+    for _ in range(16):
+        replicas[1].speed.record(1.0, 1_000.0, 1.0)
+    speeds.compare("short", replicas, 2.0)
+    assert not speeds.are_unlike("short")
+    assert ratios(replicas) == [1.0, 1.0]
+
+
+def test_the_completion_weighs_speed_against_load() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    args = (100, 50, 1.0)
+    assert speeds.completion(fast, *args) < speeds.completion(slow, *args)
+    fast.pending_prefill_tokens = 50_000
+    assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
+    fast.pending_prefill_tokens, fast.in_flight = 0, 200
+    assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
+
+
+def test_an_idle_slow_replica_is_tried_again_after_a_while() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    args = (100, 50)
+    assert speeds.completion(slow, *args, 239.0) > speeds.completion(fast, *args, 239.0)
+    assert speeds.completion(slow, *args, 241.0) == speeds.completion(fast, *args, 241.0)
+    # Only one request at a time.
+    slow.in_flight = 1
+    assert speeds.completion(slow, *args, 241.0) > 2 * speeds.completion(fast, *args, 241.0)
