@@ -119,6 +119,10 @@ METRIC_ADVICE = {
         "The largest cause shows the remedy. `engines_busy`: more replicas. `kv_cache`: larger ones. "
         "`other_tenants`: weights. `own_requests`: only a slower client."
     ),
+    "ewsjf_queue_wait_mispredictions_total": (
+        "Each is a 504 instead of an early 429. Many in an overload that lasts: raise the queue timeouts, or "
+        "add replicas."
+    ),
     "ewsjf_queue_wait_prediction_error_absolute_mean_seconds": (
         "Large compared with queue times: deadline rejections are inaccurate. It settles within minutes "
         "after a change of replicas."

@@ -417,14 +417,14 @@ class Scheduler:
             self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_assumed(now)
-        self.admission.predictor.drain.on_time(self.queue.waiting, now)
+        self.admission.predictor.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._reject_all(self._rerouting.all_waiting(now))
             self._routing.discard_ended(now)
         if not self.queue.waiting:
             return
         for scheduled in self._expiry.pop_expired(now):
-            self.queue.remove(scheduled)
+            self._dequeue(scheduled)
             self._conclude(scheduled.request, self.admission.expiry_conclusion(scheduled, now))
         self.queue.end_backoffs(now)
         for scheduled in self.programs.pop_unbound(now):
@@ -467,7 +467,7 @@ class Scheduler:
         """Hold the capacity of a choice and emit its command."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         if scheduled.queued:
-            self.queue.remove(scheduled)
+            self._dequeue(scheduled)
         self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
@@ -484,9 +484,14 @@ class Scheduler:
         self._requests.add(scheduled)
         self.admission.keys.on_admission(scheduled, self._now)
 
+    def _dequeue(self, scheduled: ScheduledRequest) -> None:
+        self.queue.remove(scheduled)
+        self.admission.predictor.on_dequeue(scheduled)
+
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
         self.queue.add(scheduled)
         self._expiry.add(scheduled)
+        self.admission.predictor.on_enqueue(scheduled)
         self.dispatcher.on_enqueue(scheduled)
         self.programs.on_enqueue(scheduled)
 
@@ -497,7 +502,7 @@ class Scheduler:
 
     def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
-            self.queue.remove(scheduled)
+            self._dequeue(scheduled)
             self._expiry.prune(len(self.queue))
         elif (replica_id := scheduled.replica_id) is not None:
             self.in_flight.release(scheduled, now, ran=True)
@@ -510,7 +515,7 @@ class Scheduler:
             self._reject_waiting(scheduled, rejection)
 
     def _reject_waiting(self, scheduled: ScheduledRequest, rejection: Conclusion) -> None:
-        self.queue.remove(scheduled)
+        self._dequeue(scheduled)
         self._expiry.prune(len(self.queue))
         self._conclude(scheduled.request, rejection)
 

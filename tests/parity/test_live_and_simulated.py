@@ -227,7 +227,7 @@ class LiveSystem:
     ("rate_per_s", "seed", "ends"),
     [
         (6.0, 1, {Outcome.COMPLETED}),
-        (15.0, 2, {Outcome.COMPLETED, Outcome.EXPIRED}),
+        (15.0, 2, {Outcome.COMPLETED, Outcome.REJECTED_DEADLINE_UNMEETABLE}),
         (60.0, 3, {Outcome.COMPLETED, Outcome.EXPIRED, Outcome.REJECTED_QUEUE_FULL}),
     ],
 )

@@ -215,7 +215,7 @@ class Admission:
                     return
         if prediction is None:
             return
-        per_token_s = self.predictor.seconds_per_token(prediction.kind)
+        per_token_s = self.predictor.seconds_per_token(prediction.kind, tokens_ahead)
         if per_token_s is None or not self.predictor.is_trusted(prediction.kind, now):
             return
         tokens = self._reserved_tokens(scheduled)

@@ -13,7 +13,9 @@ claimed a retry reservation.
 
 The full wait of an expired request is unknown, so it counts as twice the observed wait. Counting less would
 cause positive feedback: expired work leaves the queue early, so waits look short, and more requests are
-admitted that expire.
+admitted that expire. A queued request that has waited longer than predicted is *overdue*. It counts as its
+observed wait and as much again as it is overdue. Otherwise an error would be learned only after a whole wait,
+and in an overload many requests would be admitted by then that expire.
 
 While few waits were observed (`is_cold`), `SlotRate` provides a lower bound as well. The first dispatches of
 a backlog fill free slots faster than the queue drains afterwards, so some seconds of backlog are required in
@@ -25,8 +27,10 @@ therefore not trusted (`is_trusted`), and one request of that kind is admitted a
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_app.core.dispatch.backpressure import EngineBackpressure
+from serve_app.core.queueing.expiry import ExpiryHeap
 from serve_app.core.queueing.request_queue import RequestQueue, WaitingWork
 from serve_app.core.request import PredictedWait, ScheduledRequest, WaitKind
 from serve_app.core.routing.ledger import ReplicaLedger
@@ -97,17 +101,41 @@ _COLD_S = 5.0
 # Assumed wait of an expired request relative to its observed wait. Twice is the expectation for a duration of
 # which only the age is known.
 _EXPIRED_RATIO = 2.0
+# Overdue requests count for requests with an uncorrected prediction of up to two powers of two more. Those
+# with less work ahead are overdue because others have overtaken them, which says little about longer waits.
+_COMPARABLE_OCTAVES = 2
+
+
+class _Overdue(NamedTuple):
+    """Overdue requests of one kind whose uncorrected predictions have the same power of two.
+
+    Attributes:
+        since_s, predicted_s, uncorrected_s: sums of their arrivals, and of their predictions.
+    """
+
+    number: int
+    since_s: float
+    predicted_s: float
+    uncorrected_s: float
+
+
+_NONE_OVERDUE = _Overdue(0, 0.0, 0.0, 0.0)
 
 
 class _Correction:
-    """The ratio of actual to predicted waits of one kind of request."""
+    """The ratio of actual to predicted waits of one kind of request.
 
-    __slots__ = ("actual_s", "count", "predicted_s", "seen_at")
+    Attributes:
+        count: observations, including those of requests that are overdue.
+    """
+
+    __slots__ = ("_overdue", "actual_s", "count", "predicted_s", "seen_at")
 
     def __init__(self) -> None:
         self.actual_s = self.predicted_s = 0.0
         self.count = 0
         self.seen_at = -math.inf
+        self._overdue: dict[int, _Overdue] = {}
 
     def observe(self, predicted_s: float, actual_s: float, now: float) -> None:
         self.actual_s = _DECAY * self.actual_s + min(actual_s, _OUTLIER_RATIO * predicted_s + _OUTLIER_S)
@@ -115,9 +143,34 @@ class _Correction:
         self.count += 1
         self.seen_at = now
 
-    def ratio(self, prior: float) -> float:
-        ratio = (self.actual_s + _PRIOR_S * prior) / (self.predicted_s + _PRIOR_S)
-        return min(max(ratio, _MIN_CORRECTION), _MAX_CORRECTION)
+    def count_overdue(self, prediction: PredictedWait, by: int) -> None:
+        """Count a request that became overdue (1), or was and has left the queue (-1)."""
+        self.count += by
+        octave = _octave(prediction.uncorrected_s)
+        overdue = self._overdue.pop(octave, _NONE_OVERDUE)
+        if overdue.number + by:
+            self._overdue[octave] = _Overdue(
+                overdue.number + by,
+                overdue.since_s + by * prediction.at,
+                overdue.predicted_s + by * prediction.wait_s,
+                overdue.uncorrected_s + by * prediction.uncorrected_s,
+            )
+
+    def ratio(self, prior: float, uncorrected_s: float, now: float) -> float:
+        """Return the expected ratio for a request with this uncorrected prediction."""
+        actual_s, predicted_s = self.actual_s + _PRIOR_S * prior, self.predicted_s + _PRIOR_S
+        least = _octave(uncorrected_s) - _COMPARABLE_OCTAVES
+        for octave, overdue in self._overdue.items():
+            if octave >= least:
+                waited_s = overdue.number * now - overdue.since_s
+                most_s = _OUTLIER_RATIO * overdue.uncorrected_s + _OUTLIER_S * overdue.number
+                actual_s += min(2 * waited_s - overdue.predicted_s, most_s)
+                predicted_s += overdue.uncorrected_s
+        return min(max(actual_s / predicted_s, _MIN_CORRECTION), _MAX_CORRECTION)
+
+
+def _octave(seconds: float) -> int:
+    return math.frexp(seconds)[1]
 
 
 @dataclass(slots=True)
@@ -125,10 +178,12 @@ class PredictionErrors:
     """Errors of predictions (predicted minus actual), of requests that waited or were predicted to wait.
 
     Attributes:
+        expired: requests that were admitted by a prediction, and expired in the queue.
         mean_s: mean over about the last fifty; positive if requests are dispatched sooner than predicted.
     """
 
     count: int = 0
+    expired: int = 0
     mean_s: float = 0.0
     mean_absolute_s: float = 0.0
 
@@ -146,13 +201,36 @@ class WaitPredictor:
     def __init__(self, now: float) -> None:
         self.drain = DrainRate(now)
         self.errors = PredictionErrors()
+        self._now = now
         self._all = _Correction()
         self._by_kind: dict[WaitKind, _Correction] = {}
+        self._due = ExpiryHeap(_due_at)
+        self._overdue: set[ScheduledRequest] = set()
 
-    def seconds_per_token(self, kind: WaitKind) -> float | None:
+    def on_enqueue(self, scheduled: ScheduledRequest) -> None:
+        """Observe the wait of a request that was added to the queue."""
+        if scheduled.prediction is not None:
+            self._due.add(scheduled)
+
+    def on_dequeue(self, scheduled: ScheduledRequest) -> None:
+        """Forget a request that has left the queue; `on_dispatch` or `on_expiry` learn from it."""
+        if scheduled in self._overdue:
+            self._overdue.remove(scheduled)
+            self._count_overdue(scheduled, -1)
+
+    def on_time(self, waiting: int, now: float) -> None:
+        """Record that `waiting` requests have been queued from the last call until `now`."""
+        self._now = now
+        self.drain.on_time(waiting, now)
+        for scheduled in self._due.pop_expired(now):
+            self._overdue.add(scheduled)
+            self._count_overdue(scheduled, 1)
+        self._due.prune(waiting)
+
+    def seconds_per_token(self, kind: WaitKind, tokens_ahead: int) -> float | None:
         """Return the wait that a token of work ahead adds for this kind, or None if the rate is unknown."""
         rate = self.drain.tokens_per_s
-        return self._correction(kind) / rate if rate > 0 else None
+        return self._correction(kind, tokens_ahead / rate) / rate if rate > 0 else None
 
     def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> PredictedWait | None:
         """Return the predicted wait of a request that arrives now, or None before the first drain rate."""
@@ -163,7 +241,7 @@ class WaitPredictor:
         if not tokens_ahead:
             return PredictedWait(kind, now, 0.0, 0.0)
         uncorrected_s = tokens_ahead / rate
-        return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind))
+        return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind, uncorrected_s))
 
     @property
     def is_cold(self) -> bool:
@@ -204,11 +282,19 @@ class WaitPredictor:
         if prediction is not None:
             waited_s = now - prediction.at
             self.errors.add(prediction.wait_s - waited_s)
+            self.errors.expired += 1
             self._learn(prediction, _EXPIRED_RATIO * waited_s, now)
 
     def _learn(self, prediction: PredictedWait, actual_s: float, now: float) -> None:
         for correction in (self._observed(prediction.kind), self._all):
             correction.observe(prediction.uncorrected_s, actual_s, now)
+
+    def _count_overdue(self, scheduled: ScheduledRequest, by: int) -> None:
+        prediction = scheduled.prediction
+        assert prediction is not None, "only requests with a prediction become overdue"
+        for correction in (self._observed(prediction.kind), self._all):
+            correction.count_overdue(prediction, by)
+            correction.seen_at = max(correction.seen_at, self._now if by > 0 else -math.inf)
 
     def _observed(self, kind: WaitKind) -> _Correction:
         correction = self._by_kind.get(kind)
@@ -216,13 +302,19 @@ class WaitPredictor:
             correction = self._by_kind[kind] = _Correction()
         return correction
 
-    def _correction(self, kind: WaitKind) -> float:
-        of_all = self._all.ratio(prior=1.0)
+    def _correction(self, kind: WaitKind, uncorrected_s: float) -> float:
+        of_all = self._all.ratio(1.0, uncorrected_s, self._now)
         correction = self._by_kind.get(kind)
-        return of_all if correction is None else correction.ratio(prior=of_all)
+        return of_all if correction is None else correction.ratio(of_all, uncorrected_s, self._now)
 
     def __repr__(self) -> str:
-        return f"<WaitPredictor {self.drain!r} correction={self._all.ratio(1.0):.2f} {self.errors}>"
+        correction = self._all.ratio(1.0, 0.0, self._now)
+        return f"<WaitPredictor {self.drain!r} correction={correction:.2f} {self.errors}>"
+
+
+def _due_at(scheduled: ScheduledRequest) -> float:
+    prediction = scheduled.prediction
+    return math.inf if prediction is None else prediction.at + prediction.wait_s
 
 
 def kind_of(scheduled: ScheduledRequest) -> WaitKind:

@@ -146,6 +146,12 @@ def core_figures(core: Scheduler) -> list[Figures]:
             "Absolute difference of predicted and actual queue time, mean of about the last fifty requests.",
             errors.mean_absolute_s,
         ),
+        figure(
+            "ewsjf_queue_wait_mispredictions",
+            "Requests that were admitted because they were predicted to be served in time, and expired.",
+            errors.expired,
+            SUM,
+        ),
         figure("ewsjf_program_known", "Known agent programs.", programs.table.program_count),
         figure(
             "ewsjf_program_turns_waiting",

@@ -35,7 +35,7 @@ class Waits:
 def test_a_wait_is_unknown_before_the_queue_has_drained() -> None:
     predictor = WaitPredictor(0.0)
     assert predictor.predict(scheduled(), 1_000, 0.0) is None
-    assert predictor.seconds_per_token(kind_of(scheduled())) is None
+    assert predictor.seconds_per_token(kind_of(scheduled()), 1_000) is None
 
 
 def test_the_correction_of_a_kind_is_its_ratio_of_actual_to_predicted_waits() -> None:
@@ -63,14 +63,43 @@ def test_one_very_long_wait_does_not_distort_the_correction() -> None:
 def test_an_expired_request_raises_the_correction() -> None:
     waits = Waits()
     waits.play(30, ratio=1.0)
-    before = waits.predictor.seconds_per_token(kind_of(scheduled()))
+    before = waits.predictor.seconds_per_token(kind_of(scheduled()), 1_000)
     one = scheduled()
     one.prediction = waits.predictor.predict(one, 1_000, waits.now)
     waits.predictor.on_expiry(one, waits.now + 8.0)
-    after = waits.predictor.seconds_per_token(kind_of(scheduled()))
+    after = waits.predictor.seconds_per_token(kind_of(scheduled()), 1_000)
     assert before is not None
     assert after is not None
     assert after > before
+
+
+def ratio(predictor: WaitPredictor, tokens_ahead: int, now: float) -> float:
+    """Return predicted over uncorrected wait of a new request."""
+    prediction = predictor.predict(scheduled(), tokens_ahead, now)
+    assert prediction is not None
+    return prediction.wait_s / prediction.uncorrected_s
+
+
+def test_an_overdue_request_raises_the_correction_while_it_waits() -> None:
+    waits = Waits()
+    waits.play(30, ratio=1.0)
+    predictor, before = waits.predictor, ratio(waits.predictor, 1_000, waits.now)
+    one = scheduled()
+    one.queued, one.prediction = True, predictor.predict(one, 1_000, waits.now)
+    assert one.prediction is not None
+    predictor.on_enqueue(one)
+    predictor.on_time(1, waits.now + one.prediction.wait_s - 0.1)
+    assert ratio(predictor, 1_000, waits.now) == pytest.approx(before)
+    overdue = []
+    for late_s in (1.0, 20.0, 40.0):
+        predictor.on_time(1, waits.now + one.prediction.wait_s + late_s)
+        overdue.append(ratio(predictor, 1_000, waits.now))
+    assert before < overdue[0] < overdue[1] < overdue[2]
+    # It says little about a request with much more work ahead, which nothing has overtaken yet.
+    assert ratio(predictor, 100_000, waits.now) == pytest.approx(before)
+    # Once it leaves the queue, only its end counts.
+    predictor.on_dequeue(one)
+    assert ratio(predictor, 1_000, waits.now) == pytest.approx(before)
 
 
 def test_errors_have_a_sign_and_a_size() -> None:
