@@ -133,7 +133,10 @@ STORED_PATHS: Mapping[str, tuple[str, str]] = {
     RESPONSES_PATH + "/{response_id}/cancel": ("POST", "cancelled background response"),
 }
 
-_PATH = re.compile(re.escape(RESPONSES_PATH) + r"/([A-Za-z0-9_.:-]{1,200})(/cancel)?")
+# Two endpoints of OpenAI, which vLLM lacks, have the form of an id.
+_PATH = re.compile(
+    re.escape(RESPONSES_PATH) + r"/(?!(?:compact|input_tokens)$)([A-Za-z0-9_.:-]{1,200})(/cancel)?"
+)
 _RETRY_AFTER_S = 1.0
 _EVENT_STREAM = b"text/event-stream"
 

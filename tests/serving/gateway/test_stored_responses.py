@@ -261,6 +261,14 @@ async def test_deleting_is_not_offered(fleet: Fleet) -> None:
     assert (await fleet.http.get(f"{CREATE}/{made}/cancel")).status_code == 405
 
 
+@pytest.mark.parametrize("name", ["compact", "input_tokens"])
+async def test_other_endpoints_below_responses_are_unknown_and_not_responses(fleet: Fleet, name: str) -> None:
+    for method in ("POST", "GET"):
+        answer = await fleet.http.request(method, f"{CREATE}/{name}", json=ASKED)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].startswith(f"unknown path {CREATE}/{name}")
+
+
 async def test_a_key_for_one_adapter_can_retrieve_its_responses(tmp_path: Path) -> None:
     found, secret = record(models=("sql",))
     changed_keys(tmp_path / "keys.json", lambda _: [found])
