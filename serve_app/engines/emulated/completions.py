@@ -119,6 +119,7 @@ class _ChoicesAnswer(EmulatedAnswer):
         """Return one chunk."""
         content = {
             **self._delta(choice, start, count),
+            "logprobs": None,
             "finish_reason": self._finish_reason(choice) if ends else None,
             **self._answer.token_ids(choice, start, count),
         }
@@ -183,7 +184,7 @@ class ChatAnswer(_ChoicesAnswer):
 
     def first_token_events(self) -> bytes:
         """Return the role, once per choice."""
-        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return b"".join(
             self._chunk(choice, role, _as_fields(self._answer.prompt_ids(choice)))
             for choice in range(len(self._answer.outputs))
@@ -197,7 +198,7 @@ class ChatAnswer(_ChoicesAnswer):
 
     def _content(self, choice: int) -> dict[str, Any]:
         text = self._answer.outputs[choice].text
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
         if self._answer.call is not None:
             message |= {"content": "", "tool_calls": [self._call(choice, text)]}
         return {"message": message}

@@ -11,16 +11,20 @@ import msgspec
 from serve_app.engines.emulated.completions import AnswerContent, EmulatedAnswer
 from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed
 
+# Anthropic's schema requires these fields; vLLM omits them.
+_NO_USAGE = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+
 
 class MessageAnswer(EmulatedAnswer):
     """Answer of `/v1/messages`: one block with text or with a tool call."""
 
     def __init__(self, answer: AnswerContent) -> None:
         super().__init__(answer)
-        self._block: dict[str, Any] = {"type": "text", "text": ""}
+        self._block: dict[str, Any] = {"type": "text", "text": "", "citations": None}
         if answer.call is not None:
             call_id = f"chatcmpl-tool-{answer.request_id}"
-            self._block = {"type": "tool_use", "id": call_id, "name": answer.call, "input": {}}
+            called = {"name": answer.call, "input": {}, "caller": {"type": "direct"}}
+            self._block = {"type": "tool_use", "id": call_id, **called}
 
     def first_token_events(self) -> bytes:
         """Return the start events of the message and its block."""
@@ -39,9 +43,9 @@ class MessageAnswer(EmulatedAnswer):
 
     def final_events(self) -> bytes:
         """Return the end of the block, the stop reason, and the end of the message."""
-        delta = {"stop_reason": self._reason(), "stop_sequence": None}
         end = _event("content_block_stop", index=0)
-        return end + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        stop = _event("message_delta", delta=_stop(self._reason()), usage=self._usage())
+        return end + stop + _event("message_stop")
 
     def full_body(self) -> bytes:
         """Return a message object."""
@@ -54,17 +58,19 @@ class MessageAnswer(EmulatedAnswer):
             return "tool_use"
         return "max_tokens" if self._answer.outputs[0].finish_reason == "length" else "end_turn"
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, int | None]:
         """Return Anthropic's usage object, in which `input_tokens` excludes cached tokens."""
         answer = self._answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached_tokens,
             "output_tokens": answer.output_tokens,
             "cache_read_input_tokens": answer.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            **dict.fromkeys(_NO_USAGE),
         }
 
     def _message(
-        self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, int]
+        self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, int | None]
     ) -> dict[str, Any]:
         return {
             "id": self._answer.request_id,
@@ -72,10 +78,13 @@ class MessageAnswer(EmulatedAnswer):
             "role": "assistant",
             "content": content,
             "model": self._answer.model,
-            "stop_reason": reason,
-            "stop_sequence": None,
+            **_stop(reason),
             "usage": usage,
         }
+
+
+def _stop(reason: str | None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": None, "stop_details": None, "container": None}
 
 
 def failed_event() -> bytes:

@@ -12,7 +12,7 @@ Formats of the answer are rejected, because placeholder text has none. All other
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -169,6 +169,7 @@ class Generation:
         max_tokens: the client's limit per answer; None if not stated.
         call: name of the tool that the answer calls; None for text.
         request_id: id for the answer; None to generate one.
+        fields: all fields of a request of the Responses API, whose answer repeats some of them.
     """
 
     body: GeneratingBody
@@ -176,6 +177,7 @@ class Generation:
     max_tokens: int | None
     call: str | None
     request_id: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def choices(self) -> int:
@@ -216,6 +218,7 @@ _EMBEDDINGS = decoder_of(EmbeddingsBody)
 _TOKENIZE = decoder_of(TokenizeBody)
 _TOOLS = decoder_of(list[Tool])
 _ANYTHING = decoder_of(Any)
+FIELDS = decoder_of(dict[str, Any])
 
 
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -241,7 +244,7 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     _check_format(body.text, "text.format")
     prompt = _conversation(body.tools, [body.instructions, body.input], tokenizer)
     generation = _generation(body, [prompt], body.max_output_tokens)
-    return replace(generation, request_id=body.request_id)
+    return replace(generation, request_id=body.request_id, fields=decode(FIELDS, raw))
 
 
 def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:

@@ -2,7 +2,7 @@
 
 As in vLLM, a response is stored in this engine's memory unless `store` is false. With `background` the
 request returns at once and generation continues; such a stream can be replayed from any event. No response is
-deleted.
+deleted. Responses also have the fields that the schema of Open Responses requires and vLLM omits.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgspec
 
 from serve_app.engines.emulated.completions import AnswerContent, EmulatedAnswer
 from serve_app.engines.emulated.http import ApiError, Call, encode, invalid, no_such_route
+from serve_app.engines.emulated.requests import FIELDS, decode
 from serve_app.engines.engine import Message, send_response
 
 RESPONSES_PATH = "/v1/responses"
@@ -27,6 +28,31 @@ _CANCEL = "/cancel"
 _MAX_RESPONSES = 1_000
 
 Document = dict[str, Any]
+# Fields of a request that its response repeats, with the values that stand for absent ones.
+_REPEATED: Document = {
+    "background": False,
+    "frequency_penalty": 0.0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "auto",
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+_TOOL = {"description": None, "parameters": None, "strict": None}
 
 
 class ResponsesAnswer(EmulatedAnswer):
@@ -109,8 +135,10 @@ class ResponsesAnswer(EmulatedAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.output_tokens,
         }
+        fields = answer.generation.fields
         return {
-            **_response(answer.request_id, answer.created, answer.model, status),
+            **_response(answer.request_id, answer.created, answer.model, status, fields),
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": counts if output else None,
@@ -121,26 +149,32 @@ def _part(text: str) -> Document:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _response(response_id: str, created: int, model: str | None, status: str) -> Document:
-    """Return a response without output."""
+def _response(
+    response_id: str, created: int, model: str | None, status: str, fields: dict[str, Any]
+) -> Document:
+    """Return a response without output to a request with these fields."""
+    tools = fields.get("tools")
     return {
         "id": response_id,
         "object": "response",
         "created_at": created,
+        "completed_at": None,
         "model": model,
         "status": status,
         "error": None,
         "incomplete_details": None,
-        "instructions": None,
-        "metadata": None,
         "output": [],
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "tool_choice": "auto",
-        "tools": [],
         "usage": None,
+        **{name: _completed(fields.get(name), default) for name, default in _REPEATED.items()},
+        "tools": [_completed(tool, _TOOL) for tool in tools] if isinstance(tools, list) else [],
     }
+
+
+def _completed(value: Any, default: Any) -> Any:
+    """Return a value, or its default if it is null; an object gets the defaults of its absent fields."""
+    if isinstance(value, dict) and isinstance(default, dict):
+        return {**default, **value}
+    return default if value is None else value
 
 
 # -- stored responses --------------------------------------------------------------------------------------
@@ -244,16 +278,16 @@ class EmulatedResponses:
             [{"role": "user", "content": options.input}] if isinstance(options.input, str) else options.input
         )
         conversation = [*before, *own]
-        changes: Document = {"request_id": response_id, "background": False}
+        changes: Document = {"request_id": response_id}
         if before:
-            changes |= {"input": conversation, "previous_response_id": None}
+            changes["input"] = conversation
         # In JSON with duplicate fields, the last one wins.
         call = replace(call, body=call.body.rstrip()[:-1] + b"," + encode(changes)[1:])
         if options.store is False:
             await self._generate(call)
             return
-        queued = _response(response_id, int(time.time()), options.model, "queued")
-        queued["background"] = bool(options.background)
+        now = int(time.time())
+        queued = _response(response_id, now, options.model, "queued", decode(FIELDS, call.body))
         response = StoredResponse(conversation, queued, bool(options.stream))
         if not options.background:
             await self._answer(response_id, response, call)

@@ -23,7 +23,15 @@ from tests.builders import request
 from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
-from tests.engines.vllm.conformance import ANSWERED, ASSEMBLED, answer, choice_form, without_ids
+from tests.engines.vllm.conformance import (
+    ANSWERED,
+    ASSEMBLED,
+    BEYOND_VLLM,
+    added,
+    answer,
+    choice_form,
+    without_ids,
+)
 from tests.engines.vllm.in_front import ClientView, Front, in_front_of
 from tests.engines.vllm.real import (
     ANSWER_TIMEOUT_S,
@@ -197,6 +205,14 @@ class TestTinyEngine:
                 ours = await answer(emulated.http, path, parameters)
                 assert real.status_code == 200, (parameters, real.text)
                 assert choice_form(ours) == choice_form(real), parameters
+
+    async def test_fields_that_only_the_emulated_engine_has_are_named(self, tiny: Running) -> None:
+        async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
+            for path, names in BEYOND_VLLM.items():
+                real = await answer(tiny.client, path, {})
+                ours = await answer(emulated.http, path, {})
+                assert real.status_code == ours.status_code == 200, (real.text, ours.text)
+                assert set(added(ours.json(), real.json())) == names, path
 
     @pytest.mark.parametrize(("client", "feature"), [cell for cell in CHECKS if cell[1] not in WITH_TOOLS])
     async def test_a_client_supports_what_the_documentation_states(

@@ -83,7 +83,8 @@ class _ChoiceParts:
             return {**fields, "text": texts.get("text", "")}
         content = texts.pop("content", None)
         # After reasoning alone, an engine's message has null content, but its stream begins with "".
-        message = {"role": "assistant", "content": (content or None) if texts else content}
+        content = (content or None) if texts else content
+        message = {"role": "assistant", "content": content, "refusal": None}
         return {**fields, "message": {**message, **texts, **self._message}}
 
     def _add_delta(self, delta: dict[str, Any]) -> None:

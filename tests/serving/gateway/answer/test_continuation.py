@@ -77,7 +77,7 @@ def test_an_answer_is_continued_after_its_last_word() -> None:
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
-                "message": {"role": "assistant", "content": "Hello world (bye)"},
+                "message": {"role": "assistant", "content": "Hello world (bye)", "refusal": None},
             }
         ],
         "usage": {
@@ -137,7 +137,7 @@ def test_reasoning_and_content_are_kept_apart() -> None:
     open_with(assembly, [7, 8, 1, 2, 3])
     tokens(assembly, 4, content=" sir", end="stop")
     message = json.loads(assembly.whole())["choices"][0]["message"]
-    assert message == {"role": "assistant", "reasoning": "so", "content": "yes sir"}
+    assert message == {"role": "assistant", "reasoning": "so", "content": "yes sir", "refusal": None}
 
 
 def test_an_output_token_always_remains() -> None:
