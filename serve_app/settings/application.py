@@ -243,7 +243,8 @@ class ModelConfig:
 
     Attributes:
         name: model name that clients request.
-        aliases: further names for the same model (LoRA adapters, old names).
+        aliases: further names for the same model (LoRA adapters, old names). Requests keep the name, so
+            remote servers must have it as well; `gateway.routes` renames instead.
         pools: any number of pools, ordered by increasing context.
         scheduler: queueing of requests and their distribution over the pools.
         tuner: online learning for the scheduler.

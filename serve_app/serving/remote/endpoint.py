@@ -157,7 +157,8 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
     if missing := [name for name in wanted if name not in names]:
         raise EngineError(
             f"{url} serves {', '.join(names) or 'no model'} but not {', '.join(missing)}: start it with "
-            f"--served-model-name {' '.join(wanted)}, or name another model here"
+            f"--served-model-name {' '.join(wanted)}, or name another model here; a name that only clients "
+            "use is a route (gateway.routes) and no alias"
         )
     stated = server.limits
     return EndpointIdentity(

@@ -243,6 +243,17 @@ async def test_an_endpoint_with_another_model_is_reported_and_receives_no_reques
         assert "serves other but not tiny" in reason
 
 
+async def test_an_alias_that_an_endpoint_lacks_is_reported_with_the_route_as_its_remedy() -> None:
+    names = (MODEL, "gpt-4o-mini")
+    async with (
+        serving(VllmLike()) as url,
+        watched(url, start=False, served_model_names=names, start_timeout_s=0.5) as fleet,
+    ):
+        remedy = r"not gpt-4o-mini: .* a name that only clients use is a route \(gateway\.routes\)"
+        with pytest.raises(EngineError, match=remedy):
+            await fleet.watcher.start()
+
+
 async def test_endpoints_outlive_a_scheduler() -> None:
     async with serving(VllmLike()) as url, watched(url) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
