@@ -1,12 +1,14 @@
 """Properties of every dashboard view: accessibility, widths, motion, no foreign scripts."""
 
+import httpx
 import pytest
 
 from tests.accessibility import barriers, needs_axe
 from tests.browser import BrowserPage, needs_browser
 from tests.serving.channel.harness import until
+from tests.serving.gateway.builders import MODEL
 
-from .stage import PageStage
+from .stage import KEY, PageStage
 from .steps import TABS, choose, live, shows, tile
 
 pytestmark = needs_browser
@@ -74,6 +76,91 @@ async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserP
         for width in (400, 1280):
             await page.emulate(width=width)
             assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
+
+
+async def chart_of(stage: PageStage, page: BrowserPage) -> None:
+    """Sign in, and show the charts of one streamed answer."""
+    await live(page)
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
+    admin = {"authorization": f"Bearer {KEY}"}
+    headers = {**admin, "x-priority": "interactive", "x-tenant": "a-tenant-with-a-long-name"}
+    async with httpx.AsyncClient(base_url=stage.url, timeout=20, headers=headers) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    await page.becomes("document.querySelectorAll('#panel-overview svg[role=img]').length === 2")
+
+
+async def test_no_label_of_a_chart_covers_another(stage: PageStage, page: BrowserPage) -> None:
+    await chart_of(stage, page)
+    # The least space between two labels on one line, in pixels.
+    space = """Math.min(...[...document.querySelectorAll('svg')].flatMap((chart) => {
+        const boxes = [...chart.querySelectorAll('.grid text')].map((each) => each.getBoundingClientRect());
+        return boxes.flatMap((one) => boxes.filter((other) => one.left < other.left && one.y === other.y)
+          .map((other) => other.left - one.right));
+      }))"""
+    for width in (390, 700, 960, 1400, 1900):
+        await page.emulate(width=width)
+        await stage.next_frames()
+        assert await page.evaluate(space) >= 8, width
+
+
+async def test_the_legend_of_lines_has_their_dashes(stage: PageStage, page: BrowserPage) -> None:
+    await chart_of(stage, page)
+    dashes = (
+        "[...document.querySelectorAll('#ttft-card .legend svg line')]"
+        ".map((each) => getComputedStyle(each).strokeDasharray)"
+    )
+    assert await page.evaluate(dashes) == ["none", "7px, 3px", "2px, 3px"]
+    await choose(page, "queues")
+    of_border = (
+        "[...document.querySelectorAll('#axis-card line.border')].map((each) => getComputedStyle(each))"
+    )
+    found = await page.evaluate(f"{of_border}.map((each) => each.strokeDasharray + each.stroke)")
+    assert len(found) == 2
+    assert len(set(found)) == 1
+
+
+async def test_no_text_of_the_tiles_is_cut(stage: PageStage, page: BrowserPage) -> None:
+    await chart_of(stage, page)
+    cut = (
+        "[...document.querySelectorAll('.tile > *')].filter((each) => each.scrollHeight > each.clientHeight"
+        " || each.scrollWidth > each.clientWidth).map((each) => each.innerText)"
+    )
+    for width in (360, 390, 700, 1400):
+        await page.emulate(width=width)
+        assert await page.evaluate(cut) == [], width
+
+
+async def test_empty_queues_do_not_look_like_a_backlog(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "queues")
+    await shows(page, "queues", "No request is queued; the limit is")
+    shapes = "[...document.querySelectorAll('.axis rect')].filter((each) => each.getBBox().height > 0)"
+    fills = await page.evaluate(f"{shapes}.map((each) => getComputedStyle(each).fill)")
+    assert set(fills) == {"none"}
+
+
+async def test_tables_fit_into_a_wide_window(stage: PageStage, page: BrowserPage) -> None:
+    await chart_of(stage, page)
+    await page.emulate(width=1400)
+    cut = (
+        "[...document.querySelectorAll('[role=tabpanel]:not([hidden]) .scroll')]"
+        ".filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.ariaLabel)"
+    )
+    for tab in TABS:
+        await choose(page, tab)
+        await stage.next_frames()
+        assert await page.evaluate(cut) == [], tab
+
+
+async def test_the_state_of_the_tuner_is_apart_from_its_mode(page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "tuner")
+    await shows(page, "tuner", "Mode")
+    facts = "[...document.querySelectorAll('#panel-tuner .facts > div')].map((each) => each.innerText)"
+    mode, state, *_ = await page.evaluate(facts)
+    assert mode.startswith("Mode")
+    assert ":" not in mode
+    assert state.startswith("State")
 
 
 async def test_nothing_moves_with_reduced_motion(page: BrowserPage) -> None:

@@ -23,8 +23,10 @@ pytestmark = needs_browser
 async def test_it_opens_without_a_key_and_requests_only_its_gateway(
     stage: PageStage, page: BrowserPage
 ) -> None:
-    assert "Sign in above" in await text(page, "#panel-overview")
+    views = "['tabs', 'panels'].map((id) => document.getElementById(id).checkVisibility())"
+    assert await page.evaluate(views) == [False, False]
     await live(page)
+    assert await page.evaluate(views) == [True, True]
     assert all(url.startswith(stage.url) for url in page.requests)
     assert KEY not in "".join(page.requests)
     assert await page.evaluate("document.cookie") == ""
@@ -44,6 +46,27 @@ async def test_a_wrong_key_is_reported_and_another_can_be_entered(
     assert await page.evaluate("sessionStorage.length") == 0
     await live(page)
     assert await text(page, "#door-error") == ""
+
+
+async def test_a_link_to_a_receipt_opens_it_after_the_sign_in(stage: PageStage, page: BrowserPage) -> None:
+    await page.evaluate("location.hash = '#request/r9'")
+    await stage.hold()
+    stage.submit("r9", tenant="search")
+    await until(lambda: stage.fleet.core.find("r9") is not None)
+    await live(page)
+    assert "search, default" in await shows(page, "request", "r9: waiting")
+
+
+async def test_nothing_that_an_admin_has_seen_remains_after_the_sign_out(page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "keys")
+    await shows(page, "keys", "2026-11-26")
+    await page.evaluate("document.getElementById('leave').click()")
+    # The scripts of the new document have run.
+    await page.becomes("document.querySelector('#panels[hidden] [role=tabpanel]') !== null")
+    assert "2026-11-26" not in await page.evaluate("document.body.textContent")
+    assert await page.evaluate("[sessionStorage.length, document.activeElement.id]") == [0, "key"]
+    await live(page)
 
 
 async def test_what_is_wrong_is_shown_above_all_views_with_the_next_step(
@@ -76,6 +99,7 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     assert "default · search" in shown_text
     assert "saturated" in shown_text
     await choose(page, "queues")
+    await shows(page, "queues", "Bars show queued requests")
     drawn = "document.querySelector('#panel-queues svg').textContent"
     assert "32-63 tokens: 3 queued requests" in await page.becomes(drawn)
     stage.release()
@@ -117,6 +141,17 @@ async def test_a_request_that_is_lost_among_many_is_not_rounded_away(
     ]
 
 
+async def test_whole_minutes_and_hours_have_no_zeros(page: BrowserPage) -> None:
+    shown = "import('./dashboard/format.js').then(({ seconds }) => [119, 600, 605, 7200, 7260].map(seconds))"
+    assert [plain(each) for each in await page.evaluate(shown)] == [
+        "119 s",
+        "10 min",
+        "10 min 5 s",
+        "2 h",
+        "2 h 1 min",
+    ]
+
+
 async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     stage: PageStage, page: BrowserPage
 ) -> None:
@@ -131,7 +166,7 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     shown_text = await page.becomes(f"{cell}.startsWith('interactive\\t3') && {cell}")
     assert "100 %" in plain(shown_text)
     assert "ms" in shown_text
-    assert await page.evaluate("document.querySelectorAll('#panel-overview svg').length") == 2
+    assert await page.evaluate("document.querySelectorAll('#panel-overview svg[role=img]').length") == 2
     slow = "[...document.querySelectorAll('#panel-overview table')[1].querySelectorAll('tbody a')]"
     assert await page.evaluate(f"{slow}.length") == 3
     first = await page.evaluate(f"{slow}[0].innerText")
@@ -176,6 +211,7 @@ async def test_batches_show_their_progress(stage: PageStage, page: BrowserPage) 
 
 
 async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: BrowserPage) -> None:
+    await live(page)
     chosen = "document.querySelector('[aria-selected=true]').id + ' ' + document.activeElement.id"
     await page.evaluate("document.getElementById('tab-overview').focus()")
     for key, tab in (("ArrowRight", "queues"), ("End", "playground"), ("ArrowRight", "overview")):

@@ -11,7 +11,7 @@ const time = (at) => (at ? new Date(1000 * at).toLocaleString([], SHORT) : NONE)
 
 export function render(_, page) {
   const { rows, error } = page.batches;
-  const columns = [["Batch"], ["Tenant"], ["State"], ["Done", "meters"], ["Requests", "figure"], ["Failed", "figure"], ["Rate", "figure"], ["Created"], ["Expected end"], ["Window ends"]];
+  const columns = [["Batch"], ["Tenant"], ["State"], ["Done", "meters short"], ["Requests", "figure"], ["Failed", "figure"], ["Rate", "figure"], ["Created"], ["Expected end"], ["Window ends"]];
   const cells = ({ batch, tenant, rate_per_s: rate }) => {
     const { total, completed, failed } = batch.request_counts;
     const share = total ? (completed + failed) / total : 1;

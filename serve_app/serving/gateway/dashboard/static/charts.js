@@ -45,7 +45,8 @@ export function timeChart({ label, width, span, most, unit, draw }) {
   const top = marks[marks.length - 1];
   const x = (ago) => LEFT + (width - LEFT - 8) * (1 - ago / span);
   const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
-  const every = span > 300 && width < 500 ? 240 : 120;
+  // The outer labels are not centred, so neighbours need one and a half of the longest, "10 min ago".
+  const every = [120, 300, 600].find((each) => x(0) - x(each) > 110) ?? span;
   const times = [];
   for (let ago = 0; ago <= span; ago += every) times.push(ago);
   return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}` },
@@ -71,8 +72,11 @@ export function line(points, { x, y }, kind) {
     : h("polyline", { class: `line ${kind}`, points: each.join(" ") }));
 }
 
+/** Return a legend of `[kind, name]`; kinds that begin with "line" are lines of a chart, others are areas. */
 export const legend = (entries) =>
-  h("ul", { class: "legend" }, entries.map(([kind, name]) => h("li", { key: name }, h("span", { class: `swatch ${kind}` }), name)));
+  h("ul", { class: "legend" }, entries.map(([kind, name]) => h("li", { key: name }, kind.startsWith("line ")
+    ? h("svg", { class: "sample", width: 28, height: 8, "aria-hidden": "true" }, h("line", { class: kind, x1: 0, x2: 28, y1: 4, y2: 4 }))
+    : h("span", { class: `swatch ${kind}` }), name)));
 
 /** Return a bar for a share; callers add the number as text. */
 export const bar = (share, kind = "") =>

@@ -24,7 +24,7 @@ const used = (ratio) => (ratio === null || ratio === undefined
 
 function poolTable(model) {
   const scaling = model.scaling?.pools ?? {};
-  const columns = [["Pool"], ["Ready", "figure"], ["Desired", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["KV peak", "meters"], ["KV cache used (mean)", "meters"]];
+  const columns = [["Pool"], ["Ready", "figure"], ["Desired", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["KV peak", "meters"], ["KV cache used (mean)", "meters short"]];
   const rows = model.pools.map((pool) => ({
     key: pool.pool,
     kind: pool.ready < pool.replicas || !pool.replicas ? "attention" : "",
@@ -41,7 +41,7 @@ const desired = (decision) => decision
   : NONE;
 
 function replicaTable(model) {
-  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["KV peak", "meters"], ["KV cache used", "meters"], ["TPOT", "figure"]];
+  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["KV peak", "meters"], ["KV cache used", "meters short"], ["TPOT", "figure"]];
   const rows = model.replicas.map((each) => ({
     key: each.replica,
     kind: each.state === "ready" ? "" : "attention",

@@ -29,8 +29,8 @@ export function seconds(value) {
   if (size < 0.9995) return `${digits(value * 1e3)}${SPACE}ms`;
   if (size < 119.5) return `${digits(value)}${SPACE}s`;
   const minutes = Math.floor(Math.round(size) / 60);
-  if (minutes < 120) return `${minutes}${SPACE}min ${Math.round(size) - 60 * minutes}${SPACE}s`;
-  return `${Math.floor(minutes / 60)}${SPACE}h ${minutes % 60}${SPACE}min`;
+  const [much, rest] = minutes < 120 ? [`${minutes}${SPACE}min`, [Math.round(size) % 60, "s"]] : [`${Math.floor(minutes / 60)}${SPACE}h`, [minutes % 60, "min"]];
+  return rest[0] ? `${much} ${rest.join(SPACE)}` : much;
 }
 
 /** Format a share. A share just below 1 is rounded down: 99.97 % becomes "99.9 %", never "100 %". */

@@ -54,11 +54,6 @@ const field = (label, input) => {
   return h("div", { class: "field" }, h("label", { for: input.attributes.id }, label), input);
 };
 
-export function opened(page) {
-  if (page.key) load(page);
-  else draw(page);
-}
-
 async function call(page, path, options = {}) {
   const answer = await fetch(page.address(path), {
     headers: { authorization: `Bearer ${page.key}`, "content-type": "application/json" },
@@ -77,6 +72,8 @@ async function load(page) {
   }
   draw(page);
 }
+
+export { load as opened };
 
 async function save(page) {
   const { form } = parts;
@@ -129,15 +126,13 @@ function edit(page, key) {
 }
 
 function draw(page) {
-  parts.form.hidden = !page.key;
   show(parts.list,
-    page.key ? null : h("p", { class: "notice", key: "door" }, "Sign in above to see the keys."),
     known.notice ? h("p", { class: "notice warning", key: "notice", role: "alert" }, known.notice) : null,
     known.secret ? secretCard(page, known.secret) : null,
-    page.key && !known.notice ? [
+    known.notice ? null : [
       h("div", { class: "card", key: "list" }, keyTable(page)),
       h("div", { class: "card", key: "usage" }, usageTable()),
-    ] : null);
+    ]);
 }
 
 /** Return the usage by day, key and model, the latest day first. */

@@ -74,8 +74,7 @@ function onState(state, message) {
     sessionStorage.setItem(KEY, page.key);
     byId("door-error").textContent = "";
   }
-  byId("door").hidden = isSignedIn || state === "live";
-  for (const id of ["pause", "leave"]) byId(id).hidden = !(isSignedIn || state === "live");
+  admit(isSignedIn || state === "live");
   if (state === "rejected") byId("key").focus();
   if (was !== state || message) showState(message);
   if (state !== "live") render();
@@ -89,17 +88,18 @@ function showState(message) {
   line.dataset.state = page.paused && page.state === "live" ? "paused" : page.state;
 }
 
+/** Show the views, or the form in front of them. */
+function admit(isSignedIn) {
+  if (byId("door").hidden === isSignedIn) return;
+  byId("door").hidden = isSignedIn;
+  for (const id of ["pause", "leave", "tabs", "panels"]) byId(id).hidden = !isSignedIn;
+  if (isSignedIn) followAddress();
+}
+
 function leave() {
-  watcher?.stop();
-  watcher = null;
   sessionStorage.removeItem(KEY);
-  Object.assign(page, { key: "", state: "locked", paused: false });
-  page.models.clear();
-  byId("door").hidden = false;
-  for (const id of ["pause", "leave"]) byId(id).hidden = true;
-  showState("");
-  render();
-  byId("key").focus();
+  // Nothing that an admin has seen remains in the page.
+  location.reload();
 }
 
 // Rendering.
@@ -117,13 +117,7 @@ function render() {
 }
 
 function notice(known) {
-  if (!known) {
-    const text =
-      page.state === "locked" || page.state === "rejected"
-        ? "Sign in above to see live data."
-        : "Waiting for data …";
-    return h("p", { class: "notice", key: "notice" }, text);
-  }
+  if (!known) return h("p", { class: "notice", key: "notice" }, "Waiting for data …");
   if (!known.error) return null;
   const old = known.shown ? ` Data shown is from ${new Date(1000 * known.at).toLocaleTimeString()}.` : "";
   return h("p", { class: "notice warning", key: "notice" }, `${page.model}: ${known.error}.${old}`);
@@ -225,6 +219,7 @@ function followAddress() {
     tab.tabIndex = chosen ? 0 : -1;
     byId(`panel-${each}`).hidden = !chosen;
   }
+  if (byId("panels").hidden) return;
   VIEWS[page.view].opened?.(page, id ? decodeURIComponent(id) : "");
   render();
 }

@@ -28,7 +28,7 @@ export function render(model) {
       h("div", { class: "card", id: "ttft-card" },
         h("h2", null, "Time to first token: P95, and P50 (thin)"),
         firstTokens(activity),
-        legend(CLASSES.map((name) => [name, name])))),
+        legend(CLASSES.map((name) => [`line ${name}`, name])))),
     h("div", { class: "card" }, queueTable(model)),
     h("div", { class: "card" }, slowestTable(model)),
     h("div", { class: "card" }, classTable("The last minute", activity.last_minute, 60), h("p", { class: "note" }, known(activity))),

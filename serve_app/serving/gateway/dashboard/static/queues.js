@@ -19,8 +19,8 @@ export function render(model, page) {
       h("h2", null, "Length queues"),
       h("p", { class: "note" }, introduction(model, learned)),
       axis(model),
-      legend([["queue", "length queue"], ["bubble", "bubble queue (for lengths in a gap)"],
-        ["border", "B_short: token budget up to which the first pool is the home pool"]])),
+      legend([["queue", "requests in a length queue"], ["bubble", "requests in a bubble queue (for lengths in a gap)"],
+        ["line border", "B_short: token budget up to which the first pool is the home pool"]])),
     h("div", { class: "card" }, subQueueTable(model, page)),
     model.programs.known ? h("div", { class: "card" }, programTable(model.programs)) : null);
 }
@@ -44,7 +44,7 @@ function introduction(model, learned) {
     : "No queues have been learned yet; the policy uses its initial ones.";
   const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request is", "more requests are")} in backoff after a failure.` : "";
   const parked = model.programs.parked ? ` ${counted(model.programs.parked, "more request waits", "more requests wait")} for KV cache, see agent programs below.` : "";
-  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show queued requests; the limit is ${whole(model.max_waiting)} in total.${backoff}${parked}`;
+  return `Model ${model.model}, policy ${model.policy}. ${origin} ${model.waiting_requests ? "Bars show queued requests" : "No request is queued"}; the limit is ${whole(model.max_waiting)} in total.${backoff}${parked}`;
 }
 
 function axis(model) {
@@ -73,7 +73,7 @@ function axis(model) {
         : `${queue.name} tokens${bubble ? " (bubble)" : ""}: empty`;
       return h("g", { key: queue.name, class: bubble ? "queue bubble" : "queue" },
         h("title", null, text),
-        h("rect", { class: "band", x: left, y: TOP, width: wide, height: BASE - TOP }),
+        h("rect", { class: "band", x: left, y: TOP, width: wide + 1, height: BASE - TOP }),
         h("rect", { class: "waiting", x: left, y: BASE - tall, width: wide, height: tall }),
         labels.has(queue.name) ? h("text", { x: middleOf(queue), y: BASE - tall - 5, "text-anchor": "middle" }, compact(queue.waiting)) : null);
     }),
@@ -111,9 +111,9 @@ function ticks(shortest, longest, x, width) {
 function border(tokens, x, width) {
   const at = x(tokens);
   const left = at > width / 2;
-  return h("g", { class: "border", key: "border" },
+  return h("g", { key: "border" },
     h("title", null, `The first pool is the home pool up to a budget of ${whole(tokens)} tokens`),
-    h("line", { x1: at, x2: at, y1: TOP - 44, y2: BASE }),
+    h("line", { class: "line border", x1: at, x2: at, y1: TOP - 44, y2: BASE }),
     h("text", { x: at + (left ? -6 : 6), y: TOP - 34, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
 }
 

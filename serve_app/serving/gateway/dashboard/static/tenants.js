@@ -54,7 +54,7 @@ function totals(model, page) {
     const below = isOpen ? [...parts].map(([name, figures]) => ({ key: `${tenant} ${name}`, kind: "part", cells: cells(name, figures) })) : [];
     return [{ key: tenant, cells: cells([button, tenant], all) }, ...below];
   });
-  const columns = [["Tenant"], ["Tokens", "figure"], ["Share", "meters"], ["Queued now", "figure"], ["Engine time", "figure"], ["Share of it", "meters"], ["GPU time", "figure"], ["Imposed delay", "figure"]];
+  const columns = [["Tenant"], ["Tokens", "figure"], ["Share", "meters short"], ["Queued now", "figure"], ["Engine time", "figure"], ["Share of it", "meters short"], ["GPU time", "figure"], ["Imposed delay", "figure"]];
   const omitted = omittedServed + omittedCosts;
   const more = omitted ? ` (${counted(omitted, "further row")} of classes and pools not shown)` : "";
   const caption = `Tokens of the last ${seconds(model.activity.known_s)}, and engine time since ${new Date(1000 * since).toLocaleString()}${more}`;

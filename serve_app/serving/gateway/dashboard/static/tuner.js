@@ -9,8 +9,9 @@ export const title = "Tuner";
 export function render(model) {
   const { tuner } = model;
   return h("div", { key: "tuner" },
-    h("div", { class: "card" }, h("h2", null, "State"), facts([
-      ["Mode", `${tuner.mode}: ${tuner.state}`],
+    h("div", { class: "card" }, h("h2", null, "Tuner"), facts([
+      ["Mode", tuner.mode],
+      ["State", tuner.state],
       ["Frozen", tuner.frozen ? tuner.frozen : "no"],
       ["Scheduling", scheduling(model.mode)],
       ["Learned queues", partition(model.queues)],
