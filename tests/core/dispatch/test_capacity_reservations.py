@@ -6,8 +6,9 @@ from serve_app.core.commands import Command
 from serve_app.core.dispatch import dispatcher as openings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.starvation import PromotionSettings
-from serve_app.core.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
+from serve_app.core.events import Cancelled, Event, Finished, FirstToken, PartitionChanged, ReplicaLost
 from serve_app.core.isolation import IsolationSettings
+from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.errors import Outcome
 from tests.builders import ONE_POOL, ManualDriver, dispatched
 
@@ -180,3 +181,35 @@ def test_among_equal_shares_no_capacity_stays_idle() -> None:
     for _ in range(20):
         crowd.second(2)
         assert crowd.reserved == [0]
+
+
+def test_capacity_is_reserved_for_the_largest_head_of_a_tenant_that_is_behind() -> None:
+    """A smaller head of the same tenant would fit, but not under the limit on long prefills."""
+    isolation = IsolationSettings(max_long_prefills=1, owed_requests=1_000.0)
+    driver = ManualDriver(policy="ewsjf", routing=ONE_POOL, isolation=isolation)
+    driver.join("e", "only", max_model_len=KV, kv_tokens=KV, max_num_seqs=64)
+    bounds = ((1, 1_000), (1_001, 2_000), (2_001, 5_000))
+    lengths = (
+        LengthInterval(min_tokens=a, max_tokens=b, mean_tokens=(a + b) / 2, count=9) for a, b in bounds
+    )
+    driver.feed(PartitionChanged(Partition(tuple(lengths))))
+
+    def send(name: str, tokens: int, tenant: str = "heavy") -> list[Command]:
+        return driver.arrive(name, prompt_tokens=tokens - 10, max_output_tokens=10, tenant=tenant)
+
+    def send_small(number: int) -> None:
+        assert dispatched(send(f"small {number}", SMALL)) == [(f"small {number}", "e")]
+        driver.feed(FirstToken(f"small {number}"))
+
+    send("long prefill", 1_500)
+    for number in range(6):
+        send_small(number)
+    for tenant in ("heavy", "light"):
+        assert send(f"{tenant} medium", 1_200, tenant) == send(f"{tenant} large", 4_000, tenant) == []
+    for number in range(6, 12):
+        if driver.scheduler.ledger["e"].reserved_tokens:
+            break
+        driver.feed(Finished(f"small {number - 6}", Outcome.COMPLETED), after_s=0.1)
+        send_small(number)
+
+    assert "capacity is reserved for it" in driver.wait_reasons("light large")

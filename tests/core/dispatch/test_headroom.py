@@ -62,6 +62,16 @@ def test_a_heavy_tenant_leaves_room_that_a_light_one_gets_at_once() -> None:
     assert not shared.is_waiting(shared.send("light", 190))
 
 
+def test_a_heavy_tenant_leaves_room_even_if_nothing_else_is_queued() -> None:
+    shared = Shared()
+    shared.light_traffic()
+    *running, last = [shared.send("heavy") for _ in range(20)]
+    assert not any(map(shared.is_waiting, running))
+    assert shared.free > (KV - shared.free) / len(running)
+    assert shared.is_waiting(last)
+    assert "its tenant holds more than its share" in shared.wait_reasons(last)
+
+
 def test_without_light_tenants_nothing_is_kept() -> None:
     shared = Shared()
     for _ in range(30):

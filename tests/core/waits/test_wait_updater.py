@@ -120,6 +120,19 @@ def test_reading_a_wait_before_it_ends_does_not_change_it() -> None:
     assert ended[0].wait_s == 3.0
 
 
+def test_the_wait_of_a_request_that_joins_others_begins_at_its_arrival() -> None:
+    driver = steady()
+    fill(driver)
+    driver.arrive("waits")
+    driver.feed(ev.Woke(), after_s=1.0)
+    driver.arrive("later")
+
+    so_far = wait_so_far(driver.find("later"), driver.now + 2.0)
+    cancelled = waited(driver.feed(ev.Cancelled("later"), after_s=2.0), "later")
+
+    assert so_far.causes == cancelled.causes == {WaitCause.ENGINES_BUSY: 2 * SECOND}
+
+
 def test_a_large_request_waits_for_kv_cache_while_small_ones_pass() -> None:
     driver = steady(kv_tokens=10_000, max_model_len=10_000)
     driver.arrive("running", prompt_tokens=5_000)
