@@ -1,29 +1,39 @@
-"""Hypothesis profile for all tests, and shared fixtures."""
+"""Hypothesis profile for all tests, the stage of each test, and shared fixtures."""
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import hypothesis
 import pytest
 
 from serve_app.lab.workloads import catalog
-from tests.parallel import Schedule, applications_first
 
 # The time of an example depends on the machine's load.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
+# Fixtures that start programs; other tests that start some have the mark in their module.
+_STARTS_PROGRAMS = {"browser", "bucket"}
 
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with the name in `-k test_name`: importing all of them takes 15 s."""
+    name = config.option.keyword.lower()
+    if not re.fullmatch(r"test_\w+", name) or not collection_path.is_file():
+        return None
+    is_named = name in collection_path.name.lower() or name in collection_path.read_text().lower()
+    return None if is_named else True
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    applications_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
-    return Schedule(config, log)
+    """Mark the tests of served applications, of pages in a browser, and of a bucket."""
+    for item in items:
+        if item.nodeid.startswith("tests/e2e/") or _STARTS_PROGRAMS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("application")
 
 
 @pytest.fixture(autouse=True, scope="session")

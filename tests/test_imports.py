@@ -5,6 +5,7 @@ functions count as well; those under `if TYPE_CHECKING` do not exist at run time
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,8 +126,10 @@ def component_of(file: str) -> str:
     return file.partition("/")[0].removesuffix(".py")
 
 
-IMPORTS = [one for path in sorted(ROOT.rglob("*.py")) for one in imports_of(path)]
-IMPORTS += named_in_the_table_of_commands()
+@functools.cache
+def all_imports() -> list[Import]:
+    found = [one for path in sorted(ROOT.rglob("*.py")) for one in imports_of(path)]
+    return [*found, *named_in_the_table_of_commands()]
 
 
 def test_the_reader_finds_imports_wherever_they_hide() -> None:
@@ -151,7 +154,7 @@ def test_every_component_has_its_line_in_the_table() -> None:
 
 def test_components_import_only_what_the_table_allows() -> None:
     wrong = []
-    for one in IMPORTS:
+    for one in all_imports():
         package, _, rest = one.module.partition(".")
         target, component = rest.partition(".")[0], component_of(one.file)
         if package == "serve_app" and target and target != component and target not in MAY_IMPORT[component]:
@@ -170,7 +173,7 @@ def test_the_table_has_no_cycles() -> None:
 @pytest.mark.parametrize("place", PURE)
 def test_the_pure_core_needs_nothing_but_pure_modules(place: str) -> None:
     wrong = []
-    for one in IMPORTS:
+    for one in all_imports():
         top = one.module.partition(".")[0]
         is_ours = top == "serve_app"
         is_pure = top in sys.stdlib_module_names and top not in IMPURE_STANDARD_LIBRARY
@@ -182,7 +185,7 @@ def test_the_pure_core_needs_nothing_but_pure_modules(place: str) -> None:
 
 def test_the_pure_core_imports_only_itself_of_the_package() -> None:
     wrong = []
-    for one in IMPORTS:
+    for one in all_imports():
         if is_within(one.file, PURE) and one.module.startswith("serve_app"):
             target = one.module.removeprefix("serve_app.").replace(".", "/")
             if not is_within(target, PURE) and not is_within(f"{target}.py", PURE):
@@ -194,7 +197,7 @@ def test_the_pure_core_imports_only_itself_of_the_package() -> None:
 def test_heavy_libraries_are_imported_in_their_home_alone(library: str) -> None:
     wrong = [
         str(one)
-        for one in IMPORTS
+        for one in all_imports()
         if one.module.partition(".")[0] == library and not is_within(one.file, HOMES[library])
     ]
     assert wrong == []

@@ -16,7 +16,7 @@ import pytest
 from serve_app.serving.gateway.batches.records import OPEN
 from tests.e2e.served import Served
 
-pytestmark = pytest.mark.timeout(1_200)
+pytestmark = [pytest.mark.application, pytest.mark.timeout(1_200)]
 
 CHATS = "/v1/chat/completions"
 VICTIMS = ("gateway", "scheduler", "short", "gateway")

@@ -13,7 +13,7 @@ from experiments.common.application import serve_config, served_application
 from tests.chaos.mortal import FILE_VARIABLE
 from tests.e2e.served import Served, wait_for
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.application, pytest.mark.timeout(400)]
 
 MODEL = {
     "name": "demo",

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.served import Served, wait_for
 
 # The first test of a session waits until the application has started.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.application, pytest.mark.timeout(300)]
 
 SCHEDULED = 100
 LIMITS = httpx.Limits(max_connections=None)

@@ -80,6 +80,7 @@ def test_a_block_follows_the_rule_of_its_language(block: CodeBlock) -> None:
         pytest.fail(f"{block.place}: {exc}", pytrace=False)
 
 
+@pytest.mark.application
 @pytest.mark.parametrize(
     "block",
     [

@@ -17,6 +17,7 @@ def prefill_tokens(*, reports_load: bool) -> int:
     return play(PROGRAMS, fleet=replace(one, reports_load=reports_load), concurrency=12).prefill_tokens
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("assumed", [100_000, 2_000_000])
 def test_a_capacity_that_is_learned_is_nearly_as_good_as_a_reported_one(
     assumed: int, monkeypatch: pytest.MonkeyPatch

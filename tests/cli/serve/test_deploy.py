@@ -118,6 +118,7 @@ async def ends_beside(url: str, work: Callable[[], Any]) -> tuple[Counter[int], 
     return statuses, await working
 
 
+@pytest.mark.application
 async def test_a_change_is_applied_one_that_fails_is_rolled_back_and_a_stop_completes_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

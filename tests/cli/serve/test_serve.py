@@ -193,6 +193,7 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
     assert listening((port,)) == []
 
 
+@pytest.mark.application
 def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=5.0)) as opened:

@@ -50,6 +50,7 @@ class AcceptsAnythingSilently(AcceptsAnything):
     body = b""
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("server", [Rejects, SendsNothing, AcceptsAnything, AcceptsAnythingSilently])
 def test_a_bucket_is_served_beside_a_program_that_took_its_port(
     server: type[BaseHTTPRequestHandler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
