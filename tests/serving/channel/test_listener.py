@@ -22,8 +22,8 @@ from tests.serving.channel.harness import (
     until,
 )
 
-LIMIT = 32
-CROWD = 10 * LIMIT
+LIMIT = 16
+CROWD = 4 * LIMIT
 
 
 # Ray runs actors on uvloop if it is installed.
@@ -32,7 +32,7 @@ LOOP_FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[Simulation]:
-    """Yield a scheduler that accepts 32 connections without a handshake."""
+    """Yield a scheduler that accepts 16 connections without a handshake."""
     world = Simulation(scheduler_settings(), replace(FAST, max_pending_handshakes=LIMIT))
     await world.begin()
     yield world
