@@ -42,18 +42,28 @@ def _known_gpu(name: str) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    status, own_ports = 0, [each.port for each in running_instances()]
+    status, running = 0, {each.port: each for each in running_instances()}
     for config in args.configs:
         found = check_file(
-            config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu, own_ports=own_ports
+            config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu, own_ports=running
         )
         print_findings(config, found)
-        if found.mistakes:
+        if found.mistakes or found.settings is None:
             status = 2
-        else:
-            print_result(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
-            if not args.skip_machine_checks and http_address(found.content)[1] in own_ports:
-                print_result(f"Its application runs: apply changes with `{program()} deploy {config}`.")
+            continue
+        instance = None if args.skip_machine_checks else running.get(http_address(found.content)[1])
+        names = set(found.settings.served_names())
+        if instance is not None and instance.models and names.isdisjoint(instance.models):
+            warn(
+                f"{config}: http_options.port {instance.port} is in use by another application "
+                f"({instance.config}), which serves {', '.join(instance.models)}: choose another port, or "
+                f"stop that one with `{program()} stop --url {instance.url}`"
+            )
+            status = 2
+            continue
+        print_result(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
+        if instance is not None:
+            print_result(f"Its application runs: apply changes with `{program()} deploy {config}`.")
     return status
 
 

@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -21,10 +21,11 @@ from serve_app.cli.serve.environment import environment
 from serve_app.cli.serve.instance import Instance, choose_instance, running_instances, write_instance
 from serve_app.cli.serve.messages import HostJob, Progress
 from serve_app.cli.serve.terminal import Console
-from serve_app.errors import ServeAppError
+from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.access import ray_token
 from serve_app.serving.remote.endpoint import unusable_endpoints
 from serve_app.settings.checking import CheckResult, check_file
+from serve_app.settings.loading import settings_of
 
 if TYPE_CHECKING:
     from serve_app.cli.serve.changes import Change
@@ -42,6 +43,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="application on this machine to change, if several run")
     where.add_argument("--address", help="Ray cluster that runs the application, such as auto")
+    parser.add_argument(
+        "--replace", action="store_true", help="allow a configuration with none of the models that run"
+    )
     parser.add_argument(
         "--timeout-s",
         type=positive_float,
@@ -64,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
     os.environ.update(environment(os.environ))
-    return _Deployment(config, checked, instance, args.address, args.timeout_s).run()
+    return _Deployment(config, checked, instance, args.address, args.timeout_s).run(replaces=args.replace)
 
 
 def _instance(config: Path, url: str | None) -> Instance:
@@ -118,7 +122,6 @@ class _Deployment:
     ) -> None:
         assert checked.settings is not None, "see `_run`"
         self._config = config
-        self._checked = checked
         self._instance = instance
         self._address = instance.ray_address if instance else address or ""
         self._timeout_s = timeout_s
@@ -134,11 +137,17 @@ class _Deployment:
             engines=engine_kinds(checked.settings),
         )
 
-    def run(self) -> int:
+    def run(self, *, replaces: bool) -> int:
         """Compare, deploy, wait, and restore the old configuration if that fails.
+
+        Args:
+            replaces: whether all running models may stop.
 
         Returns:
             The exit status: 1 if the change failed.
+
+        Raises:
+            ServeAppError: there is no application to change, or all its models would stop.
         """
         # Imported here, because Ray takes two seconds to import, with the environment as it is now.
         from serve_app.cli.serve.changes import IN_PLACE, change  # noqa: PLC0415
@@ -154,6 +163,8 @@ class _Deployment:
         if before is None:
             print_result("The deployed configuration is unknown, so this cannot be rolled back.")
         else:
+            if not replaces:
+                self._check_models(before)
             found = change(before, build(before), cluster.content, application)
             self._print_change(found)
             processes = {name for name, effect in found.effects.items() if effect not in IN_PLACE}
@@ -178,6 +189,16 @@ class _Deployment:
         self._register()
         self._console.line(f"Applied after {self._console.elapsed_s:.0f} s.", "bold green")
         return 0
+
+    def _check_models(self, before: Mapping[str, Any]) -> None:
+        """Raise if no running model is in the new configuration, which is probably another application's."""
+        running = list(settings_of(before["applications"][0].get("args", {})).served_names())
+        wanted = list(self._settings.served_names())
+        if not set(running) & set(wanted):
+            raise SettingsError(
+                f"{self._config} has none of the models that run at {self._job.url or self._address} "
+                f"({', '.join(running)}): pass --replace to stop them and serve {', '.join(wanted)} instead"
+            )
 
     def _print_change(self, change: "Change") -> None:
         print_result("changed settings: " + (", ".join(change.settings) or "none"))
@@ -260,12 +281,12 @@ class _Deployment:
 
     def _register(self) -> None:
         if self._instance is not None:
-            assert self._checked.settings is not None, "see `_run`"
             write_instance(
                 msgspec.structs.replace(
                     self._instance,
                     config=self._job.config,
-                    drain_s=self._checked.settings.gateways.drain_timeout_s,
+                    drain_s=self._settings.gateways.drain_timeout_s,
+                    models=tuple(self._settings.served_names()),
                 )
             )
 

@@ -112,7 +112,7 @@ def test_the_health_check_tests_readiness(tmp_path: Path) -> None:
     thread.start()
     folder = tmp_path / f"ewsjf-{os.getuid()}" / "8000"
     folder.mkdir(parents=True)
-    register(f"http://127.0.0.1:{server.server_port}", tmp_path / "config.yaml", folder, 600.0)
+    register(f"http://127.0.0.1:{server.server_port}", tmp_path / "config.yaml", folder, 600.0, ("demo",))
     try:
         assert check() == 0
         Application.status = 503

@@ -84,7 +84,7 @@ def serve(
         requires_key=checked.settings.gateway.requires_keys,
         listen_address=f"http://{host}:{listening}",
     )
-    register(launch.job.url, config, folder, launch.drain_s)
+    register(launch.job.url, config, folder, launch.drain_s, launch.models)
     try:
         return asyncio.run(Supervisor(launch, console).run())
     finally:

@@ -23,6 +23,7 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
         folder: folder with its logs and Ray's files.
         drain_s: time limit for in-flight requests when it is stopped.
         ray_address: address of its Ray cluster; empty until it is ready.
+        models: names that clients may request; empty if a release before 0.4 started it.
     """
 
     pid: int
@@ -32,6 +33,7 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
     folder: str
     drain_s: float = 600.0
     ray_address: str = ""
+    models: tuple[str, ...] = ()
 
     @property
     def port(self) -> int:
@@ -45,7 +47,7 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
         return False
 
 
-def register(url: str, config: Path, folder: Path, drain_s: float) -> None:
+def register(url: str, config: Path, folder: Path, drain_s: float, models: tuple[str, ...]) -> None:
     """Register this process's application."""
     me = psutil.Process()
     instance = Instance(
@@ -55,6 +57,7 @@ def register(url: str, config: Path, folder: Path, drain_s: float) -> None:
         config=str(config.resolve()),
         folder=str(folder),
         drain_s=drain_s,
+        models=models,
     )
     write_instance(instance)
 

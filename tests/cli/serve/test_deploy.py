@@ -82,10 +82,10 @@ def changed_file(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(yaml.safe_dump(content))
 
 
-def deploy(path: Path) -> subprocess.CompletedProcess[str]:
+def deploy(path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     # As in a new terminal: another folder, and without the application's environment.
     return subprocess.run(
-        [sys.executable, "-m", "serve_app", "deploy", str(path)],
+        [sys.executable, "-m", "serve_app", "deploy", str(path), *more],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -175,6 +175,15 @@ async def test_a_change_is_applied_one_that_fails_is_rolled_back_and_a_stop_comp
         assert {**after, "gateway": before["gateway"]} == before
         (queue,) = (await queues(url))["models"]
         assert queue["max_waiting"] == 77
+
+        other = tmp_path / "other.yaml"
+        other.write_text(working.replace("name: demo", "name: another").replace("gpt-4o-mini", "another-4o"))
+        statuses, done = await ends_beside(url, lambda: deploy(other, "--url", url))
+        assert done.returncode == 2
+        assert f"{other} has none of the models that run at {url} (demo, gpt-4o-mini)" in done.stderr
+        assert "pass --replace to stop them and serve another, another-4o instead" in done.stderr
+        assert set(statuses) == {200}
+        assert replicas(opened.process.pid).keys() == before.keys()
 
         config.write_text(working)
         done = await asyncio.to_thread(deploy, config)

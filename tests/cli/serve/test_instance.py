@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.application import free_port
 from serve_app.cli import main
 from serve_app.cli.serve.environment import instance_folder
 from serve_app.cli.serve.instance import register, running_instances, unregister
+from tests.cli.serve.application import ROOT, configuration
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def published(port: int) -> Path:
     folder = instance_folder(port)
     folder.mkdir(parents=True)
-    register(f"http://127.0.0.1:{port}", Path("config.yaml"), folder, 600.0)
+    register(f"http://127.0.0.1:{port}", Path("config.yaml"), folder, 600.0, ("demo",))
     return folder
 
 
@@ -40,6 +42,26 @@ def test_the_file_of_a_process_that_is_gone_counts_for_nothing() -> None:
     (instance_folder(8001)).mkdir()
     (instance_folder(8001) / "instance.json").write_text("{")
     assert list(running_instances()) == []
+
+
+def test_check_names_the_running_application_whose_port_a_file_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    published(port)
+    own = configuration(tmp_path, port, drain_s=1.0)
+    assert main(["check", str(own)]) == 0
+    assert f"deploy {own}" in capsys.readouterr().out
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        (ROOT / "configs/remote.yaml").read_text().replace("port: 8000", f"port: {port}"), encoding="utf-8"
+    )
+    assert main(["check", str(other)]) == 2
+    printed = capsys.readouterr()
+    assert "deploy" not in printed.out
+    assert f"port {port} is in use by another application" in printed.err
+    assert "config.yaml), which serves demo: choose another port, or stop that one" in printed.err
+    assert main(["check", "--skip-machine-checks", str(other)]) == 0
 
 
 def test_an_application_is_found_while_the_disk_is_full() -> None:
