@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -65,6 +66,8 @@ def serve(
     console.line(f"{config} is valid ({console.elapsed_s:.1f} s)")
     host, listening = http_address(checked.content)
     folder = _fresh_folder(instance_folder(listening))
+    if (previous := _previous(folder)).is_dir():
+        console.line(f"logs of the previous run: {previous}")
     raise_descriptor_limit()
     launch = LaunchParameters(
         job=HostJob(
@@ -111,7 +114,7 @@ def engine_kinds(settings: ApplicationSettings) -> dict[str, str]:
 
 
 def _fresh_folder(folder: Path) -> Path:
-    """Create an empty folder for the files of an instance, removing those of the previous one.
+    """Create an empty folder for the files of an instance; those of the previous one are moved beside it.
 
     Raises:
         SettingsError: the folder belongs to another user, or a running instance uses it.
@@ -125,9 +128,18 @@ def _fresh_folder(folder: Path) -> Path:
                 f"process {running.pid} already runs {running.config} on this port: change it with "
                 f"`{program()} deploy`, stop it with `{program()} stop`, or choose another port with --port"
             )
+    previous = _previous(folder)
+    shutil.rmtree(previous, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there is none before the first start
+        folder.rename(previous)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _previous(folder: Path) -> Path:
+    """Return the folder of the run before the one in `folder`."""
+    return folder.with_name(f"{folder.name}.last")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

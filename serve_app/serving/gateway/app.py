@@ -311,27 +311,38 @@ class Gateway:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
 
     def _route(self, path: str, method: str) -> Handler:
-        route = self._routes.get(path)
-        if route is None and path.startswith(_MODELS + "/"):
-            route = ("GET", self._show_model)
-        elif route is None and path.startswith(RECEIPTS_PATH):
-            route = ("GET", self._debug.receipt)
-        elif route is None and path.startswith(PROGRAMS_PATH):
-            route = ("GET", self._debug.program)
-        elif route is None and path.startswith(KEYS_PATH + "/"):
-            route = (KEY_METHODS, self._key_admin.serve)
-        elif route is None and (stored_method := method_of(path)) is not None:
-            route = (stored_method, self._stored.serve)
-        elif route is None and (batch_methods := methods_of(path)) is not None:
-            route = (batch_methods, self._serve_batches)
+        route = self._find(path)
         if route is None:
+            # A base URL lacks /v1, has it twice, or has a slash too many.
+            bare = "/" + path.removeprefix("/v1").strip("/")
+            near = next((each for each in (bare, f"/v1{bare}") if self._find(each) is not None), None)
+            advice = "" if near is None else f": use {near[:200]}"
             raise RequestRejected(
-                Outcome.REJECTED_INVALID, f"unknown path {path[:200]}", code="not_found", status=404
+                Outcome.REJECTED_INVALID, f"unknown path {path[:200]}{advice}", code="not_found", status=404
             )
         allowed, handler = route
         if ("GET" if method == "HEAD" else method) not in allowed.split(", "):
             raise MethodRejected(method, path, allowed)
         return handler
+
+    def _find(self, path: str) -> tuple[str, Handler] | None:
+        """Return the allowed methods and the handler of a path."""
+        route = self._routes.get(path)
+        if route is not None or path.endswith("/"):
+            pass
+        elif path.startswith(_MODELS + "/"):
+            route = "GET", self._show_model
+        elif path.startswith(RECEIPTS_PATH):
+            route = "GET", self._debug.receipt
+        elif path.startswith(PROGRAMS_PATH):
+            route = "GET", self._debug.program
+        elif path.startswith(KEYS_PATH + "/"):
+            route = KEY_METHODS, self._key_admin.serve
+        elif (stored_method := method_of(path)) is not None:
+            route = stored_method, self._stored.serve
+        elif (batch_methods := methods_of(path)) is not None:
+            route = batch_methods, self._serve_batches
+        return route
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:
         self._check_stopping()

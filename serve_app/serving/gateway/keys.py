@@ -39,7 +39,7 @@ from serve_app.serving.api_keys import (
     parsed_hash,
     read_keys,
 )
-from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRejected
+from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRejected, header_text
 
 logger = logging.getLogger("ray.serve")
 
@@ -187,7 +187,7 @@ class Caller:
         Raises:
             RequestRejected: the tenant's name is malformed, or the key may not act for it.
         """
-        named = None if header is None else header.decode("latin-1")
+        named = None if header is None else header_text(header)
         if named is not None and not is_tenant_name(named):
             raise RequestRejected(
                 Outcome.REJECTED_INVALID,

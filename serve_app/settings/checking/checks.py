@@ -1,5 +1,6 @@
 """All checks of a configuration, in order: file, Ray Serve's keys, settings, engines, this machine."""
 
+import contextlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import fsspec
 
 from serve_app.errors import SettingsError
+from serve_app.serving.api_keys import KeysFileError, read_keys
 from serve_app.settings.address import http_address, with_port
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.engines import check_capacity, check_engines
@@ -79,6 +81,7 @@ def check_file(
     gpu = gpu or (single_gpu_name() if on_this_machine else None)
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, gpu)]
     if on_this_machine:
+        found.warnings += [document.mistake(where, sentence) for sentence in _budgets(found.settings)]
         found.mistakes += _machine_mistakes(document, found.settings, own_ports)
         sentences = (*_state(found.settings), *_tracing(found.settings))
         found.mistakes += [document.mistake(where, sentence) for sentence in sentences]
@@ -94,6 +97,20 @@ def _state(settings: ApplicationSettings) -> Iterator[str]:
     except (ImportError, ValueError) as exc:
         # The error names the missing package.
         yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
+
+
+def _budgets(settings: ApplicationSettings) -> Iterator[str]:
+    """Check that the counts of keys with a budget survive a restart."""
+    path = settings.gateway.keys_path
+    if settings.state_uri is not None or path is None:
+        return
+    with contextlib.suppress(KeysFileError):  # a gateway waits for a valid file
+        keys = [key.id for key in read_keys(path) if key.has_budget and key.revoked_at is None]
+        if keys:
+            yield (
+                f"gateway.keys_file {path}: without a state_uri, each start counts the budget of the keys "
+                f"{', '.join(keys)} from zero: set state_uri"
+            )
 
 
 def _tracing(settings: ApplicationSettings) -> Iterator[str]:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from experiments.common.application import free_port
+from serve_app.cli.serve.environment import instance_folder
 from serve_app.cli.serve.instance import running_instances
 from tests.cli.serve.application import Terminal, configuration, listening, on_terminal, terminal
 
@@ -194,9 +195,19 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
 
 
 @pytest.mark.application
-def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_a_start_that_is_interrupted_leaves_its_logs_until_the_one_after_the_next(tmp_path: Path) -> None:
     port = free_port()
-    with terminal(configuration(tmp_path, port, drain_s=5.0)) as opened:
+    config, folder = configuration(tmp_path, port, drain_s=5.0), instance_folder(port)
+    interrupt_a_start(config)
+    (folder / "serve.log").write_text("first", encoding="utf-8")
+    assert f"logs of the previous run: {folder}.last" in interrupt_a_start(config)
+    assert (Path(f"{folder}.last") / "serve.log").read_text(encoding="utf-8") == "first"
+    assert (folder / "serve.log").read_text(encoding="utf-8") != "first"
+
+
+def interrupt_a_start(config: Path) -> str:
+    """Press Ctrl-C before the application is ready; return the output."""
+    with terminal(config) as opened:
         opened.wait_for("is valid")
         time.sleep(2.0)
         opened.wait_for("is valid")  # again, for the current processes
@@ -204,3 +215,4 @@ def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         assert opened.ended(END_S) == 130
         assert "Stopped before it was ready" in opened.output
         assert opened.processes_left() == []
+        return opened.output

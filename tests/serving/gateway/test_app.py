@@ -185,23 +185,42 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
     assert not stage.dispatcher.submissions
 
 
+EMPTY = b'{"model":"tiny","messages":[]}'
+
+
 @pytest.mark.parametrize(
     ("method", "path", "content", "headers", "status", "code", "words"),
     [
         ("POST", CHAT, b"{", {}, 400, None, "not valid JSON"),
         ("POST", CHAT, b'{"model":"tiny","messages":1}', {}, 400, None, "messages is invalid"),
         ("POST", CHAT, b'{"model":"gpt","messages":[]}', {}, 404, "model_not_found", "models: tiny"),
-        ("POST", CHAT, b'{"model":"tiny","messages":[]}', {"x-priority": "max"}, 400, None, "'max'"),
+        ("POST", CHAT, EMPTY, {"x-priority": "max"}, 400, None, "'max'"),
         ("POST", CHAT, b"x" * 3000, {}, 413, "body_too_large", "2048 bytes"),
         ("GET", CHAT, b"", {}, 405, "method_not_allowed", "use POST"),
         ("POST", "/v1/models", b"", {}, 405, "method_not_allowed", "use GET"),
         ("GET", "/v1/models/gpt", b"", {}, 404, "model_not_found", "models: tiny"),
         ("POST", "/v1/audio/speech", b"{}", {}, 404, "not_found", "unknown path"),
+        ("POST", "/chat/completions", b"{}", {}, 404, "not_found", f"/chat/completions: use {CHAT}"),
+        ("POST", "/v1/v1/chat/completions", b"{}", {}, 404, "not_found", f"use {CHAT}"),
+        ("POST", CHAT + "/", b"{}", {}, 404, "not_found", f"{CHAT}/: use {CHAT}"),
+        ("GET", "/v1/models/", b"", {}, 404, "not_found", "use /v1/models"),
+        ("GET", "/models/tiny", b"", {}, 404, "not_found", "use /v1/models/tiny"),
+        ("GET", "/files", b"", {}, 404, "not_found", "use /v1/files"),
+        ("GET", "/v1/health", b"", {}, 404, "not_found", "use /health"),
+        ("POST", CHAT, EMPTY, {"x-tenant": "é".encode()}, 400, None, "x-tenant: 'é' is"),
+        ("POST", CHAT, EMPTY, {"x-tenant": b"\xe9"}, 400, None, "x-tenant: 'é' is"),
+        ("POST", CHAT, EMPTY, {"x-priority": "é".encode()}, 400, None, "x-priority: 'é' is"),
         ("POST", "/tokenize", b"{}", {}, 400, None, "model is missing"),
     ],
 )
 async def test_rejections_speak_openais_language(
-    method: str, path: str, content: bytes, headers: dict[str, str], status: int, code: str | None, words: str
+    method: str,
+    path: str,
+    content: bytes,
+    headers: dict[str, str | bytes],
+    status: int,
+    code: str | None,
+    words: str,
 ) -> None:
     async with staged(max_body_bytes=2048) as stage:
         answer = await stage.http.request(method, path, content=content, headers=headers)

@@ -49,6 +49,13 @@ async def test_a_preflight_is_answered_without_a_key() -> None:
         assert rejected.headers["access-control-allow-origin"] == PAGE
 
 
+async def test_a_preflight_without_cors_names_the_setting() -> None:
+    async with staged_for() as stage:
+        answer = await stage.http.options(CHAT, headers=PREFLIGHT)
+    assert answer.status_code == 405
+    assert "set gateway.cors.allow_origins" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("origins", [(PAGE, "https://other.example.com"), ("*",)])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_answer_may_be_read_by_the_page_with_its_scheduling(

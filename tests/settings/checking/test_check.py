@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import main
+from serve_app.serving.api_keys import read_keys
 from serve_app.settings.checking import check_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,6 +82,21 @@ def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, expect
     assert status == 2
     assert any(f"state_uri {uri} cannot be used here" in line and expected in line for line in lines), lines
     assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
+
+
+def test_a_budget_whose_counts_a_restart_loses_is_a_warning(check: Check, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    text = local(**{"# state_uri__/var/lib/ewsjf": f"gateway: {{keys_file: {keys}}}"})
+    assert check(text) == (0, ["CONFIG is valid"])
+    for limit in ([], ["--tokens-per-day", "1000"]):
+        assert main(["keys", "create", "--file", str(keys), "--tenant", "app", *limit]) == 0
+    key = read_keys(keys)[1].id
+    status, lines = check(text)
+    assert status == 0
+    assert any("each start counts the budget of the keys " + key in line for line in lines), lines
+    assert check(f"{text}      state_uri: {tmp_path}\n")[1] == ["CONFIG is valid"]
+    assert main(["keys", "revoke", key, "--file", str(keys)]) == 0
+    assert check(text)[1][-1] == "CONFIG is valid"
 
 
 def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

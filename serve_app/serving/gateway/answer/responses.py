@@ -159,6 +159,8 @@ class MethodRejected(RequestRejected):
 
     def __init__(self, method: str, path: str, allowed: str) -> None:
         message = f"{method} is not allowed for {path[:200]}: use {allowed}"
+        if method == "OPTIONS":
+            message += "; for web pages of other origins, set gateway.cors.allow_origins"
         super().__init__(Outcome.REJECTED_INVALID, message, code="method_not_allowed", status=405)
         self.allowed = allowed
 
@@ -192,6 +194,14 @@ async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
+
+
+def header_text(value: bytes) -> str:
+    """Return a header as its sender wrote it: UTF-8, or Latin-1 if it is not valid UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def encode(document: object) -> bytes:

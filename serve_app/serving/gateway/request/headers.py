@@ -12,6 +12,7 @@ from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,
     HeaderList,
     RequestRejected,
+    header_text,
     rate_limit_headers,
 )
 from serve_app.serving.gateway.answer.waiting import QueueForm
@@ -107,7 +108,7 @@ def requested_class(
 
 
 def _class_of_header(value: bytes) -> PriorityClass:
-    asked = value.decode("latin-1")
+    asked = header_text(value)
     try:
         return PriorityClass(asked.strip().lower())
     except ValueError:
@@ -133,9 +134,7 @@ def queue_timeout_s(header: bytes | None) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 < value <= MAX_QUEUE_TIMEOUT_S:
-        raise _bad_value(
-            "x-queue-timeout-s", header.decode("latin-1"), "a number of seconds above 0, up to 86400"
-        )
+        raise _bad_value("x-queue-timeout-s", header_text(header), "a number of seconds above 0, up to 86400")
     return value
 
 
@@ -148,7 +147,7 @@ def no_wait(header: bytes | None) -> bool:
     if header is None:
         return False
     if header.strip().lower() != b"no-wait":
-        raise _bad_value("x-queue", header.decode("latin-1"), "no-wait, or omit the header")
+        raise _bad_value("x-queue", header_text(header), "no-wait, or omit the header")
     return True
 
 
@@ -160,7 +159,7 @@ def queue_form(header: bytes | None) -> QueueForm | None:
     """
     if header is None:
         return None
-    asked = header.decode("latin-1")
+    asked = header_text(header)
     try:
         return QueueForm(asked.strip().lower())
     except ValueError:
@@ -171,7 +170,7 @@ def queue_form(header: bytes | None) -> QueueForm | None:
 def reject_encoded_body(encoding: bytes | None) -> None:
     """Raise `RequestRejected` for a compressed body, which the gateway cannot parse."""
     if encoding and encoding.strip().lower() != b"identity":
-        raise _bad_value("content-encoding", encoding.decode("latin-1"), "no compression of request bodies")
+        raise _bad_value("content-encoding", header_text(encoding), "no compression of request bodies")
 
 
 def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:

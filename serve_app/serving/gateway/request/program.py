@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from serve_app.request import ProgramHint
+from serve_app.serving.gateway.answer.responses import header_text
 from serve_app.serving.gateway.request.fields import ABSENT, GenerationFields, ResponsesFields
 
 SESSION_HEADERS = (
@@ -95,7 +96,7 @@ def _member(value: Any, name: str) -> Any:
 
 
 def _header_id(headers: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:
-    return _first_id(headers[name].decode("latin-1") for name in names if name in headers)
+    return _first_id(header_text(headers[name]) for name in names if name in headers)
 
 
 def _first_id(candidates: Iterable[Any]) -> str:

@@ -51,6 +51,7 @@ async def test_a_header_states_the_session(stage: Stage) -> None:
     ):
         assert await hint(stage, headers={name: "s 1"}) == ProgramHint(session="s 1"), name
         assert name.encode() not in stage.engine.heads[-1]
+    assert await hint(stage, headers={"x-session-id": "é".encode()}) == ProgramHint(session="é")
 
 
 async def test_headers_state_the_program_and_the_parent(stage: Stage) -> None:
