@@ -9,12 +9,19 @@ from typing import IO, Any
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, download, request
 from serve_app.cli.serve.instance import instance_at, running_instances
 from serve_app.errors import ServeAppError
-from serve_app.serving.access import read_admin_key
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, read_admin_key
 
 Document = Mapping[str, Any]
 
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
+
+
+KEY_ADVICE = (
+    f"--api-key or {_KEY_VARIABLE}. `ewsjf serve` creates one. An application that Ray Serve starts has one "
+    f"if {ADMIN_KEY_VARIABLE} is set for Ray, or a key in gateway.keys has admin: true"
+)
+"""Where an admin key comes from, as the end of a sentence."""
 
 
 class ApplicationError(ServeAppError):
@@ -104,7 +111,7 @@ class ApplicationClient:
             return answer
         if answer.is_denied:
             raise ApplicationError(
-                f"{self.url}{path} returned {answer}; --api-key or {_KEY_VARIABLE} must be an admin key"
+                f"{self.url}{path} returned {answer}: pass an admin key with {KEY_ADVICE}"
             )
         error = (answer.document() or {}).get("error")
         message = error.get("message") if isinstance(error, dict) else None

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_app.cli.application import ApplicationClient, add_address
+from serve_app.cli.application import KEY_ADVICE, ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result, program
 from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.failures import engine_cause
@@ -198,7 +198,7 @@ def check_access(inspection: Inspection) -> Iterator[Finding]:
         yield Finding(
             Severity.NOTE,
             f"queues and replicas are not accessible: the application returned {response.status}",
-            "pass an admin key with --api-key or EWSJF_API_KEY",
+            f"pass an admin key with {KEY_ADVICE}",
         )
     else:
         yield Finding(

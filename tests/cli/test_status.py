@@ -182,7 +182,8 @@ def test_a_key_without_admin_is_rejected_with_the_remedy(
 ) -> None:
     assert main(["status", "--url", url, "--api-key", "k2"]) == 2
     assert "401" in (message := capsys.readouterr().err)
-    assert "admin" in message
+    assert "pass an admin key with --api-key or EWSJF_API_KEY. `ewsjf serve` creates one." in message
+    assert "that Ray Serve starts has one if EWSJF_ADMIN_KEY is set for Ray" in message
 
 
 def client(url: str, api_key: str | None = None) -> ApplicationClient:

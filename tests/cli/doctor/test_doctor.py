@@ -371,6 +371,7 @@ async def test_a_real_gateway_and_scheduler_are_understood(
         found, output = await run_doctor()
         assert found == 1
         assert "returned 401" in output
+        assert "has one if EWSJF_ADMIN_KEY is set for Ray" in output
         scheduler.stop("superseded")
         _, output = await run_doctor("--api-key", "k1")
         assert "its scheduler has ended: superseded" in output
