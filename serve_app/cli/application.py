@@ -110,9 +110,7 @@ class ApplicationClient:
         if answer.is_success:
             return answer
         if answer.is_denied:
-            raise ApplicationError(
-                f"{self.url}{path} returned {answer}: pass an admin key with {KEY_ADVICE}"
-            )
+            raise ApplicationError(f"{self.url}{path} returned {answer}: pass an admin key with {KEY_ADVICE}")
         error = (answer.document() or {}).get("error")
         message = error.get("message") if isinstance(error, dict) else None
         raise ApplicationError(str(message or f"{self.url}{path} returned {answer}"))
