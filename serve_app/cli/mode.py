@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from serve_app.cli.application import ApplicationClient, add_address
@@ -63,11 +64,34 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"{model['model']}: {model['error']}"
         return
     yield f"{model['model']}: {model['mode']}, {model['active_share']:.0%} of the requests are scheduled"
-    measured = {name: model["measured"][name] for name in ("scheduled", "bypassed")}
-    rows = [(name, *_figures(part)) for name, part in measured.items() if part["all"]["requests"]]
+    # A scheduler of an older release does not report windows.
+    rows = [row for window in model.get("windows", ()) for row in _rows(window)]
     if rows:
-        head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
-        yield table_text(head, rows, text_columns=1)
+        head = (
+            "from",
+            "to",
+            "scheduled",
+            "requests that were",
+            "number",
+            "p50 s",
+            "p99 s",
+            "short p50 s",
+            "short p99 s",
+        )
+        yield "time to first token, by window between two changes:"
+        yield table_text(head, rows, text_columns=4)
+
+
+def _rows(window: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    begin, end = (_clock(window[name]) for name in ("since", "until"))
+    for name in ("scheduled", "bypassed"):
+        part = window[name]
+        if part["all"]["requests"]:
+            yield begin, end, f"{window['active_share']:.0%}", name, *_figures(part)
+
+
+def _clock(at: float | None) -> str:
+    return "now" if at is None else f"{datetime.fromtimestamp(at, UTC).astimezone():%m-%d %H:%M:%S}"
 
 
 def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:

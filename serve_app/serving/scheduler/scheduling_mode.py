@@ -1,9 +1,13 @@
-"""The share of the traffic that is scheduled, and the latencies of both parts.
+"""The share of the traffic that is scheduled, and the latencies before and after each change of it.
 
-Time to first token is measured from arrival at the gateway; only streamed answers have one.
+A window lasts from one change to the next. Time to first token is measured from arrival at the gateway; only
+streamed answers have one.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
+from itertools import chain
+from time import time
 from typing import Any, Protocol
 
 from serve_app.core import Scheduler
@@ -12,8 +16,39 @@ from serve_app.core.metrics.summary import first_token_figures
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.journal import Entry
 
-# Samples of each part: at 20 requests/s, more than the last three minutes. About 300 kB.
-_KEPT = 4_000
+# Windows, and samples of each part: at 20 requests/s, more than the last three minutes of it. About 5 MB.
+_MAX_WINDOWS, _MAX_SAMPLES = 8, 4_000
+# Expected prompt tokens, and seconds.
+_Samples = deque[tuple[int, float]]
+
+
+def _no_samples() -> _Samples:
+    return deque(maxlen=_MAX_SAMPLES)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Time with one share; times in Unix seconds."""
+
+    active_share: float
+    since: float
+    until: float | None = None
+    scheduled: _Samples = field(default_factory=_no_samples)
+    bypassed: _Samples = field(default_factory=_no_samples)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "mode": _mode(self.active_share),
+            "active_share": self.active_share,
+            "since": self.since,
+            "until": self.until,
+            "scheduled": first_token_figures(self.scheduled),
+            "bypassed": first_token_figures(self.bypassed),
+        }
+
+
+def _mode(active_share: float) -> str:
+    return "active" if active_share == 1 else "observe" if active_share == 0 else "partly active"
 
 
 class ModeScheduler(Protocol):
@@ -28,16 +63,11 @@ class ModeScheduler(Protocol):
 
 
 class SchedulingMode:
-    """Scheduled share, and the recent times to first token of both parts.
-
-    Without cost while everything is scheduled.
-    """
+    """Scheduled share, and the times to first token in the windows of the last shares."""
 
     def __init__(self, scheduler: ModeScheduler) -> None:
         self._scheduler = scheduler
-        self._firsts: dict[bool, deque[tuple[int, float]]] = {
-            bypassed: deque(maxlen=_KEPT) for bypassed in (False, True)
-        }
+        self._windows = deque([_Window(self.active_share, time())], _MAX_WINDOWS)
 
     def __repr__(self) -> str:
         return f"<SchedulingMode active_share={self.active_share:g}>"
@@ -65,25 +95,35 @@ class SchedulingMode:
         self._scheduler.feed(ActiveShareChanged(active_share))
         if self._scheduler.end_reason:
             raise ChannelError(f"this scheduler is not running: {self._scheduler.end_reason}")
+        if active_share != self._windows[-1].active_share:
+            now = self._windows[-1].until = time()
+            self._windows.append(_Window(active_share, now))
 
     def on_entry(self, entry: Entry) -> None:
-        """Record a first token while part of the traffic is not scheduled."""
+        """Record a first token."""
         scheduled = entry.scheduled
-        if not isinstance(entry.event, FirstToken) or scheduled is None or self.active_share == 1:
-            return
         # A gateway that reconnects may repeat a first token.
-        if scheduled.started_at == entry.now:
-            waited_s = entry.now - scheduled.request.arrived_at
-            self._firsts[scheduled.bypassed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
+        if (
+            isinstance(entry.event, FirstToken)
+            and scheduled is not None
+            and scheduled.started_at == entry.now
+        ):
+            window, waited_s = self._windows[-1], entry.now - scheduled.request.arrived_at
+            part = window.bypassed if scheduled.bypassed else window.scheduled
+            part.append((scheduled.estimate.expected_prompt_tokens, waited_s))
 
     def describe(self) -> dict[str, Any]:
-        """Return the share, and the times to first token of both parts."""
-        share = self.active_share
+        """Return the share, and the times to first token of both parts.
+
+        `measured` is of all windows in which a part of the traffic was not scheduled.
+        """
+        split = [window for window in self._windows if window.active_share < 1]
         return {
-            "mode": "active" if share == 1 else "observe" if share == 0 else "partly active",
-            "active_share": share,
+            "mode": _mode(self.active_share),
+            "active_share": self.active_share,
             "measured": {
-                "scheduled": first_token_figures(self._firsts[False]),
-                "bypassed": first_token_figures(self._firsts[True]),
+                "scheduled": first_token_figures(chain(*(window.scheduled for window in split))),
+                "bypassed": first_token_figures(chain(*(window.bypassed for window in split))),
             },
+            "windows": [window.describe() for window in self._windows],
         }

@@ -51,6 +51,17 @@ async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> No
         assert measured["bypassed"]["short"]["requests"] == bypassed["requests"]
         await http.post("/admin/mode", json={"active_share": 1})
         assert {answer.headers.get("x-scheduled") for answer in await ask(5)} == {None}
+        document = (await http.get("/admin/mode")).json()["models"][0]
+        found = [
+            (each["mode"], each["scheduled"]["all"]["requests"], each["bypassed"]["all"]["requests"])
+            for each in document["windows"]
+        ]
+        split = scheduled["requests"], bypassed["requests"] - 20
+        assert found == [("active", 0, 0), ("observe", 0, 20), ("partly active", *split), ("active", 5, 0)]
+        assert document["measured"] == measured
+        ends = [(each["since"], each["until"]) for each in document["windows"]]
+        assert [until for _, until in ends[:-1]] == [since for since, _ in ends[1:]]
+        assert ends[-1][1] is None
 
 
 async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +81,14 @@ async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixtu
         assert "| bypassed " in shown
         assert fleet.world.live.mode.active_share == 0.1
         assert (await mode("active"))[1].startswith("tiny: active, 100%")
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        _, shown = await mode()
+        observed, active = shown.splitlines()[-2:]
+        assert "| 0%" in observed
+        assert "| bypassed " in observed
+        assert "| now" in active
+        assert "| 100%" in active
+        assert "| scheduled " in active
 
 
 @pytest.mark.parametrize("words", [["active", "--share", "150%"], ["off"]])
