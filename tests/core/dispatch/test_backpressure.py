@@ -140,3 +140,33 @@ def test_reported_load_counts_more_than_measured_load() -> None:
     driver.arrive("runs")
     driver.report("r1", running=1, tpot_s=None)
     assert dispatched(driver.arrive("next")) == [("next", "r1")]
+
+
+def test_a_replica_holds_at_most_its_batch_and_the_target_of_its_queue() -> None:
+    driver = one_replica(
+        limits={"max_num_seqs": 2}, backpressure=BackpressureSettings(target_waiting=1, lag_factor=0.0)
+    )
+    for number in range(3):
+        assert dispatched(driver.arrive(f"r{number}")) == [(f"r{number}", "r1")]
+        driver.feed(FirstToken(f"r{number}"))
+    assert driver.arrive("waits") == []
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_faster_an_engine_serves_the_more_requests_are_sent_between_two_reports(streamed: bool) -> None:
+    sent = {}
+    for pace in (1, 10):
+        driver = one_replica(
+            limits={"max_num_seqs": 500}, backpressure=BackpressureSettings(target_waiting=3, lag_factor=2.0)
+        )
+        for number in range(100):
+            if number % pace == 0:
+                driver.report("r1", after_s=0.2, received=number)
+            driver.arrive(f"r{number}", streamed=streamed)
+            if streamed:
+                driver.feed(FirstToken(f"r{number}"))
+            driver.feed(Finished(f"r{number}", Outcome.COMPLETED))
+        driver.report("r1", received=100)
+        sent[pace] = sum(len(dispatched(driver.arrive(f"more{number}"))) for number in range(60))
+    assert sent[1] == 3
+    assert sent[10] > 6
