@@ -97,11 +97,15 @@ def test_the_queues_of_any_traffic_are_few_and_hold_the_least_share_at_any_size(
     assert holds_the_least_share(reference, MANY)
 
 
-def test_fifty_thousand_lengths_take_well_under_a_second() -> None:
-    lengths = lmsys(MANY, 0)
-    refine_and_prune(lengths[:100], STABLE)  # imports k-means
+def test_fifty_thousand_lengths_take_hardly_longer_than_five_hundred() -> None:
+    def cpu_s(count: int) -> float:
+        lengths, times_s = lmsys(count, 0), []
+        for _ in range(3):
+            began = time.process_time()
+            refine_and_prune(lengths, STABLE)
+            times_s.append(time.process_time() - began)
+        return min(times_s)
 
-    began = time.process_time()
-    refine_and_prune(lengths, STABLE)
+    cpu_s(500)  # imports k-means
 
-    assert time.process_time() - began < 1.0
+    assert cpu_s(MANY) < 5 * cpu_s(500)

@@ -70,7 +70,8 @@ async def test_the_loop_of_a_scheduler_continues_while_its_bucket_hangs(uri: str
         while (began := time.monotonic()) < until_s:
             await asyncio.sleep(0.005)
             longest_s = max(longest_s, time.monotonic() - began)
-        assert longest_s < 0.5
+        # A blocked loop would wait for as long as the S3 client does.
+        assert longest_s < LOAD_TIMEOUT_S / 2
         began = time.monotonic()
         await actor.close()
         assert time.monotonic() - began < SOON_S
