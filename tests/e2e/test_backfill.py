@@ -26,6 +26,9 @@ async def answer(http: httpx.AsyncClient, body: dict[str, Any], priority: str) -
     found = await http.post("/v1/chat/completions", json=body, headers={"x-priority": priority})
     assert found.status_code == 200, found.text
     document: dict[str, Any] = found.json()
+    for choice in document["choices"]:
+        # Streams, from which answers of batch work are assembled, have none.
+        choice["message"].pop("annotations", None)
     return {"choices": document["choices"], "usage": document["usage"]}
 
 

@@ -3,7 +3,7 @@
 An answer that is not streamed is silent until its end, so a dead engine looks like a busy one.
 Therefore the gateway can request a stream instead, and assemble the answer.
 
-The result equals the engine's own answer, except for what streams lack: null fields, and vLLM's
+The result equals the engine's own answer, except for what streams lack: null fields, annotations, and vLLM's
 `system_fingerprint`. Texts and logprobs of a choice are joined; of all other fields the last value is used.
 """
 
