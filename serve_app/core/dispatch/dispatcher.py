@@ -158,7 +158,7 @@ class CandidateGroups:
         if sum(map(len, groups)) <= _FEW_HEADS:
             return groups
         # Batch work that precedes the higher classes is no backfill.
-        batch_is_first = self._queue.has_put_backs or PriorityClass.BATCH in self._floors.owed()
+        batch_is_first = PriorityClass.BATCH in self._floors.owed()
         return [
             group
             for group in groups
