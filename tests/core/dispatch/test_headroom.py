@@ -103,6 +103,14 @@ def test_a_large_request_of_a_heavy_tenant_still_fits_an_idle_replica() -> None:
     assert not shared.is_waiting(huge)
 
 
+def test_a_tenant_within_a_share_of_its_weight_fills_the_cache() -> None:
+    shared = Shared(fairness=FairnessSettings(weights={"heavy": 99.0}))
+    shared.light_traffic()
+    for _ in range(30):
+        shared.send("heavy")
+    assert shared.free < 500
+
+
 def test_other_policies_and_unfair_queues_keep_nothing() -> None:
     for changes in ({"policy": "fcfs"}, {"fairness": FairnessSettings(mode=FairnessMode.OFF)}):
         shared = Shared(**changes)

@@ -49,7 +49,8 @@ class Host:
         self.watched: list[str] = []
         self.late: dict[str, RequestTimes] = {}
         self.sessions = GatewaySessions(self, 1.0)
-        for replica_id in ("s1", "s2"):
+        self.registered = {"s1", "s2"}
+        for replica_id in sorted(self.registered):
             self.feed(ReplicaJoined(builders.spec(replica_id)))
             self.feed(ReplicaReported(replica_id, builders.report()))
         self.events.clear()
@@ -71,8 +72,8 @@ class Host:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         return self.core.settings.queue_timeout_s.of(priority)
 
-    def is_registered(self, _replica_id: str) -> bool:
-        return True
+    def is_registered(self, replica_id: str) -> bool:
+        return replica_id in self.registered
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         self.late[request_id] = times
@@ -125,6 +126,14 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
     # The gateway has received neither grant and submits again.
     page = host.connect(waits("r1"), waits("r2"))
     assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+
+
+async def test_a_grant_that_never_arrived_is_not_repeated_for_a_replica_that_has_left() -> None:
+    host, replica_id = running()
+    host.registered.remove(replica_id)
+    page = host.connect(waits())
+    assert host.names == ["DispatchFailed"]
+    assert {granted.dispatch.replica_id for granted in page.of(Granted)} == host.registered
 
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
