@@ -20,8 +20,9 @@ from serve_app.core.decision_log import Decision, encode_decision, encode_header
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
 from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
+from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.partitions import write_partition
-from serve_app.lab.simulation.report import Row, policies_table, run_as_json, unequal_work
+from serve_app.lab.simulation.report import Row, equal_seeds, policies_table, run_as_json, unequal_work
 from serve_app.lab.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.lab.simulation.workload import choose_trace
 from serve_app.lab.tables import paragraph
@@ -45,6 +46,8 @@ def _run(args: argparse.Namespace) -> int:
     runs = _placed(arguments.runs(args, _LEARNED), args)
     for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
         warn(note)
+    for note in _notes_on_engines(args, runs[0].fleet):
+        warn(note)
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
     print_result(f"{paragraph(_heading(results[0]))}\n\n{policies_table(rows)}")
@@ -55,6 +58,17 @@ def _run(args: argparse.Namespace) -> int:
     if args.save_partition is not None:
         _save_partition(args.save_partition, results)
     return 0
+
+
+def _notes_on_engines(args: argparse.Namespace, fleet: FleetSettings) -> Iterator[str]:
+    """Yield a note if recorded traffic is played on engines that nobody has chosen."""
+    chosen = args.like_running or args.config is not None
+    profiles = map(fleet.profile_of, fleet.replicas)
+    if Path(args.trace).is_file() and not chosen and arguments.DEFAULT_PROFILE in profiles:
+        yield (
+            f"the simulated engines are those of the profile {arguments.DEFAULT_PROFILE}, not those that "
+            f"served {args.trace}: pass --like-running, --config or --profile"
+        )
 
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
@@ -127,6 +141,11 @@ def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
             yield f"seed {seed}: {clipped:,} responses are cut at the engine's context limit"
     for line in unequal_work(rows):
         yield f"unequal work: {line}"
+    if equal := equal_seeds(rows):
+        yield (
+            f"all seeds gave the same run of {', '.join(equal)}, so there are no intervals: nothing in this "
+            "trace depends on the seed"
+        )
 
 
 def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
@@ -139,7 +158,7 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
 
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
-    given = arguments_as_json(args, omit={"jobs"})
+    given = arguments_as_json(args, omit={"jobs", "api_key"})
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace.provenance(), given, seeds)
 

@@ -1,15 +1,19 @@
 """Arguments of the command `simulate`, and those that `plan` shares with it."""
 
 import argparse
+import atexit
 import math
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import TypeAdapter
 
+from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import (
     add_jobs,
     add_number,
@@ -20,13 +24,16 @@ from serve_app.cli.command import (
 )
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
+from serve_app.engines.model.profiles import EngineProfile, save_profile
 from serve_app.engines.model.sequences import SchedulingPolicy
+from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+from serve_app.tuning.engine_fit import engines_of_json
 
 if TYPE_CHECKING:
     from serve_app.settings.application import PoolSettings
@@ -62,11 +69,14 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+DEFAULT_PROFILE = "llama2-70b-h100-tp4"
+
+
 def configure_profile(group: "argparse._ArgumentGroup") -> None:
     """Add the engines' profile."""
     group.add_argument(
         "--profile",
-        default="llama2-70b-h100-tp4",
+        default=DEFAULT_PROFILE,
         help="engine profile: name or YAML file (default: %(default)s)",
     )
 
@@ -116,6 +126,8 @@ def pools(text: str) -> dict[str, PoolArgument]:
 def fleet(args: argparse.Namespace) -> FleetSettings:
     """Return the replicas: those of `--config`, of `--pools` or of `--replicas`."""
     engine = EngineChanges(**{name: getattr(args, name) for name in _ENGINE_FIELDS})
+    if args.like_running:
+        return replace(fleet_of_running(ApplicationClient(args), engine), engine=engine)
     if args.config is not None:
         return replace(fleet_of_file(args.config, args.profile), engine=engine)
     given: dict[str, PoolArgument] = args.pools or {ONE_POOL: PoolArgument(args.replicas)}
@@ -150,6 +162,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_scheduler(parser.add_argument_group("scheduler"))
     _configure_fleet(parser.add_argument_group("fleet"))
     _configure_results(parser.add_argument_group("results"))
+    add_address(parser)
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
@@ -217,6 +230,12 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         help="use the pools of a configuration instead of --replicas, --pools and --b-short; --profile is "
         "then the profile of its vLLM engines",
     )
+    size.add_argument(
+        "--like-running",
+        action="store_true",
+        help="use the pools of a running application (--url), with the step times that its tuner has fitted "
+        "to the engines",
+    )
     for name in (
         "long-prefill-token-threshold",
         "max-num-seqs",
@@ -267,11 +286,11 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
         ServeAppError: the arguments do not describe a valid run.
         ValueError: an argument is out of range.
     """
-    partition = partition_source(args.partition, learned)
+    partition, replicas = partition_source(args.partition, learned), fleet(args)
     return [
         RunSettings(
             policy=policy.strip(),
-            fleet=fleet(args),
+            fleet=replicas,
             trace=trace_choice(args),
             seed=seed,
             rate_per_s=args.rate,
@@ -314,6 +333,64 @@ def fleet_of_file(path: Path, profile: str) -> FleetSettings:
         },
         b_short_tokens=model.scheduler.routing.b_short_tokens,
         by_pool={pool.name: _changes_of(pool) for pool in model.pools},
+    )
+
+
+def fleet_of_running(client: ApplicationClient, given: EngineChanges) -> FleetSettings:
+    """Return the pools of the first model of a running application, as its tuner's twin models them.
+
+    Args:
+        given: limits that the engines do not report.
+
+    Raises:
+        SettingsError: the step times or the limits of a pool are not known.
+    """
+    model = client.models("/debug/status")[0]
+    name = model["model"]
+    fitted = engines_of_json(((model.get("tuner") or {}).get("twin") or {}).get("engines") or {})
+    replicas: dict[str, list[Mapping[str, Any]]] = {}
+    for each in model.get("replicas", {}).values():
+        replicas.setdefault(each["pool"], []).append(each)
+    # Runs load profiles by their path, also in other processes.
+    folder = Path(tempfile.mkdtemp(prefix="ewsjf-profiles-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    pools_of, changes = {}, {}
+    for pool in (each for each in model.get("pools", ()) if each in replicas):
+        if pool not in fitted:
+            raise SettingsError(
+                f"the step times of pool {pool} of model {name} are not known: its tuner fits them to the "
+                "engines within some minutes of traffic, unless it is off; pass --profile, or use `calibrate`"
+            )
+        profile = _profile_of(replicas[pool][0], fitted[pool].step_time, given)
+        save_profile(profile, folder / f"{pool}.yaml", source=f"Pool {pool} of {client.url}.")
+        pools_of[pool] = PoolArgument(len(replicas[pool]), profile.max_model_len)
+        changes[pool] = PoolChanges(profile=str(folder / f"{pool}.yaml"))
+    if not pools_of:
+        raise SettingsError(f"model {name} at {client.url} has no replica: wait until one is ready")
+    return FleetSettings(
+        profile=next(iter(changes.values())).profile or "",
+        replicas={pool: each.replicas for pool, each in pools_of.items()},
+        b_short_tokens=_b_short(list(pools_of.values())),
+        by_pool=changes,
+    )
+
+
+def _profile_of(replica: Mapping[str, Any], step_time: StepTimeModel, given: EngineChanges) -> EngineProfile:
+    """Return the profile of an engine, with the limits that it reports and, for others, the given ones."""
+    limits = {
+        "kv_tokens": replica["kv_tokens"] or given.kv_tokens,
+        "max_model_len": replica["max_model_len"]
+        or replica.get("learned_context_tokens")
+        or given.max_model_len,
+        "max_num_seqs": replica["max_num_seqs"] or given.max_num_seqs,
+        "max_num_batched_tokens": replica["max_num_batched_tokens"] or given.max_num_batched_tokens,
+    }
+    for limit in ("kv_tokens", "max_model_len"):
+        if limits[limit] is None:
+            flag = f"--{limit.replace('_', '-')}"
+            raise SettingsError(f"the engines of pool {replica['pool']} do not report {limit}: pass {flag}")
+    return EngineProfile(
+        step_time=step_time, **{name: each for name, each in limits.items() if each is not None}
     )
 
 

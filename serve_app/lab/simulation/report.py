@@ -69,6 +69,14 @@ def unequal_work(rows: Iterable[Row]) -> list[str]:
     ]
 
 
+def equal_seeds(rows: Sequence[Row]) -> list[str]:
+    """Return the policies whose runs are equal for all of their seeds."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row["policy"], []).append(row["whole_run"])
+    return [policy for policy, found in runs.items() if found[1:] and all(each == found[0] for each in found)]
+
+
 def _counts(outcomes: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
 
@@ -116,4 +124,7 @@ def policies_table(rows: Iterable[Row]) -> str:
 
 def _over_seeds(rows: Sequence[Row], column: _Column) -> str:
     values = [value for row in rows if (value := column.value(row)) is not None]
+    if len(set(values)) == 1:
+        # An interval of no width would claim a precision that equal runs do not show.
+        values = values[:1]
     return interval_text(interval_95(values) if values else None, column.decimals, column.scale)

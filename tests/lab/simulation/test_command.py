@@ -15,6 +15,7 @@ from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import read_runs
 from serve_app.lab.simulation.report import policies_table
 from serve_app.lab.simulation.workload import TraceChoice
+from tests.cli.pages import answering
 
 SMALL = ["--profile", "laptop", "--requests", "150", "--jobs", "1"]
 
@@ -256,3 +257,88 @@ def test_arguments_that_contradict_one_another_are_rejected(
     with pytest.raises(SystemExit):
         parsed(*words.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Path:
+    """Return a trace file as `capture` writes it."""
+    path = tmp_path / "captured.jsonl"
+    lines = ({"timestamp": 50 * n, "input_length": 90, "output_length": 9, "hash_ids": []} for n in range(40))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+PLAY = ["--policy", "fcfs", "--jobs", "1"]
+
+
+def test_equal_runs_of_several_seeds_have_no_interval(
+    captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["simulate", "--trace", str(captured), "--profile", "laptop", "--seeds", "3", *PLAY])
+    printed = capsys.readouterr()
+    assert status == 0
+    assert "± 0" not in printed.out
+    assert "all seeds gave the same run of fcfs" in printed.err
+
+
+def test_recorded_traffic_on_engines_that_nobody_has_chosen_is_noted(
+    captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = ["simulate", "--trace", str(captured), *PLAY]
+    assert main(played) == 0
+    assert "not those that served" in (noted := capsys.readouterr().err)
+    assert "profile llama2-70b-h100-tp4" in noted
+    assert main([*played, "--profile", "laptop"]) == 0
+    assert "not those that served" not in capsys.readouterr().err
+
+
+STEP_TIMES = {
+    "latency_s": 0.003,
+    "decode_base_s": 0.5,
+    "decode_per_sequence_s": 0.0,
+    "prefill_base_s": 0.25,
+    "prefill_per_token_s": 0.0,
+}
+REPLICA = {"pool": "short", "kv_tokens": 50_000, "max_model_len": 4_000, "max_num_seqs": 8}
+
+
+def running(**changes: Any) -> dict[str, Any]:
+    """Return the status of an application whose tuner has fitted its engines."""
+    model = {
+        "model": "m",
+        "pools": ["short"],
+        "replicas": {name: {**REPLICA, "max_num_batched_tokens": None} for name in ("s1", "s2")},
+        "tuner": {"twin": {"engines": {"short": STEP_TIMES}}},
+    }
+    return {"models": [model | changes]}
+
+
+def test_engines_are_simulated_as_the_running_ones(captured: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with answering(lambda _method, path, _headers: (200, running())) as url:
+        address = ["--like-running", "--url", url, "--api-key", "secret"]
+        assert main(["simulate", "--trace", str(captured), *PLAY, *address, "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    # Nine tokens take a prefill and eight steps.
+    assert document["runs"][0]["metrics"]["tpot_s"]["all"]["p50"] == pytest.approx(0.5)
+    assert document["runs"][0]["metrics"]["ttft_s"]["all"]["p50"] > 0.25
+    assert "secret" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tuner": None}, "the step times of pool short of model m are not known"),
+        ({"replicas": {}}, "has no replica"),
+        (
+            {"replicas": {"s1": {**REPLICA, "kv_tokens": None, "max_num_batched_tokens": None}}},
+            "do not report kv_tokens: pass --kv-tokens",
+        ),
+    ],
+)
+def test_running_engines_of_which_something_is_unknown_are_rejected(
+    changes: dict[str, Any], says: str, captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(lambda _method, path, _headers: (200, running(**changes))) as url:
+        assert main(["simulate", "--trace", str(captured), *PLAY, "--like-running", "--url", url]) == 2
+    assert says in capsys.readouterr().err
