@@ -26,7 +26,7 @@ from serve_app.cli.workload_arguments import (
 )
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.policies import POLICIES
-from serve_app.lab.planning.configuration import best_fleet, configuration
+from serve_app.lab.planning.configuration import configuration
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, steps
 from serve_app.lab.planning.report import fleets_table, plan_as_json, verdict
@@ -190,7 +190,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> None:
-    best = best_fleet(plan.result)
+    best = plan.result.best
     if best is None:
         warn(f"no fleet meets the limits, so {args.config} is not written")
         return
@@ -212,7 +212,7 @@ def _heading(plan: Plan) -> str:
         f"{plan.workload.trace.title} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
         f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
         f"{demand.trace.requests:,} requests per run; means over seeds ± 95 % interval; long: more than "
-        f"{LONG_ABOVE_TOKENS:,} tokens; > marks the chosen fleet"
+        f"{LONG_ABOVE_TOKENS:,} tokens; > marks the fleet to choose"
     )
 
 

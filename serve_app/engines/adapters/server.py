@@ -170,7 +170,13 @@ def http_error(path: str, answer: PageResponse) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
         return EngineError(f"{path} returned {answer.status}: set api_key to the server's key")
-    return EngineError(f"{path} returned {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}")
+    return EngineError(f"{path} returned {answer.status}: {excerpt(answer.body)}")
+
+
+def excerpt(body: bytes) -> str:
+    """Return the beginning of an answer for a message; a page for a browser is only named."""
+    text = body[:200].decode("utf-8", "replace").strip()
+    return "an HTML page, so this is another kind of server" if text.startswith("<") else text
 
 
 # -- control pages ----------------------------------------------------------------------------------------
@@ -226,8 +232,7 @@ class ControlPages:
         found = _parsed(answer.body)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(_has_id(entry) for entry in entries):
-            shown = answer.body[:200].decode("utf-8", "replace")
-            raise EngineError(f"{_MODELS} is not a list of models: {shown!r}")
+            raise EngineError(f"{_MODELS} is not a list of models: {excerpt(answer.body)}")
         return entries
 
     async def models(self) -> tuple[ModelListing, ...]:

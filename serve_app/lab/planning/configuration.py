@@ -8,7 +8,7 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.settings_base import as_config
 from serve_app.engines.model.profiles import load_profile
 from serve_app.lab.planning.fleets import CostTable
-from serve_app.lab.planning.plan import PlanResult, SizedFleet
+from serve_app.lab.planning.plan import SizedFleet
 from serve_app.lab.planning.verification import Workload
 from serve_app.lab.simulation.scheduler_settings import set_path
 from serve_app.lab.simulation.simulation import ReplicaPlan
@@ -23,12 +23,6 @@ _HEADER = """\
 """
 _EMULATED = "Engines are emulated with the profiles of the plan; `--model NAME` selects vLLM engines instead."
 _VLLM = "Batch settings are those of the plan. Use `autoscaling` instead of `replicas` to follow the load."
-
-
-def best_fleet(result: PlanResult) -> SizedFleet | None:
-    """Return the cheaper of one paged pool and several pools; one pool if they cost the same."""
-    found = [one for one in (result.paged, result.pools) if one is not None]
-    return min(found, key=lambda one: one.usd_per_hour, default=None)
 
 
 def configuration(one: SizedFleet, demand: Workload, costs: CostTable, model: str | None = None) -> str:

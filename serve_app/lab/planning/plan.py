@@ -123,6 +123,12 @@ class PlanResult:
         """The smallest fleet of each kind that meets the limits."""
         return [one for one in (self.worst_case, self.paged, self.pools) if one is not None]
 
+    @property
+    def best(self) -> SizedFleet | None:
+        """The cheaper of one paged pool and several pools; one pool if they cost the same."""
+        found = [one for one in (self.paged, self.pools) if one is not None]
+        return min(found, key=lambda one: one.usd_per_hour, default=None)
+
 
 # A pool with a smaller share of the requests does not justify its reserve.
 _MIN_SHARE = 0.002

@@ -111,7 +111,7 @@ def verdict(result: PlanResult) -> str:
 
 
 def fleets_table(result: PlanResult) -> str:
-    """Return all simulated fleets with sizes and tail latencies, the smallest of each kind marked with >."""
+    """Return all simulated fleets with sizes and tail latencies; > marks the fleet to choose."""
     head = [
         *("fleet", "settings", "B_short", "replicas", "by the model", "GPUs", "$/hour", "saves"),
         *("P99 TTFT s", "P99 TTFT of long s", "P99 TPOT ms", "preempted ‰"),
@@ -122,7 +122,7 @@ def fleets_table(result: PlanResult) -> str:
 
 def _fleet_row(one: SizedFleet, result: PlanResult) -> list[str]:
     found = one.verification
-    mark = "> " if any(one is best for best in result.chosen) else ""
+    mark = "> " if one is result.best else ""
     saved = None
     if result.paged is not None and one is not result.paged:
         saved = saving(one, result.paged).ratio

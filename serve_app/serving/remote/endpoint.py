@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, identify
+from serve_app.engines.adapters.server import excerpt
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.model.recent_mean import RecentMean
 from serve_app.errors import EngineError
@@ -95,8 +96,7 @@ class ControlClient:
                 "api_key_env"
             )
         if answer.status != 200:
-            shown = answer.body[:200].decode("utf-8", "replace")
-            raise EngineError(f"{self._url}{path} answered {answer.status}: {shown}")
+            raise EngineError(f"{self._url}{path} answered {answer.status}: {excerpt(answer.body)}")
         return answer.body
 
 

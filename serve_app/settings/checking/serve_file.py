@@ -96,13 +96,16 @@ def _other_files(path: Path) -> str:
 
 def _syntax_error(error: yaml.MarkedYAMLError) -> Mistake:
     mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark is not None else None
+    if isinstance(error, yaml.composer.ComposerError) and "single document" in (error.context or ""):
+        return Mistake("has several documents: remove this `---`, and what belongs to another file", line)
     what = error.problem or error.context or "syntax error"
     advice = ""
     if "\\t" in what:
         advice = ": indent with spaces"
     elif "mapping values are not allowed" in what:
         advice = ": check the indentation of the lines above, and quote texts with a colon"
-    return Mistake(f"is not valid YAML: {what}{advice}", mark.line + 1 if mark is not None else None)
+    return Mistake(f"is not valid YAML: {what}{advice}", line)
 
 
 def _steps(sentence: str) -> Iterator[Step]:

@@ -269,3 +269,15 @@ def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -
     found = [pool.engine.remote.endpoints for pool in model.pools if pool.engine.remote]
     assert found == [(urls[3],), (urls[2],), tuple(urls[:2])]
     assert model.scheduler.routing.b_short_tokens == 1024
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_page_for_a_browser_is_not_copied_into_the_message(
+    status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "<!DOCTYPE html><html><head><title>Welcome to nginx!</title></head></html>"
+    with answering(lambda _method, _path, _headers: (status, page)) as url:
+        assert main(["init", str(tmp_path / "x.yaml"), "--servers", url]) == 2
+    message = capsys.readouterr().err
+    assert "an HTML page, so this is another kind of server" in message
+    assert "<" not in message

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from serve_app.cli.workload_arguments import fleet_of_file
-from serve_app.lab.planning.configuration import best_fleet, configuration
+from serve_app.lab.planning.configuration import configuration
 from serve_app.lab.planning.fleets import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
 from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
 from serve_app.lab.simulation.fleet import EngineChanges
@@ -82,9 +82,9 @@ def test_the_cheapest_fleet_is_written_and_one_pool_where_several_cost_the_same(
         none = dict.fromkeys(("worst_case", "paged", "pools"))
         return PlanResult(**{**none, **others, **fleets})
 
-    assert best_fleet(result(paged=one, pools=split)) is split
-    assert best_fleet(result(paged=one, pools=one)) is one
-    assert best_fleet(result()) is None
+    assert result(paged=one, pools=split).best is split
+    assert result(paged=one, pools=one).best is one
+    assert result().best is None
 
 
 def test_pools_that_cannot_be_simulated_are_rejected(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:
 def test_the_table_has_a_line_for_every_fleet_with_its_interval() -> None:
     lines = fleets_table(result()).splitlines()
     assert len(lines) == 2 + 3
+    assert [line.startswith("| > ") for line in lines[2:]] == [False, False, True]
     assert "> pools" in lines[-1]
     assert "1.10 ± 0.25" in lines[-1]
     assert "1.00" in lines[-1]

@@ -212,3 +212,11 @@ def test_a_file_that_is_no_yaml_and_one_that_is_missing(check: Check, tmp_path: 
     status, lines = check("a: b: c\n")
     assert (status, lines[0].split(":")[1]) == (2, "1")
     assert main(["check", str(tmp_path / "nothere.yaml")]) == 2
+
+
+def test_a_file_with_two_documents_is_named_with_the_line_of_the_second(check: Check) -> None:
+    text = local()
+    status, (line,) = check(f"{text}---\n{text}")
+    assert status == 2
+    number = len(text.splitlines()) + 1
+    assert line.startswith(f"CONFIG:{number}: has several documents: remove this `---`")
