@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = command.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has left. Python flushes once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the output, such as `head`, has left.
+        _discard_output()
         return 141
-    except (ServeAppError, ValueError) as exc:
-        warn(f"{words[0]}: {exc}")
+    except (ServeAppError, ValueError, RecursionError, OSError) as exc:
+        warn(f"{words[0]}: {_message_of(exc)}")
+        with suppress(OSError):
+            sys.stdout.flush()
+            return 2
+        _discard_output()
         return 2
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _message_of(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "an input is nested too deeply: check that the files have the right format"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'input or output'}: {error.strerror or error}"
+    return str(error)
+
+
+def _discard_output() -> None:
+    """Discard what cannot be written to standard output, which Python flushes once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complete() -> None:

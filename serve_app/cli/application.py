@@ -85,17 +85,21 @@ class ApplicationClient:
             ) from error
         return self._checked(path, answer)
 
-    def document(self, path: str, **options: Any) -> Document:
-        """Return the JSON object of a successful response; raise as `response`, or if it is none."""
+    def document(self, path: str, *fields: str, **options: Any) -> Document:
+        """Return the JSON object of a successful response; raise as `response`, or if it lacks a field."""
         found = self.response(path, **options).document()
         if found is None:
             raise ApplicationError(f"{self.url}{path} did not return JSON: is it a gateway of this project?")
+        if missing := [name for name in fields if name not in found]:
+            raise ApplicationError(
+                f"{self.url}{path} is not a gateway of this project: its response has no {missing[0]}"
+            )
         return found
 
     def models(self, path: str, **options: Any) -> Sequence[Document]:
         """Return the models of a document, otherwise as `document`."""
-        found = self.document(path, **options).get("models")
-        if not isinstance(found, list):
+        found = self.document(path, "models", **options)["models"]
+        if not isinstance(found, list) or not all("model" in each for each in found):
             raise ApplicationError(
                 f"{self.url}{path} is not a gateway of this project: its response has no list of models"
             )

@@ -4,14 +4,13 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from serve_app.cli.application import ApplicationClient, UnreachableError, add_address
-from serve_app.cli.command import Command, print_result, program, progress_bar, warn
+from serve_app.cli.command import Command, print_result, program, progress_bar, warn, writing
 from serve_app.cli.http_client import FileForm
 from serve_app.errors import ServeAppError
 from serve_app.lab.tables import table_text
@@ -19,6 +18,8 @@ from serve_app.lab.tables import table_text
 Batch = Mapping[str, Any]
 
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+# Fields of a batch that other servers may lack.
+_FIELDS = ("id", "status", "request_counts", "output_file_id", "error_file_id", "errors")
 _POLL_S = 1.0
 # The application may be restarted while a batch runs.
 _UNREACHABLE_S = 300.0
@@ -26,7 +27,7 @@ _TIMEOUT_S = 600.0
 
 
 class BatchCommandError(ServeAppError):
-    """A file cannot be read or written, or a batch is not in the required state."""
+    """A file cannot be read, or a batch is not in the required state."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.action == "submit":
         return _submit(client, args)
     action = "/cancel" if args.action == "cancel" else ""
-    batch = client.document(f"/v1/batches/{args.target}{action}", method="POST" if action else "GET")
+    batch = client.document(
+        f"/v1/batches/{args.target}{action}", *_FIELDS, method="POST" if action else "GET"
+    )
     if args.action == "fetch":
         return _fetch(client, batch, args.out or Path(f"{args.target}.output.jsonl"))
     print_result(json.dumps(batch, indent=1) if args.json or args.action == "show" else _line(batch))
@@ -91,9 +94,9 @@ def _submit(client: ApplicationClient, args: argparse.Namespace) -> int:
             advance(sent // 1_000_000 - before // 1_000_000)
 
         form = FileForm(path, {"purpose": "batch"}, on_piece)
-        file = client.document("/v1/files", method="POST", content=form, timeout_s=_TIMEOUT_S)
+        file = client.document("/v1/files", "id", method="POST", content=form, timeout_s=_TIMEOUT_S)
     content = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
-    batch = client.document("/v1/batches", method="POST", content=content, timeout_s=_TIMEOUT_S)
+    batch = client.document("/v1/batches", *_FIELDS, method="POST", content=content, timeout_s=_TIMEOUT_S)
     if not args.wait or batch["status"] == "failed":
         print_result(json.dumps(batch, indent=1) if args.json else _line(batch))
         if batch["status"] != "failed":
@@ -152,21 +155,11 @@ def _fetch(client: ApplicationClient, batch: Batch, path: Path) -> int:
     )
     for file_id, place in ((batch["output_file_id"], path), (batch["error_file_id"], errors)):
         if file_id is not None:
-            with _written(place) as out:
+            with writing(place) as draft, draft.open("wb") as out:
                 client.save(f"/v1/files/{file_id}/content", out, _TIMEOUT_S)
             warn(f"written: {place}")
     print_result(_line(batch))
     return _report_errors(batch)
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            yield file
-    except OSError as error:
-        raise BatchCommandError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _report_errors(batch: Batch) -> int:
@@ -181,7 +174,7 @@ def _list(client: ApplicationClient, *, as_json: bool) -> None:
     batches: list[Batch] = []
     after = ""
     while True:
-        page = client.document(f"/v1/batches?limit=100{after}")
+        page = client.document(f"/v1/batches?limit=100{after}", "data", "has_more")
         batches += page["data"]
         if not page["has_more"]:
             break

@@ -22,6 +22,7 @@ from serve_app.cli.command import (
     progress_bar,
     warn,
     write_json,
+    writing,
 )
 from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.core.metrics.slo import Slo
@@ -220,7 +221,8 @@ def _run(args: argparse.Namespace) -> int:
         found = provenance(trace.provenance(), given, [args.seed])
         write_json(args.json, {"runs": [run], "provenance": found})
     if args.records is not None:
-        write_records(args.records, load.records)
+        with writing(args.records) as draft:
+            write_records(draft, load.records)
     return 0 if summary.completed else 1
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, add_whole, print_result, progress_bar, warn, write_json
+from serve_app.cli.command import Command, add_whole, print_result, progress_bar, warn, write_json, writing
 from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
@@ -76,7 +76,9 @@ def _run(args: argparse.Namespace) -> int:
     print_result(
         f"for prefill isolation, set the engine's long_prefill_token_threshold to {step_time.chunk_tokens()}"
     )
-    save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
+    with writing(args.out) as draft:
+        source = _source(args.measurements, accuracy, fit_first, len(requests))
+        save_profile(profile, draft, source=source)
     if args.json:
         write_json(args.json, _document(profile, accuracy, measurements, fit_first))
     return 0
@@ -87,13 +89,10 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.out.suffix not in {".yaml", ".yml"}:
         raise SettingsError(f"--out {args.out}: the file name of a profile must end in .yaml")
     for path in (args.out, args.json):
-        if path is None or path.parent.is_dir():
-            continue
         # A missing folder such as `out` is created. If its parent is missing as well, the path is probably
         # wrong.
-        if not path.parent.parent.is_dir():
+        if path is not None and not path.parent.parent.is_dir():
             raise SettingsError(f"{path}: directory {path.parent} does not exist")
-        path.parent.mkdir()
 
 
 def _report_skipped(measurements: Measurements) -> None:

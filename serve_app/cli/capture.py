@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 
 from serve_app.cli.application import ApplicationClient, add_address
-from serve_app.cli.command import Command, print_result, program
+from serve_app.cli.command import Command, print_result, program, writing
 from serve_app.errors import ServeAppError
 
 
 class CaptureError(ServeAppError):
-    """There is nothing to capture, or the file cannot be written."""
+    """There is nothing to capture."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +26,8 @@ def _run(args: argparse.Namespace) -> int:
         raise CaptureError(
             "no request with token counts completed in the last ten minutes: nothing is written"
         )
-    try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_bytes(lines)
-    except OSError as error:
-        raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
+    with writing(args.out) as draft:
+        draft.write_bytes(lines)
     print_result(
         f"{count:,} requests in {args.out}; replay them with: {program()} simulate --trace {args.out}"
     )

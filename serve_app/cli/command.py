@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -24,6 +24,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from serve_app.errors import ServeAppError
+
+MAX_PORT = 65_535
 
 # Window for the estimate of the remaining time. It must include several of the slowest steps.
 _SPEED_OVER_S = 1_800.0
@@ -66,12 +70,14 @@ def program() -> str:
     It is `ewsjf` if that is on the path, and the path of the program otherwise. A new terminal does not have
     the path of an activated environment.
     """
-    own, here, known = Path(sys.executable).with_name("ewsjf"), Path.cwd(), shutil.which("ewsjf")
+    own, known = Path(sys.executable).with_name("ewsjf"), shutil.which("ewsjf")
     if not own.is_file():
         return f"{shlex.quote(sys.executable)} -m serve_app"
     if known is not None and own.samefile(known) and "VIRTUAL_ENV" not in os.environ:
         return "ewsjf"
-    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+    with suppress(OSError, ValueError):  # the working directory is deleted, or does not contain it
+        own = own.relative_to(Path.cwd())
+    return shlex.quote(str(own))
 
 
 def print_result(text: str) -> None:
@@ -84,10 +90,39 @@ def warn(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yield a draft of `path`, which replaces it at the end. After an error, `path` is as it was before.
+
+    Raises:
+        ServeAppError: it cannot be written; the message names it.
+    """
+    draft = path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A device such as /dev/stdout cannot be replaced.
+        if path.is_file() or not path.exists():
+            path = path.resolve()
+            draft = path.with_name(f"{path.name}.new")
+        yield draft
+        if draft != path:
+            draft.replace(path)
+    except OSError as exc:
+        raise ServeAppError(f"{path} cannot be written: {exc.strerror or exc}") from exc
+    finally:
+        if draft != path:
+            draft.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or leave it as it was; raise as `writing`."""
+    with writing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
 def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write a result as JSON. Missing values are null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def arguments_as_json(args: argparse.Namespace, *, omit: Collection[str] = ()) -> dict[str, object]:
@@ -154,6 +189,14 @@ def positive_float(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def port_number(text: str) -> int:
+    """Parse a port."""
+    value = positive_int(text)
+    if value > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_PORT}, got {text!r}")
     return value
 
 

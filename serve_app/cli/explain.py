@@ -33,10 +33,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     client = ApplicationClient(args)
     if args.program is not None:
-        document = client.document(f"/debug/programs/{_quoted(args.program)}")
+        document = client.document(f"/debug/programs/{_quoted(args.program)}", "programs")
         lines = _format_programs(document["programs"])
     else:
-        document = client.document(f"/debug/requests/{_quoted(args.request_id)}")
+        document = client.document(f"/debug/requests/{_quoted(args.request_id)}", "stages", "queue")
         lines = _format_receipt(document)
     print_result(json.dumps(document, indent=1) if args.json else "\n".join(lines))
     return 0

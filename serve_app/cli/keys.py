@@ -165,6 +165,10 @@ def _create(path: Path, args: argparse.Namespace) -> int:
     if not args.tenant:
         raise SettingsError("a key belongs to a tenant: pass --tenant")
     days = args.expires_in_days
+    try:
+        expires_at = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+    except OverflowError as exc:
+        raise SettingsError(f"--expires-in-days must end before the year 10000, got {days:g}") from exc
     record, secret = create_key(
         path,
         tenant=args.tenant,
@@ -172,7 +176,7 @@ def _create(path: Path, args: argparse.Namespace) -> int:
         weight=args.weight,
         highest_class=args.highest_class,
         models=tuple(args.model),
-        expires_at=None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days),
+        expires_at=expires_at,
         admin=args.admin,
         may_act_for_tenants=args.may_act_for_tenants,
         **{limit: getattr(args, limit) for limit in (*_LIMITS, *_COST_LIMITS)},

@@ -17,6 +17,7 @@ from serve_app.cli.command import (
     progress_bar,
     warn,
     write_json,
+    write_text,
 )
 from serve_app.cli.workload_arguments import (
     configure_max_output,
@@ -194,8 +195,7 @@ def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> Non
     if best is None:
         warn(f"no fleet meets the limits, so {args.config} is not written")
         return
-    args.config.parent.mkdir(parents=True, exist_ok=True)
-    args.config.write_text(configuration(best, plan.demand, costs, args.model), encoding="utf-8")
+    write_text(args.config, configuration(best, plan.demand, costs, args.model))
     pools = ", ".join(f"{count:,} in pool {pool}" for pool, count in best.counts.items())
     print_result(f"\n{args.config}: {best.plan.name}, {pools}")
 

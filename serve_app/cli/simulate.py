@@ -14,6 +14,7 @@ from serve_app.cli.command import (
     progress_bar,
     warn,
     write_json,
+    writing,
 )
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
@@ -97,11 +98,10 @@ def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunRe
 def _one_by_one(runs: list[RunSettings], log: Path | None) -> Iterator[RunResult]:
     """Run in this process, where the progress bar counts requests; all decisions go to one file."""
     requests = sum(len(choose_trace(run.trace, run.seed).requests) for run in runs)
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
     with (
+        nullcontext() if log is None else writing(log) as draft,
+        nullcontext() if draft is None else draft.open("w") as file,
         progress_bar("requests", requests) as advance,
-        nullcontext() if log is None else log.open("w") as file,
     ):
 
         def note(decision: Decision) -> None:
@@ -151,7 +151,8 @@ def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
 def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
     for result in results:
         if result.partitions:
-            write_partition(path, result.partitions[-1][1])
+            with writing(path) as draft:
+                write_partition(draft, result.partitions[-1][1])
             print_result(f"\n{path}: length queues of {result.settings.name}, seed {result.settings.seed}")
             return
     warn("no run learned length queues, so --save-partition writes no file: use ewsjf and more requests")

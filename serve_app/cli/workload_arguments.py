@@ -428,7 +428,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, object]:
         path, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set must be PATH=VALUE, got {text!r}")
-        found[path.strip()] = yaml.safe_load(value)
+        try:
+            found[path.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"--set {path}: {value!r} is not a value in YAML") from None
     return found
 
 

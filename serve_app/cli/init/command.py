@@ -1,11 +1,19 @@
 """Command `init`: writes a first configuration that passes `check`."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, add_whole, positive_int, print_result, program, warn
+from serve_app.cli.command import (
+    Command,
+    add_whole,
+    port_number,
+    positive_int,
+    print_result,
+    program,
+    warn,
+    writing,
+)
 from serve_app.cli.init.document import (
     Emulated,
     Fleet,
@@ -17,11 +25,11 @@ from serve_app.cli.init.document import (
 )
 from serve_app.engines.vllm.library import is_installed
 from serve_app.errors import ServeAppError, SettingsError
+from serve_app.settings.address import DEFAULT_PORT
 from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.checking.machine import gpu_names, single_gpu_name
 
 _PATH = Path("ewsjf.yaml")
-_LAST_PORT = 65_535
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -61,22 +69,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="require no keys, because a proxy in front authenticates clients",
     )
-    add_whole(parser, "--port", "port to listen on", 8000)
+    parser.add_argument(
+        "--port", type=port_number, default=DEFAULT_PORT, help="port to listen on (default: %(default)s)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     path: Path = args.path
+    if path.exists() and not path.is_file():
+        raise SettingsError(f"{path} is not a file: choose another path")
     if path.exists() and not args.force:
         raise SettingsError(f"{path} exists: choose another file, or overwrite it with --force")
-    if args.port > _LAST_PORT:
-        raise SettingsError(f"--port must be at most {_LAST_PORT}, got {args.port}")
     fleet = _fleet_of(args)
     start = f"{program()} serve {path}"
     address = ListenAddress(host=args.host, port=args.port, start=start, insecure=args.insecure)
     text = configuration(fleet, address)
-    found = _checked(text, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with writing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        found = _checked(draft, path)
     _report(fleet, path, found)
     return 0
 
@@ -102,18 +112,15 @@ def _fleet_of(args: argparse.Namespace) -> Fleet:
     )
 
 
-def _checked(text: str, path: Path) -> CheckResult:
-    """Check a configuration, including this machine and the capacity of its engines.
+def _checked(draft: Path, path: Path) -> CheckResult:
+    """Check the draft of a configuration, including this machine and the capacity of its engines.
 
     Raises:
         ServeAppError: it has mistakes that are independent of the machine.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / path.name
-        draft.write_text(text, encoding="utf-8")
-        if mistakes := check_file(draft, on_this_machine=False).mistakes:
-            raise ServeAppError("; ".join(mistake.located(path) for mistake in mistakes))
-        return check_file(draft)
+    if mistakes := check_file(draft, on_this_machine=False).mistakes:
+        raise ServeAppError("; ".join(mistake.located(path) for mistake in mistakes))
+    return check_file(draft)
 
 
 def _report(fleet: Fleet, path: Path, found: CheckResult) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, add_whole, program
+from serve_app.cli.command import Command, port_number, program, write_text
 from serve_app.cli.init.document import (
     ListenAddress,
     Servers,
@@ -51,7 +51,8 @@ def serve(
         The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
 
     Raises:
-        ServeAppError: a secret that the configuration names cannot be read here.
+        ServeAppError: a secret that the configuration names cannot be read here, or the folder of the
+            instance cannot be written.
     """
     console = Console()
     own_ports = [each.port for each in running_instances()]
@@ -65,7 +66,17 @@ def serve(
         checked.settings.check_secrets()
     console.line(f"{config} is valid ({console.elapsed_s:.1f} s)")
     host, listening = http_address(checked.content)
-    folder = _fresh_folder(instance_folder(listening))
+    models, drain_s = tuple(checked.settings.served_names()), checked.settings.gateways.drain_timeout_s
+    url, folder = local_url(checked.content), instance_folder(listening)
+    try:
+        _refresh(folder)
+        secrets = {ADMIN_KEY_VARIABLE: write_admin_key(folder)}
+        secrets |= write_ray_token(folder) if address is None else {}
+        register(url, config, folder, drain_s, models)
+    except OSError as exc:
+        raise SettingsError(
+            f"{folder} cannot be written: {exc.strerror}; choose another folder with TMPDIR"
+        ) from exc
     if (previous := _previous(folder)).is_dir():
         console.line(f"logs of the previous run: {previous}")
     raise_descriptor_limit()
@@ -73,21 +84,18 @@ def serve(
         job=HostJob(
             config=str(config.resolve()),
             folder=str(folder),
-            url=local_url(checked.content),
+            url=url,
             address=address,
             port=port,
             dashboard=dashboard,
             engines=engine_kinds(checked.settings),
         ),
-        environment=environment(os.environ)
-        | {ADMIN_KEY_VARIABLE: write_admin_key(folder)}
-        | (write_ray_token(folder) if address is None else {}),
-        drain_s=checked.settings.gateways.drain_timeout_s,
-        models=tuple(checked.settings.served_names()),
+        environment=environment(os.environ) | secrets,
+        drain_s=drain_s,
+        models=models,
         requires_key=checked.settings.gateway.requires_keys,
         listen_address=f"http://{host}:{listening}",
     )
-    register(launch.job.url, config, folder, launch.drain_s, launch.models)
     try:
         return asyncio.run(Supervisor(launch, console).run())
     finally:
@@ -113,7 +121,7 @@ def engine_kinds(settings: ApplicationSettings) -> dict[str, str]:
     return found
 
 
-def _fresh_folder(folder: Path) -> Path:
+def _refresh(folder: Path) -> None:
     """Create an empty folder for the files of an instance; those of the previous one are moved beside it.
 
     Raises:
@@ -134,7 +142,6 @@ def _fresh_folder(folder: Path) -> Path:
         folder.rename(previous)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
-    return folder
 
 
 def _previous(folder: Path) -> Path:
@@ -164,10 +171,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-env", help="with --endpoints: environment variable with the servers' API key"
     )
-    add_whole(
-        parser,
+    parser.add_argument(
         "--port",
-        "port to listen on (default: that of the configuration; with --endpoints "
+        type=port_number,
+        help="port to listen on (default: that of the configuration; with --endpoints "
         f"{DEFAULT_PORT}, at 127.0.0.1)",
     )
 
@@ -188,7 +195,7 @@ def _write_config_for(urls: list[str], api_key_env: str | None, port: int) -> Pa
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = folder / f"endpoints-{port}.yaml"
     place = ListenAddress(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
-    config.write_text(configuration(servers, place), encoding="utf-8")
+    write_text(config, configuration(servers, place))
     return config
 
 

@@ -314,6 +314,8 @@ class OpenLoop:
             parser.fail(f"cannot connect: {error}", time.monotonic())
         except aiohttp.ClientError as error:
             parser.fail(f"the response is not complete: {error or type(error).__name__}", time.monotonic())
+        except ValueError as error:
+            parser.fail(f"the request cannot be sent: {error}", time.monotonic())
 
     def _record(
         self, parser: ResponseParser, number: int, request: TraceRequest, due: float, sent_at: float

@@ -54,7 +54,6 @@ def run_as_json(summary: Summary, load: LoadResult, rules: SummaryRules, cpu_s: 
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     """Write raw records, one JSON object per line, with the fields of `RequestRecord`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(asdict(record)) + "\n")

@@ -197,16 +197,19 @@ def _check_positive(**values: float) -> None:
 
 ZIPF_EXPONENT = 1.0
 """The first of ten tenants then sends 34 % of requests, within the 16 to 52 % of production (ServeGen)."""
+_MAX_TENANTS, _MAX_EXPONENT = 100_000, 10
 
 
 def zipf_shares(count: int, exponent: float = ZIPF_EXPONENT) -> dict[str, float]:
     """Return shares of `tenant-1` to `tenant-n`, proportional to `1 / rank^exponent`; 0 makes them equal."""
-    if count < 1 or not exponent >= 0:
+    if not 1 <= count <= _MAX_TENANTS or not 0 <= exponent <= _MAX_EXPONENT:
         raise TraceError(
-            f"tenants need a count of at least 1 and an exponent of at least 0, got {count}:{exponent}"
+            f"tenants need a count from 1 to {_MAX_TENANTS:,} and an exponent from 0 to {_MAX_EXPONENT}, got "
+            f"{count}:{exponent}"
         )
     weights = [1 / rank**exponent for rank in range(1, count + 1)]
-    return {f"tenant-{rank}": weight / sum(weights) for rank, weight in enumerate(weights, start=1)}
+    total = sum(weights)
+    return {f"tenant-{rank}": weight / total for rank, weight in enumerate(weights, start=1)}
 
 
 def parse_shares(text: str) -> dict[str, float]:

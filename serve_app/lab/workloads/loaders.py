@@ -13,6 +13,7 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -48,7 +49,7 @@ def load_trace(path: Path) -> Trace:
         with _open(path) as lines:
             trace_format, rows = _rows(path, lines)
             requests, skipped = _read(trace_format, rows)
-    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as exc:
         raise TraceError(f"cannot read trace {path}: {exc}") from exc
     if not requests:
         raise TraceError(f"no row of {path} has a request: {_describe(skipped)}")

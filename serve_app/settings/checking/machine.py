@@ -57,7 +57,9 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
-    except socket.gaierror as exc:
+    except OverflowError:
+        return  # check_serve_keys reports the port
+    except (socket.gaierror, TypeError, UnicodeError) as exc:
         yield ("http_options", "host"), f"http_options.host {host!r} is not an address of this machine: {exc}"
     except PermissionError:
         yield where, f"http_options.port {port} needs root privileges: choose a port above 1023"

@@ -70,6 +70,8 @@ class Document:
             raise UnreadableError(_syntax_error(exc)) from exc
         except yaml.YAMLError as exc:
             raise UnreadableError(Mistake(f"is not valid YAML: {exc}")) from exc
+        except RecursionError as exc:
+            raise UnreadableError(Mistake("is nested too deeply for a configuration")) from exc
         self.mistakes = [] if self._root is None else list(_duplicate_keys(self._root, set()))
 
     def line(self, steps: tuple[Step, ...]) -> int | None:

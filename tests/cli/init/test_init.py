@@ -180,7 +180,6 @@ def test_a_file_is_not_overwritten_unless_forced(tmp_path: Path, capsys: pytest.
         (["--servers", "http://127.0.0.1:9"], "does not respond"),
         (["--servers", "127.0.0.1:9"], "must begin with http://"),
         (["--servers", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
-        (["--emulated", "--port", "70000"], "at most 65535"),
     ],
 )
 def test_impossible_options_are_rejected_and_nothing_is_written(

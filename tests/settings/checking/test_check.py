@@ -111,6 +111,15 @@ def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_a_port_or_host_that_no_machine_has_is_named(check: Check) -> None:
+    status, lines = check(LOCAL.replace("port: 8000", "port: 70000"))
+    assert (status, len(lines)) == (2, 1)
+    assert "http_options.port must be a whole number from 1 to 65535, got 70000" in lines[0]
+    status, lines = check(local().replace("host: 127.0.0.1", 'host: "a\\0"'))
+    assert status == 2
+    assert any("is not an address of this machine" in line for line in lines), lines
+
+
 def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     text = local(profile__laptop="profile: labtop")
     status, lines = check(text)
