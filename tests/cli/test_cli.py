@@ -9,6 +9,7 @@ import pytest
 import serve_app
 from serve_app.cli import COMMANDS, CommandEntry, main
 from serve_app.cli.command import program
+from tests.engines.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,3 +181,10 @@ def test_other_shells_have_a_script_in_their_own_words(
 ) -> None:
     assert main(["completion", shell]) == 0
     assert marker in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "127.0.0.1:99999"])
+def test_stop_names_an_address_where_nobody_listens(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    address = address.format(port=free_port())
+    assert main(["stop", "--address", address]) == 2
+    assert f"there is no Ray cluster at {address}: " in capsys.readouterr().err

@@ -68,8 +68,8 @@ AMOUNTS = frozenset(
 )
 ABOVE = frozenset(("70000", "1e300", "9" * 20, "a:" + "9" * 20))
 LONG = {
-    ("deploy", "--address"): "Ray's client waits for a minute",
-    ("stop", "--address"): "Ray's client waits for a minute",
+    ("deploy", "--address"): "Ray waits for a minute at an address of another program",
+    ("stop", "--address"): "Ray waits for a minute at an address of another program",
     ("bench", "--rate", "0.5"): "a request every two seconds",
     ("bench", "--duration", "1"): "a second of load",
 }

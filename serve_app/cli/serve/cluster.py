@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import ray
@@ -326,6 +328,10 @@ def connect(address: str) -> dict[str, ApplicationStatusOverview]:
         ServeAppError: there is no such cluster.
     """
     try:
+        # Ray itself retries for minutes where nobody listens.
+        endpoint = urlsplit(address if "//" in address else f"//{address}")
+        if endpoint.port is not None:
+            socket.create_connection((endpoint.hostname or "", endpoint.port), _CALL_TIMEOUT_S).close()
         ray.init(address=address, namespace=SERVE_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, OSError, ValueError) as exc:
         raise ServeAppError(f"there is no Ray cluster at {address}: {exc}") from exc
