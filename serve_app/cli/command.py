@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import json
 import math
 import os
@@ -94,24 +95,50 @@ def warn(text: str) -> None:
 def writing(path: Path) -> Iterator[Path]:
     """Yield a draft of `path`, which replaces it at the end. After an error, `path` is as it was before.
 
+    The draft is `path` itself, without that guarantee, for a device such as /dev/stdout, and for a file
+    beside which none can be created.
+
     Raises:
         ServeAppError: it cannot be written; the message names it.
     """
     draft = path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A device such as /dev/stdout cannot be replaced.
         if path.is_file() or not path.exists():
             path = path.resolve()
-            draft = path.with_name(f"{path.name}.new")
+            draft = _create_draft(path)
         yield draft
         if draft != path:
-            draft.replace(path)
+            _replace(path, draft)
     except OSError as exc:
         raise ServeAppError(f"{path} cannot be written: {exc.strerror or exc}") from exc
     finally:
         if draft != path:
             draft.unlink(missing_ok=True)
+
+
+def _create_draft(path: Path) -> Path:
+    """Create an empty file beside `path`, with its permissions; return `path` if only that can be written."""
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        draft.touch()
+        if path.exists():
+            shutil.copymode(path, draft)
+    except OSError as exc:
+        if exc.errno not in {errno.EACCES, errno.EROFS, errno.ENAMETOOLONG}:
+            raise
+        return path
+    return draft
+
+
+def _replace(path: Path, draft: Path) -> None:
+    try:
+        draft.replace(path)
+    except OSError as exc:
+        # A file that is mounted into a container cannot be replaced, but written.
+        if exc.errno != errno.EBUSY:
+            raise
+        shutil.copyfile(draft, path)
 
 
 def write_text(path: Path, text: str) -> None:

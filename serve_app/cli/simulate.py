@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _notes_on_engines(args: argparse.Namespace, fleet: FleetSettings) -> Iterator[str]:
-    """Yield a note if recorded traffic is played on engines that nobody has chosen."""
+    """Yield a note if recorded traffic is played on the engines of the default profile."""
     chosen = args.like_running or args.config is not None
     profiles = map(fleet.profile_of, fleet.replicas)
     if Path(args.trace).is_file() and not chosen and arguments.DEFAULT_PROFILE in profiles:

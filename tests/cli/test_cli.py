@@ -1,3 +1,4 @@
+import errno
 import os
 import shlex
 import subprocess
@@ -8,7 +9,7 @@ import pytest
 
 import serve_app
 from serve_app.cli import COMMANDS, CommandEntry, main
-from serve_app.cli.command import program
+from serve_app.cli.command import program, write_text
 from tests.engines.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,7 +185,38 @@ def test_other_shells_have_a_script_in_their_own_words(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "127.0.0.1:99999"])
-def test_stop_names_an_address_where_nobody_listens(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_names_an_address_where_nothing_listens(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     address = address.format(port=free_port())
     assert main(["stop", "--address", address]) == 2
     assert f"there is no Ray cluster at {address}: " in capsys.readouterr().err
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    write_text(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_written_if_its_name_leaves_no_room_for_a_draft(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 255)
+    write_text(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_file_that_cannot_be_replaced_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renaming to a file that is mounted into a container fails in this way."""
+
+    def busy(_draft: Path, _path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "replace", busy)
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]

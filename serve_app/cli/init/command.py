@@ -1,6 +1,7 @@
 """Command `init`: writes a first configuration that passes `check`."""
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from serve_app.cli.check import print_findings
@@ -76,17 +77,21 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     path: Path = args.path
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"{path} is not a file: choose another path")
+    if path.is_dir():
+        raise SettingsError(f"{path} is a directory: choose a file in it")
     if path.exists() and not args.force:
         raise SettingsError(f"{path} exists: choose another file, or overwrite it with --force")
     fleet = _fleet_of(args)
     start = f"{program()} serve {path}"
     address = ListenAddress(host=args.host, port=args.port, start=start, insecure=args.insecure)
     text = configuration(fleet, address)
-    with writing(path) as draft:
-        draft.write_text(text, encoding="utf-8")
-        found = _checked(draft, path)
+    with tempfile.TemporaryDirectory() as folder, writing(path) as draft:
+        # What is written directly, such as /dev/stdout, is checked before.
+        checked = Path(folder) / _PATH if draft.resolve() == path.resolve() else draft
+        checked.write_text(text, encoding="utf-8")
+        found = _checked(checked, path)
+        if checked != draft:
+            draft.write_text(text, encoding="utf-8")
     _report(fleet, path, found)
     return 0
 

@@ -328,7 +328,7 @@ def connect(address: str) -> dict[str, ApplicationStatusOverview]:
         ServeAppError: there is no such cluster.
     """
     try:
-        # Ray itself retries for minutes where nobody listens.
+        # Ray itself retries for minutes if nothing listens there.
         endpoint = urlsplit(address if "//" in address else f"//{address}")
         if endpoint.port is not None:
             socket.create_connection((endpoint.hostname or "", endpoint.port), _CALL_TIMEOUT_S).close()

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
@@ -280,3 +282,11 @@ def test_a_page_for_a_browser_is_not_copied_into_the_message(
     message = capsys.readouterr().err
     assert "an HTML page, so this is another kind of server" in message
     assert "<" not in message
+
+
+def test_a_configuration_can_be_printed() -> None:
+    """/dev/stdout exists, and is no file that could be replaced."""
+    line = [sys.executable, "-m", "serve_app", "init", "/dev/stdout", "--force"]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.startswith("# The default: ")
+    assert "\nproxy_location: Disabled\n" in ended.stdout
