@@ -24,7 +24,14 @@ from ray.serve.schema import (
 )
 
 from serve_app.cli.http_client import ConnectionFailedError, request
-from serve_app.cli.serve.failures import Stages, StartDeaths, engine_cause, is_process_death, reason_of
+from serve_app.cli.serve.failures import (
+    RayStartError,
+    Stages,
+    StartDeaths,
+    engine_cause,
+    is_process_death,
+    reason_of,
+)
 from serve_app.cli.serve.messages import Draining, HostJob, HostMessage, Progress, Stop
 from serve_app.errors import ServeAppError
 from serve_app.serving._ray import (
@@ -72,7 +79,8 @@ class Cluster:
         """Start Ray and Serve, or connect to a running cluster.
 
         Raises:
-            ServeAppError: Ray or Serve did not start.
+            RayStartError: Ray did not start on this machine.
+            ServeAppError: there is no cluster at the address, or Serve did not start.
         """
         options: dict[str, Any] = {"namespace": SERVE_NAMESPACE, "log_to_driver": False}
         if self._job.address is not None:
@@ -86,7 +94,8 @@ class Cluster:
         try:
             context = ray.init(**options)
         except Exception as exc:  # Ray raises plain `Exception` if one of its processes is late
-            raise ServeAppError(f"Ray did not start: {exc}") from exc
+            error = RayStartError if self._job.address is None else ServeAppError
+            raise error(f"Ray did not start: {exc}") from exc
         self.ray_address = ray.get_runtime_context().gcs_address
         if self._job.address is None:
             stop_ray_helpers(dashboard=self._job.dashboard)

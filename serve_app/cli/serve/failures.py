@@ -6,6 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from serve_app.errors import ServeAppError
+
+
+class RayStartError(ServeAppError):
+    """Ray's processes did not start on this machine. They may have been late, so a retry may succeed."""
+
+
 # -- engine logs: the stage of a start, and errors -----------------------------------------------------------
 #
 # Ray redirects the output of each actor, and of its child processes, to two files that begin with the actor's

@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 import yaml
 
+from serve_app.cli.serve.failures import RayStartError
 from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
 from serve_app.cli.serve.processes import become_subreaper, kill_descendants
 from serve_app.errors import ServeAppError
@@ -54,7 +55,7 @@ class ApplicationHost:
             self._start()
             stop = self._watch()
         except ServeAppError as exc:
-            self._send(Failed(str(exc)))
+            self._send(Failed(str(exc), is_transient=isinstance(exc, RayStartError)))
             return 1
         except Exception as exc:  # noqa: BLE001 - report every error to the user; the log has the traceback
             traceback.print_exc()

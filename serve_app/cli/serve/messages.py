@@ -53,9 +53,15 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The start has failed, or the application cannot continue. The reason is one paragraph."""
+    """The start has failed, or the application cannot continue.
+
+    Attributes:
+        reason: one paragraph.
+        is_transient: whether a second attempt may succeed.
+    """
 
     reason: str
+    is_transient: bool = False
 
 
 class Draining(msgspec.Struct, tag=True, frozen=True):

@@ -4,6 +4,7 @@ Rules:
 
 - The first SIGINT, SIGTERM or SIGHUP drains: new requests are rejected, in-flight ones completed.
 - A second signal, or one before the application is ready, stops all processes immediately.
+- If Ray's own processes do not start, they are ended and started once more.
 - In all cases, no process of this instance and no open port is left behind.
 """
 
@@ -79,7 +80,7 @@ class Supervisor:
         self._signals = 0
         self._signalled = asyncio.Event()
         self._is_ready = False
-        self._failed: str | None = None
+        self._failure: Failed | None = None
         self._aborted = 0
         self._startup_s = 0.0
 
@@ -100,13 +101,16 @@ class Supervisor:
         reading = asyncio.create_task(self._read(await self._start_host()))
         try:
             await self._until_stopped(reading)
+            if self._failure is not None and self._failure.is_transient and not self._signals:
+                reading = await self._restart_host(self._failure)
+                await self._until_stopped(reading)
         finally:
             self._console.end()
             await self._end_processes()
         if not reading.done():
             reading.cancel()
-        if self._failed is not None:
-            self._console.line(self._failed, "red")
+        if self._failure is not None:
+            self._console.line(self._failure.reason, "red")
             self._console.line(f"For details see {self._log} and {self._launch.job.folder}/ray.")
             return 1
         if self._is_ready:
@@ -138,6 +142,14 @@ class Supervisor:
         )
         return reader
 
+    async def _restart_host(self, failure: Failed) -> asyncio.Task[None]:
+        """Start again, with new processes."""
+        self._console.end()
+        self._console.line(f"{failure.reason}\nStarting Ray once more.", "yellow")
+        self._failure = None
+        await asyncio.to_thread(kill_descendants, _KILL_TIMEOUT_S)
+        return asyncio.create_task(self._read(await self._start_host()))
+
     async def _read(self, messages: asyncio.StreamReader) -> None:
         """Process the host's messages until it ends."""
         while line := await messages.readline():
@@ -155,8 +167,8 @@ class Supervisor:
                 self._register(ray_address)
                 self._startup_s = console.elapsed_s
                 console.ready(self._connection_info(dashboard))
-            case Failed(reason):
-                self._failed = reason
+            case Failed():
+                self._failure = message
             case Draining(open_requests, remaining_s):
                 console.draining(open_requests, remaining_s)
             case Drained(aborted):
@@ -189,7 +201,7 @@ class Supervisor:
         if not self._is_ready and self._signals:
             self._console.line("Stopped before it was ready.")
         elif not self._signals:
-            self._failed = self._failed or await self._unexpected_end()
+            self._failure = self._failure or Failed(await self._unexpected_end())
         else:
             await self._drain(reading)
 

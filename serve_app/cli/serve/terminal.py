@@ -143,8 +143,9 @@ class Console:
             self.line(text)
 
     def end(self) -> None:
-        """Restore the terminal."""
+        """Restore the terminal. A current step is not complete."""
         self._hide()
+        self._step = ""
 
     def _done(self, what: str, seconds: float) -> None:
         self.line(f"{what:<{_WIDTH}} {seconds:6.1f} s")

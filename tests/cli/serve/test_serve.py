@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import httpx
+import psutil
 import pytest
 
 from experiments.common.application import free_port
@@ -203,6 +204,43 @@ def test_a_start_that_is_interrupted_leaves_its_logs_until_the_one_after_the_nex
     assert f"logs of the previous run: {folder}.last" in interrupt_a_start(config)
     assert (Path(f"{folder}.last") / "serve.log").read_text(encoding="utf-8") == "first"
     assert (folder / "serve.log").read_text(encoding="utf-8") != "first"
+
+
+def test_ray_is_started_again_if_one_of_its_processes_dies_in_the_start(tmp_path: Path) -> None:
+    port = free_port()
+    with terminal(configuration(tmp_path, port, drain_s=1.0)) as opened:
+        kill_ray(opened)
+        opened.wait_for("Starting Ray once more.")
+        opened.wait_for("Ready after")
+        assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        opened.wait_for("Ctrl-C: in-flight requests")
+        opened.type_interrupt()
+        assert opened.ended(END_S) == 0
+        assert opened.processes_left() == []
+
+
+def test_a_second_failure_of_ray_ends_the_start(tmp_path: Path) -> None:
+    with terminal(configuration(tmp_path, free_port(), drain_s=1.0)) as opened:
+        kill_ray(opened)
+        opened.wait_for("Starting Ray once more.")
+        kill_ray(opened)
+        assert opened.ended(END_S) == 1
+        assert opened.output.count("Ray did not start: ") == 2
+        assert opened.processes_left() == []
+
+
+def kill_ray(opened: Terminal) -> None:
+    """Wait until Ray starts, and kill its control service at once."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        for process in psutil.Process(opened.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "gcs_server":
+                    process.kill()
+                    return
+        opened.read()
+        time.sleep(0.005)
+    raise AssertionError(opened.output)
 
 
 def interrupt_a_start(config: Path) -> str:
