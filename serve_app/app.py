@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app.errors import SettingsError
-from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
+from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config, tuner_config
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, with_version
 from serve_app.serving.gateway.deployment import GatewayDeployment
@@ -75,11 +75,7 @@ def application_of(settings: ApplicationSettings) -> Application:
         }
         for model in settings.models
     }
-    tuners = [
-        _tuner(model, schedulers[model.name], settings.state_uri)
-        for model in settings.models
-        if model.is_tuned
-    ]
+    tuners = [_tuner(model, schedulers[model.name], settings) for model in settings.models if model.is_tuned]
     names = {name: model.name for model in settings.models for name in model.names}
     gateways = settings.gateways
     deployment = serve.deployment(
@@ -125,9 +121,10 @@ def _scheduler(model: ModelSettings, settings: ApplicationSettings) -> Applicati
         state_uri=settings.state_uri,
         state_interval_s=settings.state_interval_s,
         scaling=model.scaling,
+        tuner_after=model.tuner.first_requests if _starts_tuner(model, settings) else None,
     )
     name = _deployment_name("scheduler", model.name)
-    scales = any(pool.autoscaling is not None for pool in model.pools)
+    scales = any(pool.autoscaling is not None for pool in model.pools) or _starts_tuner(model, settings)
     deployment = serve.deployment(
         name=name,
         # Mostly idle: a decision takes microseconds.
@@ -140,15 +137,23 @@ def _scheduler(model: ModelSettings, settings: ApplicationSettings) -> Applicati
     return with_version(deployment, *actor.cold(), scales).bind(actor)
 
 
-def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:
+def _starts_tuner(model: ModelSettings, settings: ApplicationSettings) -> bool:
+    """Return whether the scheduler starts the tuner. A tuner with a persisted state starts at once."""
+    return model.is_tuned and settings.state_uri is None
+
+
+def _tuner(model: ModelSettings, scheduler: Application, settings: ApplicationSettings) -> Application:
+    starts_later = _starts_tuner(model, settings)
+    scale = {"autoscaling_config": tuner_config(_deployment_name("scheduler", model.name))}
     deployment = serve.deployment(
         name=_deployment_name("tuner", model.name),
         # Mostly idle as well; a search limits itself to its share of a core.
         ray_actor_options={"num_cpus": 0.1},
+        **(scale if starts_later else {"num_replicas": 1}),
         **TUNER_DEPLOYMENT_OPTIONS,
     )(TunerDeployment)
-    with_version(deployment, model.name, model.tuner, state_uri)
-    return deployment.bind(model.name, model.tuner, scheduler, state_uri)
+    with_version(deployment, model.name, model.tuner, settings.state_uri)
+    return deployment.bind(model.name, model.tuner, scheduler, settings.state_uri)
 
 
 def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:

@@ -11,6 +11,7 @@ from ray.serve import Deployment
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
 from serve_app.serving._ray import deployments_of
+from serve_app.serving.autoscaling import TUNER
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.loading import load_settings, settings_of
@@ -63,7 +64,23 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
 
 
 def test_a_scheduler_is_never_scaled() -> None:
-    assert deployments_of(application_of(settings()))["scheduler-demo"].num_replicas == 1
+    fixed = settings({"name": "demo", "pools": [emulated("long")], "tuner": {"mode": False}})
+    assert deployments_of(application_of(fixed))["scheduler-demo"].num_replicas == 1
+    scaling = scaling_of("scheduler-demo", settings())
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 1)
+
+
+def test_the_tuner_is_started_by_its_scheduler_unless_it_has_a_persisted_state() -> None:
+    scaling = scaling_of("tuner-demo", settings())
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (0, 0, 1)
+    assert scaling.policy.policy_kwargs == {"scheduler": "scheduler-demo", "pool": TUNER}
+    with_state = deployments_of(application_of(settings(state_uri="/var/lib/ewsjf")))
+    assert with_state["tuner-demo"].num_replicas == 1
+
+
+def scaling_of(deployment: str, found: ApplicationSettings) -> Any:
+    """Return Ray Serve's autoscaling settings of a deployment."""
+    return deployments_of(application_of(found))[deployment]._deployment_config.autoscaling_config
 
 
 def test_a_pool_gets_the_resources_in_its_settings() -> None:

@@ -146,7 +146,9 @@ def _config(case: DeathsCase) -> dict[str, Any]:
         }
 
     pools = [pool("short", 2048, 2), pool("long", 8192, 1)]
-    models = [{"name": "demo", "pools": pools, "resume_streams": case.resume_streams}]
+    # The tuner starts with the first requests, so that it can be killed.
+    tuner = {"advanced": {"learn_from": 2}}
+    models = [{"name": "demo", "pools": pools, "resume_streams": case.resume_streams, "tuner": tuner}]
     return serve_config("deaths", {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.1}})
 
 

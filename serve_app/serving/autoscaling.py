@@ -9,6 +9,8 @@ Serve's own delays are off, because the decision includes them. While the last n
 between two schedulers, all pools stay unchanged. A scheduler that has just started reports a *minimum* for
 each pool, so that nothing is stopped.
 
+The tuner is scaled the same way, from none to one: it starts when its scheduler has enough to learn from.
+
 Gateways are scaled by their CPU usage, which they record themselves, with Serve's own delays.
 """
 
@@ -25,6 +27,8 @@ _STALE_AFTER_S = 35.0
 _LOOK_BACK_S = 2.0
 _INTERVAL_S = 1.0
 _DESIRED, _LEAST = "desired_replicas:", "least_replicas:"
+TUNER = "/tuner"
+"""Name of the tuner among a scheduler's pools; no pool can have it."""
 CPU_CORES = "cpu_cores"
 """Statistic of a gateway: CPU cores used by its process."""
 
@@ -185,6 +189,12 @@ def scheduler_config(scheduler: str) -> dict[str, Any]:
     """Return Ray Serve's `autoscaling_config` of a scheduler's deployment."""
     bounds = {"min_replicas": 1, "max_replicas": 1, "initial_replicas": 1}
     return {**bounds, **_config("SchedulerPolicy", {"scheduler": scheduler})}
+
+
+def tuner_config(scheduler: str) -> dict[str, Any]:
+    """Return Ray Serve's `autoscaling_config` of a tuner that its scheduler starts."""
+    bounds = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 0}
+    return {**bounds, **_config("PoolPolicy", {"scheduler": scheduler, "pool": TUNER})}
 
 
 def pool_config(bounds: AutoscalingSettings, scheduler: str, pool: str) -> dict[str, Any]:

@@ -119,6 +119,11 @@ class TunerSettings:
         _ = self.parameters
 
     @property
+    def first_requests(self) -> int:
+        """Number of requests before there is anything to tune."""
+        return self.learn_from if self.parameters is None else min(self.learn_from, self.min_requests)
+
+    @property
     def strategic(self) -> StrategicSettings:
         """Settings for learning length queues."""
         return StrategicSettings(

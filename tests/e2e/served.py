@@ -19,6 +19,9 @@ from serve_app.lab.bench.endpoint import BenchError
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
 
+# Dozens of requests suffice to learn; the defaults need hundreds.
+LEARN_FROM = 40
+
 # Two gateways and two short replicas, so that tests may kill one of each. At 4 ms per step, an answer of
 # 1,500 tokens takes six seconds: long enough to interrupt it.
 ARGS = {
@@ -46,11 +49,10 @@ ARGS = {
                 "routing": {"b_short_tokens": 2000},
                 "max_waiting": 300,
             },
-            # Dozens of requests suffice to learn; the defaults need hundreds.
             "tuner": {
                 "profile": "laptop",
                 # Never searches: a search would take CPU time from other tests.
-                "advanced": {"learn_from": 40, "min_requests": 1_000_000},
+                "advanced": {"learn_from": LEARN_FROM, "min_requests": 1_000_000},
             },
         }
     ],
@@ -140,6 +142,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{what} was not true within {timeout_s:g} s")
+
+
+def start_tuner(served: Served) -> None:
+    """Send the requests after which the tuner starts, and wait until it has started."""
+    body = {"model": "demo", "prompt": "hello", "max_tokens": 1}
+    for _ in range(LEARN_FROM):
+        assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+    wait_for(lambda: bool(served.replicas("tuner")), 60, "the tuner")
 
 
 @contextlib.contextmanager

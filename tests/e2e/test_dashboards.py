@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from observability.files import OBSERVABILITY
-from tests.e2e.served import Served, serve
+from tests.e2e.served import Served, serve, start_tuner
 from tests.observability.prometheus import Prometheus, prometheus, rules, until
 
 # Queries that may be empty, by a part of the query, with the reason.
@@ -80,7 +80,8 @@ def queries() -> dict[str, str]:
 
 
 def test_every_query_of_every_dashboard_shows_something(app: Served, watcher: Prometheus) -> None:
-    # A new tuner reports nothing for some twenty seconds.
+    start_tuner(app)
+    # It reports nothing for some twenty seconds.
     asyncio.run(overload(app.url, seconds=24.0))
     assert watcher.targets() == {"ewsjf": 1, "ewsjf-engines": 3}
     # The queue is empty by now, and some ratios of rates have no value.

@@ -32,8 +32,10 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def tuned() -> Iterator[Served]:
-    args = {"models": [MODEL], "gateways": {"replicas": 1, "num_cpus": 0.1}}
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    # With a persisted state, the tuner starts at once.
+    state_uri = str(tmp_path_factory.mktemp("state"))
+    args = {"models": [MODEL], "gateways": {"replicas": 1, "num_cpus": 0.1}, "state_uri": state_uri}
     config = serve_config("ewsjf", args, import_path="tests.e2e.poisoned_tuner:build_app")
     with served_application(config, environment={}, start_timeout_s=200.0) as application:
         yield Served(application)

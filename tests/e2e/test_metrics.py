@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs_reference.metrics import application_metrics
-from tests.e2e.served import Served, wait_for
+from tests.e2e.served import Served, start_tuner, wait_for
 
 pytestmark = pytest.mark.usefixtures("app")
 
@@ -60,7 +60,8 @@ def test_the_reference_is_what_a_scrape_shows(app: Served) -> None:
             "stream": stream,
         }
         assert httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
-    wait_for(lambda: scrape(app)["ewsjf_tuner_frozen"][2] > 0, 30, "the tuner tells of itself")
+    start_tuner(app)
+    wait_for(lambda: scrape(app)["ewsjf_tuner_frozen"][2] > 0, 30, "the state of the tuner")
     wait_for(lambda: scrape(app)["ewsjf_desired_replicas"][2] > 0, 30, "autoscaling has decided")
     documented = application_metrics()
     wait_for(lambda: scrape(app).keys() | _WITH_STATE == documented.keys(), 10, "all processes are shown")

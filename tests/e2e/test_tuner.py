@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from serve_app.cli import main
-from tests.e2e.served import ARGS, Served, serve, wait_for
+from tests.e2e.served import ARGS, Served, serve, start_tuner, wait_for
 
 # The first test waits until the application has started; there is no narrower limit on that wait.
 pytestmark = pytest.mark.timeout(300)
@@ -32,6 +32,7 @@ def untaught() -> Iterator[Served]:
 
 
 async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served) -> None:
+    assert untaught.replicas("tuner") == [], "it starts when there is something to learn from"
     await learn_queues(untaught)
     lines = [one for one in untaught.log_lines("scheduler") if "event=partition_changed model=demo" in one]
     assert [one for one in lines if "reason=learned" in one]
@@ -91,6 +92,7 @@ def test_one_command_shows_the_application_and_another_freezes_its_tuner(
         assert main(["status", "--url", app.url, *options]) == 0
         return capsys.readouterr().out
 
+    start_tuner(app)
     wait_for(lambda: "tuner: on, idle" in shown(), 30, "the parameter tuner")
     page = shown()
     assert "demo" in page

@@ -22,6 +22,7 @@ from serve_app.core.routing.snapshot import section
 from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
 from serve_app.errors import ChannelError, SettingsError
+from serve_app.serving.autoscaling import TUNER, statistics
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT
@@ -72,6 +73,8 @@ class SchedulerActorSettings:
         state_uri: folder of learned state, see `StateStore`; None disables persistence.
         state_interval_s: interval of writes.
         scaling: the pools, for autoscaling.
+        tuner_after: number of requests after which the tuner starts; None if it runs anyway or never. A
+            running scheduler does not change it.
     """
 
     scheduler: SchedulerSettings
@@ -81,6 +84,7 @@ class SchedulerActorSettings:
     state_uri: str | None = None
     state_interval_s: float = 30.0
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    tuner_after: int | None = None
 
     def hot(self) -> dict[str, Any]:
         """Return the settings that can change while the actor runs; see `SchedulerActor.reconfigure`."""
@@ -92,7 +96,7 @@ class SchedulerActorSettings:
         scheduler = self.scheduler
         fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
         persistence = self.decision_log, self.state_uri, self.state_interval_s
-        return (*fixed, self.channel, self.scope, *persistence)
+        return (*fixed, self.channel, self.scope, *persistence, self.tuner_after is None)
 
     def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
         """Return a copy with other hot settings.
@@ -156,6 +160,7 @@ class SchedulerActor:
         )
         self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
         self._activity = RecentActivity(precise_clock(self._loop))
+        self._needs_tuner = False
         self._endpoints = RemoteEndpoints()
         self._changing = asyncio.Lock()
         self._started = self._begin()
@@ -237,6 +242,15 @@ class SchedulerActor:
             self._started = self._begin()
             await self._started
 
+    def scaling_statistics(self) -> dict[str, float]:
+        """Return the desired replicas of its pools and of its tuner; see `serving.autoscaling`."""
+        found = self.scaling.statistics()
+        if self._settings.tuner_after is not None:
+            self._needs_tuner |= self._live is not None and self._live.tuner.needs_tuner
+            # As a minimum, because a tuner may run that this scheduler has not met yet.
+            found |= statistics({TUNER: int(self._needs_tuner)}, (TUNER,))
+        return found
+
     async def save(self) -> None:
         """Persist learned state and usage, before the application stops."""
         if self._live is not None:
@@ -284,6 +298,7 @@ class SchedulerActor:
             usage_ledger=self._usage.ledger,
             activity=self._activity,
             endpoints=self._endpoints,
+            tuner_after=settings.tuner_after,
         )
         live = LiveScheduler(settings.scheduler, parts)
         live.queries = AdminQueries(

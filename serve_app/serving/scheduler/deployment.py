@@ -22,8 +22,8 @@ class SchedulerDeployment(SchedulerActor):
 
     # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the desired replicas of its pools; see `serving.autoscaling`."""
-        return self.scaling.statistics()
+        """Return the desired replicas of its pools and of its tuner; see `serving.autoscaling`."""
+        return self.scaling_statistics()
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
         """Close; Serve calls this on the event loop at the end of the replica's life."""

@@ -76,6 +76,7 @@ class LiveSchedulerOptions:
         more_metrics: returns further metrics in the Prometheus text format; called in a thread.
         activity: recent activity to continue; None starts a new one.
         endpoints: states of remote endpoints to continue; None if none is known.
+        tuner_after: see `TuningEndpoint`.
     """
 
     incarnation: int
@@ -88,6 +89,7 @@ class LiveSchedulerOptions:
     usage_ledger: UsageLedger | None = None
     activity: RecentActivity | None = None
     endpoints: RemoteEndpoints | None = None
+    tuner_after: int | None = None
 
 
 class QueryHandler(Protocol):
@@ -148,6 +150,7 @@ class LiveScheduler:
             incarnation=options.incarnation,
             metrics=self._metrics,
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
+            tuner_after=options.tuner_after,
         )
         self.mode = SchedulingMode(self)
         self.activity = options.activity or RecentActivity(self._clock)

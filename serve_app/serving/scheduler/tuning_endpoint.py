@@ -85,6 +85,11 @@ class LearnedQueues:
         """Return the number of learned queues."""
         return len(self.update.partition) if self.update is not None else 0
 
+    @property
+    def buffered(self) -> int:
+        """Number of lengths that the tuner has not pulled."""
+        return len(self._lengths)
+
     def on_arrival(self, prompt_tokens: int) -> None:
         """Buffer a length for the next pull; when full, the oldest is dropped."""
         self._lengths.append(prompt_tokens)
@@ -140,6 +145,7 @@ class TuningEndpoint:
 
     Args:
         replicas: returns the connected replicas.
+        tuner_after: number of requests after which the tuner starts; None if the scheduler does not start it.
 
     Attributes:
         queues: learned length queues.
@@ -152,9 +158,11 @@ class TuningEndpoint:
     incarnation: int
     metrics: SchedulerMetrics
     replicas: Callable[[], list[ReplicaSpec]]
+    tuner_after: int | None = None
     queues: LearnedQueues = field(init=False, default_factory=LearnedQueues)
     document: Mapping[str, Any] = field(init=False, default_factory=dict)
     frozen: str = field(init=False, default="")
+    _is_pulled: bool = field(init=False, default=False)
     # None until a tuner requests outcomes, so that they cost nothing without one.
     _outcomes: OutcomeWindow | None = field(init=False, default=None)
     _incumbent: SchedulerSettings = field(init=False)
@@ -175,6 +183,7 @@ class TuningEndpoint:
 
     def observed(self, *, outcomes: bool = False) -> Observed:
         """Return the observations since the last call; outcomes are collected from their first request on."""
+        self._is_pulled = True
         if outcomes and self._outcomes is None:
             self._outcomes = OutcomeWindow()
         now, window = self.scheduler.now(), self._outcomes
@@ -189,6 +198,18 @@ class TuningEndpoint:
             # Trials show nothing while part of the traffic bypasses scheduling.
             frozen=self.frozen or self.scheduler.mode.obstacle,
         )
+
+    @property
+    def needs_tuner(self) -> bool:
+        """True if a tuner runs, or has to be started."""
+        return self._is_pulled or self._awaited_requests == 0
+
+    @property
+    def _awaited_requests(self) -> int | None:
+        """Requests until the tuner starts; None if the scheduler does not start it."""
+        if self.tuner_after is None:
+            return None
+        return max(0, min(self.tuner_after, _KEPT) - self.queues.buffered)
 
     def apply_partition(self, update: PartitionUpdate) -> None:
         """Apply a learned partition; waiting requests are queued again.
@@ -259,10 +280,14 @@ class TuningEndpoint:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the tuner, for operators."""
-        document = dict(self.document) if self.document else {"mode": "off", "state": "no values are tuned"}
+        document = dict(self.document) if self.document else {"mode": "off", "state": self._idle_state()}
         if self.frozen:
             document["state"] = f"frozen: {self.frozen}"
         return {**document, "values": dict(self._tuned), "frozen": self.frozen}
+
+    def _idle_state(self) -> str:
+        awaited = 0 if self._is_pulled else self._awaited_requests
+        return f"starts after {awaited} more requests" if awaited else "no values are tuned"
 
     def figures(self, now: float) -> list[Figures]:
         """Return the metrics of learned queues, tuned values and the tuner."""

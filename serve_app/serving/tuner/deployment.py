@@ -1,4 +1,8 @@
-"""The tuner as a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies."""
+"""The tuner as a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies.
+
+Without a persisted state, it starts when its scheduler has enough requests to learn from
+(`serving.autoscaling`). An application without traffic then runs one process less.
+"""
 
 import os
 from collections.abc import Mapping
@@ -13,9 +17,8 @@ from serve_app.serving.tuner.parameter_tuner import Worker
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings
 
-# Options for `serve.deployment`. The tuner has no open requests at its end.
+# Options for `serve.deployment`, besides its scale. The tuner has no open requests at its end.
 TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
-    "num_replicas": 1,
     "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }

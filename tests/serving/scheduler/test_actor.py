@@ -58,6 +58,7 @@ class Cluster:
             scope="app/m",
             state_uri=state_uri,
             scaling=ScalingSettings(pools={"short": ScaledPool()}),
+            tuner_after=2,
         )
         surroundings = ClusterServices(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
         self.actors.append(SchedulerActor(settings, surroundings))
@@ -96,6 +97,30 @@ async def test_an_older_actor_stops_when_a_newer_one_has_claimed(cluster: Cluste
     with pytest.raises(ChannelError, match="superseded by 2"):
         await older.endpoint("gateway")
     await newer.check_health()
+
+
+async def test_the_tuner_starts_after_enough_requests_and_is_never_stopped(cluster: Cluster) -> None:
+    actor = await cluster.started()
+    tuner = shell_of(actor).tuner
+    assert actor.scaling_statistics() == {"least_replicas:/tuner": 0.0}
+    assert tuner.status()["state"] == "starts after 2 more requests"
+    gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
+    gateway.start()
+    await until(lambda: gateway.is_connected)
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(gateway.acquire(submission(name))) for name in ("r1", "r2")]
+    await until(lambda: actor.scaling_statistics() == {"least_replicas:/tuner": 1.0})
+    await actor.reconfigure({"max_waiting": 5})
+    assert actor.scaling_statistics() == {"least_replicas:/tuner": 1.0}
+    await gateway.close()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_tuner_that_runs_already_is_not_stopped_by_a_new_scheduler(cluster: Cluster) -> None:
+    actor = await cluster.started()
+    await actor.observed()
+    assert actor.scaling_statistics() == {"least_replicas:/tuner": 1.0}
+    assert shell_of(actor).tuner.status()["state"] == "no values are tuned"
 
 
 async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
