@@ -42,7 +42,7 @@ def kill(app: Served, deployment: str) -> None:
         victim.send_signal(signal.SIGKILL)
 
 
-async def patiently(call: Any) -> Any:
+async def retry_while_down(call: Any) -> Any:
     """Repeat a call of the client while its gateway is dead."""
     deadline = time.monotonic() + 60
     while True:
@@ -58,14 +58,14 @@ async def killed_batch(app: Served, requests: int, kills: int) -> None:
     """Serve a batch under kills, and compare its output with its input."""
     client = openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=30)
     contents = b"".join(map(input_line, range(requests)))
-    file = await patiently(lambda: client.files.create(file=("in.jsonl", contents), purpose="batch"))
+    file = await retry_while_down(lambda: client.files.create(file=("in.jsonl", contents), purpose="batch"))
     options: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h"}
-    batch = await patiently(lambda: client.batches.create(**options))
+    batch = await retry_while_down(lambda: client.batches.create(**options))
     victims: Iterator[str] = cycle(VICTIMS)
     done, struck = 0, 0
     while batch.status in OPEN:
         await asyncio.sleep(0.25)
-        batch = await patiently(partial(client.batches.retrieve, batch.id))
+        batch = await retry_while_down(partial(client.batches.retrieve, batch.id))
         assert batch.request_counts is not None
         # A kill each time that a further part of the batch has ended.
         if struck < kills and batch.request_counts.completed > done:
@@ -74,7 +74,7 @@ async def killed_batch(app: Served, requests: int, kills: int) -> None:
             done += requests // (kills + 2)
     assert struck == kills
     assert batch.status == "completed"
-    written = await patiently(lambda: client.files.content(batch.output_file_id))
+    written = await retry_while_down(lambda: client.files.content(batch.output_file_id))
     found = [json.loads(line) for line in written.text.splitlines()]
     assert [each["custom_id"] for each in found] == [f"line-{number}" for number in range(requests)]
     for number, each in enumerate(found):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from experiments.common.application import serve_config, served_application
-from tests.chaos.mortal import FILE_VARIABLE
+from tests.chaos.killable_engines import FILE_VARIABLE
 from tests.e2e.served import Served, wait_for
 
 pytestmark = [pytest.mark.application, pytest.mark.timeout(400)]
@@ -31,13 +31,13 @@ KEEP_ALIVE_S = 3
 
 
 @dataclass(frozen=True)
-class Mortal:
+class KillableApplication:
     """An application, and the file that kills its engines."""
 
     served: Served
     file: Path
 
-    async def ask(
+    async def send_request(
         self, http: httpx.AsyncClient, max_tokens: int = 5, timeout_s: float = 200.0
     ) -> httpx.Response:
         body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
@@ -45,14 +45,14 @@ class Mortal:
 
 
 @pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
-    file = tmp_path_factory.mktemp("mortal") / "dead"
-    config = serve_config("ewsjf", {"models": [MODEL]}, import_path="tests.chaos.mortal:build_app")
+def killable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableApplication]:
+    file = tmp_path_factory.mktemp("killable") / "dead"
+    config = serve_config("ewsjf", {"models": [MODEL]}, import_path="tests.chaos.killable_engines:build_app")
     config["http_options"]["keep_alive_timeout_s"] = KEEP_ALIVE_S
     with served_application(config, environment={FILE_VARIABLE: str(file)}) as application:
         served = Served(application)
         served.wait_until_ready()
-        yield Mortal(served, file)
+        yield KillableApplication(served, file)
 
 
 def code_of(response: httpx.Response) -> str:
@@ -60,10 +60,10 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal) -> None:
+async def test_a_burst_on_a_cold_application_is_rejected_at_once(killable: KillableApplication) -> None:
     """This test comes first: no wait was measured yet, and about five requests per second are served."""
-    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
-        answers = await asyncio.gather(*(mortal.ask(http, 100, timeout_s=2.0) for _ in range(60)))
+    async with httpx.AsyncClient(base_url=killable.served.url, timeout=100) as http:
+        answers = await asyncio.gather(*(killable.send_request(http, 100, timeout_s=2.0) for _ in range(60)))
     ends = Counter(answer.status_code for answer in answers)
     assert set(ends) <= {200, 429, 504}
     assert ends[200] > 0
@@ -76,34 +76,34 @@ async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal)
 
 
 async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_was_suspended(
-    mortal: Mortal,
+    killable: KillableApplication,
 ) -> None:
     """It arrives on an idle kept-alive connection, and the gateway reads it after the idle limit."""
-    (gateway,) = mortal.served.replicas("gateway")
-    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
-        assert (await mortal.ask(http)).status_code == 200
+    (gateway,) = killable.served.replicas("gateway")
+    async with httpx.AsyncClient(base_url=killable.served.url, timeout=100) as http:
+        assert (await killable.send_request(http)).status_code == 200
         await asyncio.sleep(KEEP_ALIVE_S - 0.3)
         gateway.suspend()
         try:
-            asked = asyncio.create_task(mortal.ask(http))
+            pending = asyncio.create_task(killable.send_request(http))
             await asyncio.sleep(0.7)
         finally:
             gateway.resume()
-        assert (await asked).status_code == 200
+        assert (await pending).status_code == 200
 
 
-async def test_dead_engines_cause_503_and_are_replaced(mortal: Mortal) -> None:
+async def test_dead_engines_cause_503_and_are_replaced(killable: KillableApplication) -> None:
     """Queued and new requests get 503 long before their timeout of 200 s."""
-    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=250) as http:
-        assert (await mortal.ask(http)).status_code == 200
+    async with httpx.AsyncClient(base_url=killable.served.url, timeout=250) as http:
+        assert (await killable.send_request(http)).status_code == 200
         # Two run, three queue in the engine, and the others queue in the scheduler.
-        waiting = [asyncio.create_task(mortal.ask(http, 4_000)) for _ in range(12)]
+        waiting = [asyncio.create_task(killable.send_request(http, 4_000)) for _ in range(12)]
         await asyncio.to_thread(
-            wait_for, lambda: mortal.served.metric("ewsjf_requests_waiting") > 0, 30, "a queue"
+            wait_for, lambda: killable.served.metric("ewsjf_requests_waiting") > 0, 30, "a queue"
         )
-        mortal.file.touch()
+        killable.file.touch()
         await asyncio.to_thread(
-            wait_for, lambda: httpx.get(f"{mortal.served.url}/ready").status_code == 503, 30, "not ready"
+            wait_for, lambda: httpx.get(f"{killable.served.url}/ready").status_code == 503, 30, "not ready"
         )
         answers = await asyncio.gather(*waiting)
         rejected = [answer for answer in answers if answer.status_code == 503]
@@ -113,15 +113,15 @@ async def test_dead_engines_cause_503_and_are_replaced(mortal: Mortal) -> None:
         # The others were in the engine and were broken off by its death.
         assert {answer.status_code for answer in answers} <= {503, 500, 502}
 
-        late = await mortal.ask(http)
+        late = await killable.send_request(http)
         assert (late.status_code, code_of(late)) == (503, "no_replica")
         assert 0 < float(late.headers["retry-after"]) <= 60
 
-        mortal.file.unlink()
+        killable.file.unlink()
 
         def serves() -> bool:
-            response = httpx.get(f"{mortal.served.url}/ready")
+            response = httpx.get(f"{killable.served.url}/ready")
             return response.status_code == 200
 
         await asyncio.to_thread(wait_for, serves, 200, "a new engine")
-        assert (await mortal.ask(http)).status_code == 200
+        assert (await killable.send_request(http)).status_code == 200

@@ -13,7 +13,7 @@ from serve_app.request import Usage
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.usage import PersistentUsage
 from tests.builders import key
-from tests.serving.channel.harness import FAST, Simulation, granted, scheduler_settings, until
+from tests.serving.channel.harness import FAST, ControlPlane, granted, scheduler_settings, wait_until
 from tests.serving.gateway.fleet import fleet_of
 
 from .audited import MarkedEngine, answers, ends_of
@@ -44,32 +44,32 @@ async def test_requests_continue_when_the_disk_of_the_decision_log_is_full() -> 
     engines = [MarkedEngine()]
     async with fleet_of(engines, parts={"decision_log": full_log()}) as fleet:
         assert ends_of(await answers(fleet, 30, 0.5)) == {"answered": 30}
-        fleet.world.live.flush()
-        assert "No space left" in fleet.world.live.status()["decision_log_ended"]
+        fleet.control_plane.live.flush()
+        assert "No space left" in fleet.control_plane.live.status()["decision_log_ended"]
         assert ends_of(await answers(fleet, 5, 0.1, label="later")) == {"answered": 5}
 
 
 async def test_a_scheduler_stops_in_order_when_its_decision_log_cannot_be_written() -> None:
     """Its successor starts once `stop` returns, as after a settings change."""
-    world = Simulation(scheduler_settings(), FAST)
-    live = await world.begin(decision_log=full_log())
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    live = await control_plane.begin(decision_log=full_log())
     live.stop("its settings have changed")
     assert live.end_reason
-    await world.close()
+    await control_plane.close()
 
 
 async def test_a_scheduler_starts_without_a_log_that_cannot_be_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    world = Simulation(scheduler_settings(), FAST)
+    control_plane = ControlPlane(scheduler_settings(), FAST)
     path = str(tmp_path / "file" / "log.jsonl")
-    await world.begin(decision_log=DecisionLogSettings(path=path))
-    await world.replica("s1")
-    assert await granted(await world.gateway(), "r1")
-    assert world.live.status()["decision_log_ended"]
+    await control_plane.begin(decision_log=DecisionLogSettings(path=path))
+    await control_plane.replica("s1")
+    assert await granted(await control_plane.gateway(), "r1")
+    assert control_plane.live.status()["decision_log_ended"]
     assert f"event=decision_log_ended path={path}" in caplog.text
-    await world.close()
+    await control_plane.close()
 
 
 async def test_usage_is_saved_once_there_is_room_again(
@@ -79,17 +79,17 @@ async def test_usage_is_saved_once_there_is_room_again(
     usage = PersistentUsage("m", str(tmp_path), "app/m", 0.05)
     await usage.load()
     usage.start()
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin(usage_ledger=usage.ledger)
-    gateway = await world.gateway()
-    await world.replica()
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    await control_plane.begin(usage_ledger=usage.ledger)
+    gateway = await control_plane.gateway()
+    await control_plane.replica()
     disk.is_full = True
     for number in range(10):
         await granted(gateway, f"r{number}", key=key("k1"))
         gateway.finish(f"r{number}", Outcome.COMPLETED, Usage(prompt_tokens=30, output_tokens=7))
-    await until(lambda: "event=state_unreachable operation=save" in caplog.text, "a save fails")
+    await wait_until(lambda: "event=state_unreachable operation=save" in caplog.text, "a save fails")
     disk.is_full = False
-    await world.close()
+    await control_plane.close()
     await usage.close()
     restarted = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await restarted.load()

@@ -15,7 +15,7 @@ from experiments.common.audit import Ended
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import UpstreamSettings
 from tests.relay import Relay
-from tests.serving.gateway.builders import eventually
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 from .audited import MarkedEngine, answers, computed, ends_of
@@ -97,7 +97,7 @@ async def test_a_bad_network_to_the_scheduler_costs_nothing_but_time() -> None:
             await fault(fleet)
             wire_of(fleet).heal()
             ended = await sending
-            await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
+            await wait_until(lambda: len(fleet.core) == 0, within_s=PATIENCE_S)
             return fault.__name__, ends_of(ended), set(computed(engines).values())
 
     async with asyncio.timeout(2 * PATIENCE_S):
@@ -151,7 +151,7 @@ async def test_a_bad_network_to_a_replica_is_reported_or_recovered() -> None:
             # Silent requests are not computed again; those of a dead connection may be, since their answers
             # were lost.
             assert max(computed(engines).values()) <= 2
-            await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
+            await wait_until(lambda: len(fleet.core) == 0, within_s=PATIENCE_S)
             await serves_again(fleet, engines[0])
 
     async with asyncio.timeout(2 * PATIENCE_S):
@@ -186,8 +186,8 @@ async def campaign(seed: int, seconds: float) -> None:
         for relay in (wire_of(fleet), *fleet.relays):
             relay.heal()
             relay.cut()
-        await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
-        await eventually(lambda: not any(engine.running for engine in engines), PATIENCE_S)
+        await wait_until(lambda: len(fleet.core) == 0, within_s=PATIENCE_S)
+        await wait_until(lambda: not any(engine.running for engine in engines), within_s=PATIENCE_S)
         late = await answers(fleet, 10, 0.2, label="later")
         assert [one for one in late if one.end != "answered"] == []
 

@@ -94,8 +94,8 @@ class Load:
     ended: list[Ended] = field(default_factory=list)
     killed_at: float = 0.0
 
-    async def run(self, requests: int, over_s: float, strike: Callable[[], Awaitable[None]]) -> None:
-        """Start the requests evenly and call `strike` in the middle; return when all have ended."""
+    async def run(self, requests: int, over_s: float, disrupt: Callable[[], Awaitable[None]]) -> None:
+        """Start the requests evenly and call `disrupt` in the middle; return when all have ended."""
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(name)) for name in self.through]
 
@@ -109,7 +109,7 @@ class Load:
             async def kill() -> None:
                 await asyncio.sleep(over_s / 2)
                 self.killed_at = time.monotonic()
-                await strike()
+                await disrupt()
 
             await asyncio.gather(kill(), *map(one, range(requests)))
 
@@ -120,7 +120,7 @@ class Load:
         """Count the ends of streamed or of whole answers."""
         return Counter(one.end for one in self.ended if (number_of(one) % 2 == 0) is streamed)
 
-    def others(self) -> list[Ended]:
+    def unexpected_ends(self) -> list[Ended]:
         return [one for one in self.ended if one.end not in {ANSWERED, EVENT, BEFORE, MIDWAY}]
 
 
@@ -186,7 +186,7 @@ async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplic
     incarnation = nodes.status()["incarnation"]
     load = Load(nodes, "scheduler", entrances(nodes, victim))
     await load.run(80, 8.0, killing(nodes, victim))
-    assert load.others() == []
+    assert load.unexpected_ends() == []
     broken = [one for one in load.ended if one.end != ANSWERED]
     assert all(one.end in {BEFORE, MIDWAY} for one in broken), broken
     assert all(one.started_s < load.killed_at + 10 for one in broken), (load.killed_at, broken)
@@ -226,11 +226,11 @@ async def test_the_head_ends_with_its_control_service_and_its_successor_finds_al
 ) -> None:
     """`ray start --block` ends when one of Ray's processes does, so that a supervisor restarts it."""
 
-    async def strike() -> None:
+    async def disrupt() -> None:
         nodes.cluster.kill_control_service()
 
     load = Load(nodes, "control", entrances(nodes, HEAD))
-    await load.run(40, 4.0, strike)
+    await load.run(40, 4.0, disrupt)
     assert {one.end for one in load.ended} == {ANSWERED}
     head = nodes.cluster.nodes[HEAD]
     await asyncio.to_thread(nodes.wait, lambda: not head.is_up, 60, "the end of the head")

@@ -68,7 +68,7 @@ def test_with_the_mode_only_the_priorities_are_added(policy: str, off: list[Deci
     assert all(one.engine_priority is not None for one in sent)
 
 
-def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
+def simulated_records(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
     """Return the records of one engine with four sequences; its queue may be long in both modes."""
     engine = plan("s1", "only", max_num_seqs=4, kv_tokens=100_000)
     if enabled:
@@ -84,7 +84,7 @@ def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, Requ
     return {record.request_id: record for record in Simulation(settings, [engine]).run(requests)}
 
 
-def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
+def burst_then_singles(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
     """Tenant A sends sixty requests at once; a second later each other tenant sends one."""
     requests = mixed_requests(60 + len(last), rate_per_s=1.0, seed=3)
     for number, one in enumerate(requests):
@@ -104,7 +104,7 @@ def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
     return requests
 
 
-def passed_by(records: dict[str, RequestRecord], request_id: str) -> int:
+def started_before(records: dict[str, RequestRecord], request_id: str) -> int:
     """Return how many of A's requests began between this request's arrival and its first token."""
     first_at = records[request_id].first_token_at
     assert first_at is not None
@@ -114,18 +114,18 @@ def passed_by(records: dict[str, RequestRecord], request_id: str) -> int:
 
 def test_the_first_request_of_a_new_tenant_passes_a_crowd_that_is_in_the_engine() -> None:
     requests = [("B", PriorityClass.DEFAULT), ("C", PriorityClass.DEFAULT)]
-    records = played(crowd(*requests), enabled=True)
+    records = simulated_records(burst_then_singles(*requests), enabled=True)
     waits = [records[f"r{number}"].queue_wait_s for number in (60, 61)]
     # They did not queue in the scheduler, so they passed in the engine; running requests end first.
     assert waits == [0.0, 0.0]
-    assert [passed_by(records, name) <= 4 for name in ("r60", "r61")] == [True, True]
-    usual = played(crowd(*requests), enabled=False)
-    assert passed_by(usual, "r60") == passed_by(usual, "r61") > 40
+    assert [started_before(records, name) <= 4 for name in ("r60", "r61")] == [True, True]
+    usual = simulated_records(burst_then_singles(*requests), enabled=False)
+    assert started_before(usual, "r60") == started_before(usual, "r61") > 40
 
 
 def test_in_the_engine_a_class_passes_all_of_the_next() -> None:
     classes = [PriorityClass.BATCH, PriorityClass.INTERACTIVE]
-    records = played(crowd(("A", classes[0]), ("A", classes[1])), enabled=True)
-    assert passed_by(records, "r61") <= 4
-    assert passed_by(records, "r60") > 40
+    records = simulated_records(burst_then_singles(("A", classes[0]), ("A", classes[1])), enabled=True)
+    assert started_before(records, "r61") <= 4
+    assert started_before(records, "r60") > 40
     assert max(records.values(), key=lambda record: record.first_token_at or 0.0).request_id == "r60"

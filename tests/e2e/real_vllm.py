@@ -49,7 +49,7 @@ def sdk(app: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
-def ask(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
+def send_request(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
     """Return the serving pool, and the completion."""
     raw = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=20, temperature=0, **options
@@ -58,7 +58,7 @@ def ask(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
 
 
 def check_capital_of_france(client: openai.OpenAI) -> None:
-    _, answer = ask(client, "What is the capital of France?")
+    _, answer = send_request(client, "What is the capital of France?")
     assert "Paris" in (answer.choices[0].message.content or "")
     stream = client.chat.completions.create(
         model=MODEL,

@@ -133,15 +133,21 @@ def _leave(manager: contextlib.AbstractContextManager[Served]) -> None:
     manager.__exit__(None, None, None)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Wait until the condition holds; an HTTP error counts as not yet."""
+def wait_for(
+    condition: Callable[[], object], timeout_s: float, what: str | Callable[[], object] = "the condition"
+) -> None:
+    """Wait until the condition holds; an HTTP error counts as not yet.
+
+    Args:
+        what: the condition, for the message of the error, or what shows its state then.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
             if condition():
                 return
         time.sleep(0.1)
-    raise TimeoutError(f"{what} was not true within {timeout_s:g} s")
+    raise TimeoutError(f"{what() if callable(what) else what} was not true within {timeout_s:g} s")
 
 
 def start_tuner(served: Served) -> None:

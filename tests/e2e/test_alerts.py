@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from serve_app.engines.engine import Receive, Scope, Send
-from tests.e2e.served import Served, serve
+from tests.e2e.served import Served, serve, wait_for
 from tests.engines.servers import free_port
 from tests.http_server import listening
-from tests.observability.prometheus import Prometheus, prometheus, rules, until
+from tests.observability.prometheus import Prometheus, prometheus, rules
 from tests.serving.gateway.builders import MODEL, reply_json
 from tests.serving.remote.servers import VllmLike
 
@@ -97,7 +97,7 @@ def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: 
         thread.join(60)
 
 
-def hurried(text: str) -> str:
+def with_short_times(text: str) -> str:
     """Return the rules with short times."""
     text = re.sub(r"\n +for: \w+", "", text)
     text = re.sub(r"\[(5m|10m|1h)\]", "[15s]", text)
@@ -116,16 +116,16 @@ class Watched:
 
     def expect(self, name: str) -> None:
         """Wait until the alert fires."""
-        until(lambda: name in self.watcher.firing(), PATIENCE_S, lambda: f"{name} did not fire")
+        wait_for(lambda: name in self.watcher.firing(), PATIENCE_S, f"alert {name}")
         self.fired.add(name)
 
-    def quiet(self, *names: str) -> None:
+    def expect_resolved(self, *names: str) -> None:
         """Wait until none of these alerts fires."""
-        until(lambda: not self.watcher.firing() & set(names), PATIENCE_S, self.watcher.firing)
+        wait_for(lambda: not self.watcher.firing() & set(names), PATIENCE_S, self.watcher.firing)
 
     def process(self, deployment: str) -> psutil.Process:
         """Return a replica's process."""
-        until(lambda: self.app.replicas(deployment), 60)
+        wait_for(lambda: self.app.replicas(deployment), 60)
         return self.app.replicas(deployment)[0]
 
 
@@ -160,26 +160,26 @@ def args(endpoint: str, state: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def outside() -> Iterator[BackgroundServer]:
+def faulty_endpoint() -> Iterator[BackgroundServer]:
     found = BackgroundServer(FaultyEndpoint())
     yield found
     found.stop()
 
 
-def test_every_alert_is_fired_by_its_fault(outside: BackgroundServer, tmp_path: Path) -> None:
+def test_every_alert_is_fired_by_its_fault(faulty_endpoint: BackgroundServer, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     (tmp_path / "prometheus").mkdir()
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(contextlib.ExitStack())
-        app = running.enter_context(serve(args(f"http://127.0.0.1:{outside.port}", state)))
+        app = running.enter_context(serve(args(f"http://127.0.0.1:{faulty_endpoint.port}", state)))
         app.wait_until_ready()
-        watcher = stack.enter_context(prometheus(app.url, tmp_path / "prometheus", hurried))
+        watcher = stack.enter_context(prometheus(app.url, tmp_path / "prometheus", with_short_times))
         watched = Watched(app, watcher, set())
-        until(lambda: watcher.targets().get("ewsjf", 0) == 1, 30, watcher.targets)
+        wait_for(lambda: watcher.targets().get("ewsjf", 0) == 1, 30, watcher.targets)
         in_order(watched)
         too_many_requests(watched)
-        failing_engines(watched, outside)
+        failing_engines(watched, faulty_endpoint)
         silent_and_dying_replicas(watched)
         slow_and_dying_schedulers(watched)
         lost_state(watched, state)
@@ -211,15 +211,15 @@ def too_many_requests(watched: Watched) -> None:
         load(url, 4, {"x-queue-timeout-s": "0.4", "x-priority": "batch"}),
     ):
         watched.expect("DeadlinesMissed")
-    watched.quiet("OverCapacity", "PoolSaturated", "RequestsWaitLong", "DeadlinesMissed")
+    watched.expect_resolved("OverCapacity", "PoolSaturated", "RequestsWaitLong", "DeadlinesMissed")
 
 
-def failing_engines(watched: Watched, outside: BackgroundServer) -> None:
+def failing_engines(watched: Watched, faulty_endpoint: BackgroundServer) -> None:
     """Make a server answer 500, then stop it."""
     with load(watched.app.url, 2, model=MODEL, max_tokens=4):
-        outside.engine.fails = True
+        faulty_endpoint.engine.fails = True
         watched.expect("EnginesFail")
-        outside.stop()
+        faulty_endpoint.stop()
         watched.expect("NoReplica")
         watched.expect("EndpointDown")
 
@@ -234,7 +234,7 @@ def silent_and_dying_replicas(watched: Watched) -> None:
         # Serve may already have replaced it.
         with contextlib.suppress(psutil.Error):
             silent.resume()
-    watched.quiet("StaleReplicas")
+    watched.expect_resolved("StaleReplicas")
     with load(watched.app.url, 30):
         time.sleep(3)
         watched.process("only-demo").kill()
@@ -244,18 +244,18 @@ def silent_and_dying_replicas(watched: Watched) -> None:
 def slow_and_dying_schedulers(watched: Watched) -> None:
     """Suspend a scheduler repeatedly, then kill it repeatedly."""
     serving = 'ewsjf_pool_replicas{model="demo",state="open"} > 0'
-    until(lambda: watched.watcher.value(serving), PATIENCE_S)
+    wait_for(lambda: watched.watcher.value(serving), PATIENCE_S)
     scheduler = watched.process("scheduler-demo")
     is_over = threading.Event()
 
-    def halt() -> None:
+    def suspend_repeatedly() -> None:
         while not is_over.is_set():
             scheduler.suspend()
             time.sleep(0.4)
             scheduler.resume()
             time.sleep(0.2)
 
-    halting = threading.Thread(target=halt)
+    halting = threading.Thread(target=suspend_repeatedly)
     with load(watched.app.url, 3, max_tokens=4):
         halting.start()
         try:
@@ -267,7 +267,7 @@ def slow_and_dying_schedulers(watched: Watched) -> None:
             replaced = watched.process("scheduler-demo")
             replaced.kill()
             replaced.wait(10)
-            until(lambda: watched.watcher.value("ewsjf_gateways_connected > 0"), 60)
+            wait_for(lambda: watched.watcher.value("ewsjf_gateways_connected > 0"), 60)
             time.sleep(5)
         watched.expect("SchedulerRestarts")
 

@@ -45,7 +45,7 @@ async def test_pools_scale_separately_and_an_empty_one_starts_for_its_first_requ
             assert (await http.get("/ready")).status_code == 200
             await the_short_pool_grows_and_drains(http, app)
             # The long pool has had no request, so it has had no replica.
-            await ask(http, 100, prompt="word " * 5_000)
+            await send_request(http, 100, prompt="word " * 5_000)
             assert len(app.replicas("long")) == 1
             scaling = await scaling_once_ready(http, app.application.admin_headers())
             assert 0 < scaling["start_s"] < 60
@@ -56,7 +56,7 @@ async def test_pools_scale_separately_and_an_empty_one_starts_for_its_first_requ
 
 async def the_short_pool_grows_and_drains(http: httpx.AsyncClient, app: Served) -> None:
     ending = asyncio.Event()
-    clients = [asyncio.create_task(keep_asking(http, ending)) for _ in range(24)]
+    clients = [asyncio.create_task(keep_sending(http, ending)) for _ in range(24)]
     await replicas(app, "short", 2, within_s=60)
     # Both replicas serve.
     await asyncio.sleep(1)
@@ -65,7 +65,7 @@ async def the_short_pool_grows_and_drains(http: httpx.AsyncClient, app: Served) 
     assert len(served_by) == 2
     assert app.replicas("long") == []
     # One answer continues while the pool shrinks; its replica drains first.
-    last = asyncio.create_task(ask(http, 2_000))
+    last = asyncio.create_task(send_request(http, 2_000))
     await replicas(app, "short", 1, within_s=60)
     assert await last
 
@@ -81,15 +81,15 @@ async def scaling_once_ready(http: httpx.AsyncClient, admin: dict[str, str]) -> 
             await asyncio.sleep(0.1)
 
 
-async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str]:
+async def keep_sending(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str]:
     """Send one request after another; return the replicas that answered."""
     seen = set()
     while not ending.is_set():
-        seen.add(await ask(http, 100))
+        seen.add(await send_request(http, 100))
     return seen
 
 
-async def ask(http: httpx.AsyncClient, tokens: int, prompt: str = "") -> str:
+async def send_request(http: httpx.AsyncClient, tokens: int, prompt: str = "") -> str:
     text = prompt or f"At {time.time()}"
     body = {"model": "demo", "prompt": text, "max_tokens": tokens, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)

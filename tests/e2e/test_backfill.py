@@ -17,7 +17,7 @@ INTERACTIVE = 40
 ALONE = 24
 
 
-def asked(number: int, **changes: Any) -> dict[str, Any]:
+def request_body(number: int, **changes: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Write about the number {number}."}]
     return {"model": "demo", "messages": messages, "max_tokens": TOKENS, "ignore_eos": True, **changes}
 
@@ -44,14 +44,16 @@ async def test_batch_requests_give_way_and_continue(app: Served) -> None:
     limits = httpx.Limits(max_connections=BATCH + INTERACTIVE + 10)
     before = revoked(app)
     async with httpx.AsyncClient(base_url=app.url, timeout=240, limits=limits) as http:
-        batch = [asyncio.create_task(answer(http, asked(number), "batch")) for number in range(BATCH)]
+        batch = [asyncio.create_task(answer(http, request_body(number), "batch")) for number in range(BATCH)]
         # Earlier requests of other classes limit batch work for seconds.
         await asyncio.to_thread(wait_for, lambda: in_flight(app) >= ALONE, 60, "batch work on most places")
-        short = (asked(1_000 + number, max_tokens=20) for number in range(INTERACTIVE))
+        short = (request_body(1_000 + number, max_tokens=20) for number in range(INTERACTIVE))
         await asyncio.gather(*(answer(http, body, "interactive") for body in short))
         assert not all(task.done() for task in batch)
         answers = await asyncio.gather(*batch)
         assert revoked(app) > before
         assert [each["usage"]["completion_tokens"] for each in answers] == [TOKENS] * BATCH
-        again = await asyncio.gather(*(answer(http, asked(number), "default") for number in range(BATCH)))
+        again = await asyncio.gather(
+            *(answer(http, request_body(number), "default") for number in range(BATCH))
+        )
     assert again == answers

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from observability.files import OBSERVABILITY
-from tests.e2e.served import Served, serve, start_tuner
-from tests.observability.prometheus import Prometheus, prometheus, rules, until
+from tests.e2e.served import Served, serve, start_tuner, wait_for
+from tests.observability.prometheus import Prometheus, prometheus, rules
 
 # Queries that may be empty, by a part of the query, with the reason.
 MAY_BE_EMPTY = {
@@ -95,7 +95,7 @@ def test_every_query_of_every_dashboard_shows_something(app: Served, watcher: Pr
 
 
 def test_every_alert_can_be_evaluated_and_none_fires_without_its_fault(watcher: Prometheus) -> None:
-    until(lambda: watcher.targets() == {"ewsjf": 1, "ewsjf-engines": 3}, 20, watcher.targets)
+    wait_for(lambda: watcher.targets() == {"ewsjf": 1, "ewsjf-engines": 3}, 20, watcher.targets)
     for rule in rules():
         watcher.value(rule["expr"])
     assert watcher.firing() == set()
@@ -160,4 +160,4 @@ def test_rare_series_are_shown_once_they_occur(tmp_path: Path) -> None:
                 if not watcher.value(f"last_over_time(({expression})[90s:1s])")
             ]
 
-        until(lambda: not empty(), 60, empty)
+        wait_for(lambda: not empty(), 60, empty)

@@ -37,10 +37,12 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
     with serve(ARGS) as app:
         async with httpx.AsyncClient(base_url=app.url, timeout=60) as http:
             ended: list[int] = []
-            backlog = [asyncio.create_task(ask(http, ended, 5, BATCH_TOKENS)) for _ in range(BACKLOG)]
+            backlog = [
+                asyncio.create_task(send_request(http, ended, 5, BATCH_TOKENS)) for _ in range(BACKLOG)
+            ]
             await asyncio.to_thread(wait_for, lambda: in_flight(app) == BACKLOG, 10, "the backlog")
             before = len(ended)
-            urgent = await ask(http, ended, -1, 2)
+            urgent = await send_request(http, ended, -1, 2)
             # The running request ends first; no queued one is scheduled before the urgent one.
             assert ended.index(-1) <= before + 1
             assert urgent["x-pool"] == "only"
@@ -52,7 +54,9 @@ def in_flight(app: Served) -> float:
     return app.metric("ewsjf_requests_in_flight", pool="only")
 
 
-async def ask(http: httpx.AsyncClient, ended: list[int], priority: int, tokens: int) -> httpx.Headers:
+async def send_request(
+    http: httpx.AsyncClient, ended: list[int], priority: int, tokens: int
+) -> httpx.Headers:
     """Send a request as a client of vLLM does, with a number for a class."""
     body = {"model": "demo", "prompt": "Hi", "max_tokens": tokens, "ignore_eos": True, "priority": priority}
     answer = await http.post("/v1/completions", json=body)

@@ -55,12 +55,12 @@ async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_sched
     def waits_for_the_twin() -> bool:
         return "the twin is fitted after 200 streamed responses" in tuner_of(tuned)["state"]
 
-    def tries() -> bool:
-        return "started" in acts(tuner_of(tuned))
+    def canary_started() -> bool:
+        return "started" in audit_actions(tuner_of(tuned))
 
     await asyncio.to_thread(wait_for, waits_for_the_twin, 60, "the tuner to wait for its twin")
     async with traffic(tuned):
-        await asyncio.to_thread(wait_for, tries, 200, "a trial")
+        await asyncio.to_thread(wait_for, canary_started, 200, "a trial")
     shown = await asyncio.to_thread(tuner_of, tuned)
     assert shown["state"] == "trial in progress"
     assert shown["twin"]["step_times"].startswith("fitted to the engines")
@@ -74,7 +74,7 @@ async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_sched
     assert "mean TTFT" in await asyncio.to_thread(status)
     await asyncio.to_thread(status, "--freeze-tuner")
     await asyncio.to_thread(
-        wait_for, lambda: {"frozen", "rolled back"} <= acts(tuner_of(tuned)), 30, "the trial to end"
+        wait_for, lambda: {"frozen", "rolled back"} <= audit_actions(tuner_of(tuned)), 30, "the trial to end"
     )
     before = tuned.metric("ewsjf_scheduler_incarnation")
     tuned.replicas("scheduler")[0].kill()
@@ -86,7 +86,7 @@ async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_sched
     await asyncio.to_thread(wait_for, is_frozen, 60, "the new scheduler to be frozen")
 
 
-def acts(tuner: dict[str, Any]) -> set[str]:
+def audit_actions(tuner: dict[str, Any]) -> set[str]:
     return {each["what"] for each in tuner.get("audit", ())}
 
 

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from experiments.common.application import Application, serve_config, served_application
-from tests.serving.gateway.tracing.collector import Collector, collecting
+from tests.e2e.served import wait_for
+from tests.serving.gateway.tracing.collector import collecting
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -38,13 +39,6 @@ def concluded_requests(application: Application, count: int) -> list[dict[str, A
         time.sleep(0.1)
 
 
-def wait_for(collector: Collector, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(collector.spans) < count:
-        assert time.monotonic() < deadline, [each.name for each in collector.spans]
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
     key = {"tenant": "acme", "key": "s3cret-of-acme"}
@@ -64,7 +58,7 @@ def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
             assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
             assert httpx.post(url, json=body, timeout=60).status_code == 401
             served, unknown = concluded_requests(application, 2)
-            wait_for(collector, 5)
+            wait_for(lambda: len(collector.spans) >= 5, 20, lambda: [each.name for each in collector.spans])
             raw = "\n".join(application.log_lines("gateway"))
     assert served["message"] == "concluded"
     assert (served["outcome"], served["status"], served["tenant"]) == ("completed", 200, "acme")

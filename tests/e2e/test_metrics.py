@@ -22,11 +22,11 @@ _WITHOUT_SERIES = {
     "ewsjf_scaling_decisions_total": "a pool that is scaled",
     "ewsjf_spills_total": "a pool that is full",
     "ewsjf_misroutes_total": "a wrong estimate",
-    "ewsjf_tuned_value": "a tuner that has tried something",
+    "ewsjf_tuned_value": "a tuner that has started a canary",
     "ewsjf_twin_error_ratio": "a tuner that has checked its twin",
     "ewsjf_queue_wait_prediction_error_seconds": "requests that wait",
-    "ewsjf_queue_estimates_total": "streams that ask where they stand",
-    "ewsjf_queue_estimate_error_seconds": "streams that ask where they stand",
+    "ewsjf_queue_estimates_total": "streams that subscribe to queue updates",
+    "ewsjf_queue_estimate_error_seconds": "streams that subscribe to queue updates",
     "ewsjf_length_queue_requests_waiting": "requests that wait",
     "ewsjf_length_queue_oldest_wait_seconds": "requests that wait",
     "ewsjf_tenant_requests_waiting": "requests that wait",
@@ -61,7 +61,7 @@ def test_the_reference_is_what_a_scrape_shows(app: Served) -> None:
         }
         assert httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     start_tuner(app)
-    wait_for(lambda: scrape(app)["ewsjf_tuner_frozen"][2] > 0, 30, "the state of the tuner")
+    wait_for(lambda: scrape(app)["ewsjf_tuner_frozen"][2] > 0, 30, "the metrics of the tuner")
     wait_for(lambda: scrape(app)["ewsjf_desired_replicas"][2] > 0, 30, "autoscaling has decided")
     documented = application_metrics()
     wait_for(lambda: scrape(app).keys() | _WITH_STATE == documented.keys(), 10, "all processes are shown")

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
@@ -145,16 +145,22 @@ async def test_a_large_header_and_a_large_body_pass(app: Served) -> None:
 async def test_a_client_that_leaves_frees_its_engine_within_a_second(
     app: Served, client: openai.AsyncOpenAI
 ) -> None:
-    await wait_for_async(lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an idle fleet")
+    await asyncio.to_thread(
+        wait_for, lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an idle fleet"
+    )
     stream = await client.chat.completions.create(
         model="demo", messages=HELLO, max_tokens=1_800, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(stream)
-    await wait_for_async(lambda: app.metric("ewsjf_replica_kv_usage_ratio") > 0, 5, "a busy engine")
+    await asyncio.to_thread(
+        wait_for, lambda: app.metric("ewsjf_replica_kv_usage_ratio") > 0, 5, "a busy engine"
+    )
     left_at = time.monotonic()
     await stream.close()
     idle = ("ewsjf_requests_in_flight", "ewsjf_replica_kv_usage_ratio")
-    await wait_for_async(lambda: all(app.metric(name) == 0 for name in idle), 5, "a freed engine")
+    await asyncio.to_thread(
+        wait_for, lambda: all(app.metric(name) == 0 for name in idle), 5, "a freed engine"
+    )
     # A second for the engine, plus time for its report and for polling on a busy machine.
     assert time.monotonic() - left_at < 2.5
 
@@ -170,7 +176,7 @@ async def test_no_wait_is_rejected_at_once_without_capacity(app: Served, client:
         for _ in range(150)
     ]
     try:
-        await wait_for_async(lambda: app.metric("ewsjf_requests_waiting") > 0, 15, "a queue")
+        await asyncio.to_thread(wait_for, lambda: app.metric("ewsjf_requests_waiting") > 0, 15, "a queue")
         with pytest.raises(openai.RateLimitError) as rejected:
             await client.chat.completions.create(
                 model="demo", messages=HELLO, max_tokens=400, extra_headers={"x-queue": "no-wait"}
@@ -188,7 +194,3 @@ async def test_health_and_metrics_are_served_without_a_model(app: Served) -> Non
         assert (await http.get(f"{app.url}/health")).status_code == 200
         assert (await http.get(f"{app.url}/ready")).json()["status"] == "ready"
         assert "ewsjf_requests_waiting" in (await http.get(f"{app.url}/metrics")).text
-
-
-async def wait_for_async(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    await asyncio.to_thread(wait_for, condition, timeout_s, what)

@@ -10,10 +10,10 @@ from tests.e2e.real_vllm import (
     ENGINE_START_S,
     LONG,
     MODEL,
-    ask,
     check_capital_of_france,
     needs_model,
     sdk,
+    send_request,
     shipped,
 )
 from tests.e2e.served import serve, wait_for
@@ -53,8 +53,8 @@ def test_two_real_engines_share_the_requests_by_their_length() -> None:
         wait_for(lambda: app.pools() == {"short", "long"}, ENGINE_START_S, "both pools")
         with sdk(app) as client:
             check_capital_of_france(client)
-            assert ask(client, "What is the capital of France?")[0] == "short"
-            pool, answer = ask(client, LONG)
+            assert send_request(client, "What is the capital of France?")[0] == "short"
+            pool, answer = send_request(client, LONG)
             assert pool == "long"
             # More than the short pool's context.
             assert answer.usage.prompt_tokens > 2_048

@@ -19,7 +19,7 @@ from tests.e2e.real_vllm import (
     shipped,
     vllm_server,
 )
-from tests.e2e.real_vllm import ask as ask_for_text
+from tests.e2e.real_vllm import send_request as ask_for_text
 from tests.e2e.served import Served, serve
 from tests.vllm_server import VllmServer
 
@@ -80,7 +80,7 @@ def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(server: VllmS
 async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, server: VllmServer) -> None:
     """The flood waits in the scheduler, where it can still be ordered, and the engine stays busy."""
     async with clients(app) as http:
-        flood = asyncio.gather(*(ask(http, "bounded") for _ in range(FLOOD)))
+        flood = asyncio.gather(*(send_request(http, "bounded") for _ in range(FLOOD)))
         seen = [sample async for sample in while_running(flood, lambda: samples(http, server, "bounded"))]
         await flood
     waiting_in_engine, running, waiting_outside = zip(*seen, strict=True)
@@ -98,7 +98,7 @@ async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served,
     ended: list[str] = []
 
     async def noted(name: str, **options: Any) -> None:
-        await ask(http, "prioritised", **options)
+        await send_request(http, "prioritised", **options)
         ended.append(name)
 
     async with clients(app) as http:
@@ -120,7 +120,7 @@ async def clients(app: Served) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def ask(http: httpx.AsyncClient, name: str, **options: Any) -> None:
+async def send_request(http: httpx.AsyncClient, name: str, **options: Any) -> None:
     """Stream one answer to its end."""
     body = {"model": name, "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True, **options}) as answer:

@@ -25,7 +25,7 @@ ARGS: dict[str, Any] = {
 }
 
 
-async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event, prefix: str) -> list[tuple[str, str]]:
+async def keep_sending(http: httpx.AsyncClient, ending: asyncio.Event, prefix: str) -> list[tuple[str, str]]:
     """Send one request after another; return their ends."""
     ends: list[tuple[str, str]] = []
     while not ending.is_set():
@@ -37,7 +37,7 @@ async def under_load(app: Served, args: dict[str, Any]) -> list[tuple[str, str]]
     """Deploy these arguments under load; return the ends of the requests."""
     ending = asyncio.Event()
     async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
-        clients = [asyncio.create_task(keep_asking(http, ending, f"c{number}")) for number in range(3)]
+        clients = [asyncio.create_task(keep_sending(http, ending, f"c{number}")) for number in range(3)]
         # Open from before the change until some time after it.
         long = asyncio.create_task(asked(http, "long", 3_500))
         await asyncio.sleep(1)

@@ -21,7 +21,7 @@ PATIENCE_S = 200.0
 
 
 @pytest.fixture(scope="module")
-def untaught() -> Iterator[Served]:
+def app_without_queues() -> Iterator[Served]:
     """Yield an application without other learned lengths.
 
     After other lengths, a wide queue persists where a narrow one would differ too little (`min_distance`).
@@ -31,15 +31,19 @@ def untaught() -> Iterator[Served]:
         yield served
 
 
-async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served) -> None:
-    assert untaught.replicas("tuner") == [], "it starts when there is something to learn from"
-    await learn_queues(untaught)
-    lines = [one for one in untaught.log_lines("scheduler") if "event=partition_changed model=demo" in one]
+async def test_two_lengths_of_prompts_get_a_learned_queue_each(app_without_queues: Served) -> None:
+    assert app_without_queues.replicas("tuner") == [], "it starts when there is something to learn from"
+    await learn_queues(app_without_queues)
+    lines = [
+        one
+        for one in app_without_queues.log_lines("scheduler")
+        if "event=partition_changed model=demo" in one
+    ]
     assert [one for one in lines if "reason=learned" in one]
 
 
-async def test_a_new_scheduler_gets_the_current_queues_from_the_tuner(untaught: Served) -> None:
-    app = untaught
+async def test_a_new_scheduler_gets_the_current_queues_from_the_tuner(app_without_queues: Served) -> None:
+    app = app_without_queues
     await learn_queues(app)
     before = app.metric("ewsjf_scheduler_incarnation")
     app.replicas("scheduler")[0].kill()

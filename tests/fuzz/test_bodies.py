@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.fuzz.mutations import malformed
-from tests.fuzz.stage import gateway_in_a_thread
+from tests.fuzz.threaded_gateway import gateway_in_a_thread
 
 _AT_ONCE = 16
 

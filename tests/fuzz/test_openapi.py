@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
-from tests.fuzz.stage import gateway_in_a_thread
+from tests.fuzz.threaded_gateway import gateway_in_a_thread
 from tests.serving.gateway.builders import MODEL
 
 _CHECKS = [

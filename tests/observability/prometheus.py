@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from observability.files import OBSERVABILITY, ROOT
+from tests.e2e.served import wait_for
 from tests.engines.servers import free_port
 
 _REASON = "there is no Prometheus: run scripts/fetch_prometheus"
@@ -93,26 +93,11 @@ def prometheus(
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             found = Prometheus(f"http://{address}")
-            until(lambda: httpx.get(f"{found.url}/-/ready").status_code == 200, 30, log.read_text)
+            wait_for(lambda: httpx.get(f"{found.url}/-/ready").status_code == 200, 30, log.read_text)
             yield found
         finally:
             process.terminate()
             process.wait(20)
-
-
-def until(
-    condition: Callable[[], object],
-    timeout_s: float,
-    why: Callable[[], object] = lambda: "it did not come true",
-) -> None:
-    """Wait until the condition holds; an HTTP error counts as not yet."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if condition():
-                return
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.2)
 
 
 def rules() -> list[dict[str, Any]]:

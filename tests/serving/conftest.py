@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
+from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
+async def control_plane() -> AsyncIterator[ControlPlane]:
     """Yield one scheduler of a model with one pool, without peers."""
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin()
-    yield world
-    await world.close()
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    await control_plane.begin()
+    yield control_plane
+    await control_plane.close()

@@ -24,18 +24,18 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
     settings = scheduler_settings(model=MODEL, policy="fcfs", engine_priority=mode)
     async with fleet_of([engine.app], settings=settings) as fleet:
 
-        async def ask(priority: int, tokens: int) -> None:
+        async def send_request(priority: int, tokens: int) -> None:
             body = {"model": MODEL, "prompt": "Hi", "max_tokens": tokens, "ignore_eos": True}
             answer = await fleet.http.post("/v1/completions", json={**body, "priority": priority})
             assert answer.status_code == 200, answer.text
             ended.append(priority)
 
-        backlog = [asyncio.create_task(ask(5, 500)) for _ in range(BACKLOG)]
+        backlog = [asyncio.create_task(send_request(5, 500)) for _ in range(BACKLOG)]
         async with asyncio.timeout(30):
             while (await engine.load()).waiting < BACKLOG - 1:  # noqa: ASYNC110 - the engine reports only this
                 await asyncio.sleep(0.01)
         before = len(ended)
-        await ask(-1, 2)
+        await send_request(-1, 2)
         # The running request had to end; no queued one was served first.
         assert ended.index(-1) <= before + 1
         for task in backlog:

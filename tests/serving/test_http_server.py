@@ -13,7 +13,7 @@ from serve_app.serving import http_server
 from serve_app.serving.http_server import EXCHANGE, HttpServer, HttpServerOptions, ServerNotRunningError
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening
-from tests.serving.gateway.builders import eventually
+from tests.serving.channel.harness import wait_until
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 CLOSE = b"host: x\r\nconnection: close\r\n\r\n"
@@ -203,7 +203,7 @@ async def requested(app: ASGIApp, stalled_s: float | None) -> AsyncIterator[tupl
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, listener.getsockname())
         await loop.sock_sendall(client, b"GET / HTTP/1.1\r\n" + CLOSE)
-        await eventually(lambda: server.connections)
+        await wait_until(lambda: server.connections)
         yield server, client
         await server.stop(0.0)
 
@@ -214,8 +214,8 @@ async def test_a_client_that_reads_nothing_is_disconnected(
 ) -> None:
     monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.05)
     async with requested(app, 0.3) as (server, _):
-        await eventually(lambda: not server.connections)
-        await eventually(lambda: not server.tasks)
+        await wait_until(lambda: not server.connections, within_s=5)
+        await wait_until(lambda: not server.tasks)
 
 
 async def test_a_client_that_reads_slowly_receives_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +232,6 @@ async def test_a_client_that_reads_slowly_receives_all(monkeypatch: pytest.Monke
 
 async def test_stopping_disconnects_a_client_that_reads_nothing() -> None:
     async with requested(large, None) as (server, _):
-        await eventually(lambda: not server.tasks)
+        await wait_until(lambda: not server.tasks)
         await server.stop(0.1)
-        await eventually(lambda: not server.connections)
+        await wait_until(lambda: not server.connections)

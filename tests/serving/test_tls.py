@@ -29,12 +29,12 @@ from serve_app.serving.tls import Tls, TlsSettings
 from tests.serving.certificates import Authority
 from tests.serving.channel.harness import (
     FAST,
+    ControlPlane,
     RawPeer,
-    Simulation,
     granted,
     hello,
     scheduler_settings,
-    until,
+    wait_until,
 )
 from tests.serving.gateway.builders import serving
 
@@ -52,45 +52,47 @@ def channel(authority: Authority) -> ChannelSettings:
 
 
 @pytest.fixture
-async def world(channel: ChannelSettings) -> AsyncIterator[Simulation]:
+async def control_plane(channel: ChannelSettings) -> AsyncIterator[ControlPlane]:
     """Yield a scheduler that requires certificates."""
-    world = Simulation(scheduler_settings(), channel)
-    await world.begin()
-    yield world
-    await world.close()
+    control_plane = ControlPlane(scheduler_settings(), channel)
+    await control_plane.begin()
+    yield control_plane
+    await control_plane.close()
 
 
-async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(
+    control_plane: ControlPlane,
+) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     assert (await granted(gateway, "r1")).address.replica_id == "s1"
-    await world.restart()
-    await until(lambda: gateway.is_connected and gateway.incarnation == 2)
+    await control_plane.restart()
+    await wait_until(lambda: gateway.is_connected and gateway.incarnation == 2)
     assert (await granted(gateway, "r2")).address.replica_id == "s1"
 
 
-async def test_the_secret_alone_is_not_accepted(world: Simulation, tmp_path: Path) -> None:
-    plain = await RawPeer.at(world.endpoint())
-    plain.send(hello(world.endpoint()))
+async def test_the_secret_alone_is_not_accepted(control_plane: ControlPlane, tmp_path: Path) -> None:
+    plain = await RawPeer.at(control_plane.endpoint())
+    plain.send(hello(control_plane.endpoint()))
     with pytest.raises(ConnectionError, match="closed before a Welcome arrived"):
         await plain.receive(Welcome)
-    strange = replace(world.channel, tls=Authority(tmp_path / "theirs").process())
+    strange = replace(control_plane.channel, tls=Authority(tmp_path / "theirs").process())
     for settings in (strange, FAST):
-        client = GatewayClient("raw-peer", world.locate, settings)
+        client = GatewayClient("raw-peer", control_plane.locate, settings)
         client.start()
         await asyncio.sleep(1.0)
         assert not client.is_connected
         await client.close()
-    assert (await world.gateway()).is_connected
+    assert (await control_plane.gateway()).is_connected
 
 
-async def test_connections_that_do_not_finish_their_handshake_are_closed(world: Simulation) -> None:
-    crowd = await asyncio.gather(*(RawPeer.at(world.endpoint()) for _ in range(300)))
+async def test_connections_that_do_not_finish_their_handshake_are_closed(control_plane: ControlPlane) -> None:
+    crowd = await asyncio.gather(*(RawPeer.at(control_plane.endpoint()) for _ in range(300)))
     for raw_peer in crowd:
         assert await raw_peer.closed()
         raw_peer.leave()
-    await until(lambda: len(world.live._server._listener) == 0)
-    assert (await world.gateway()).is_connected
+    await wait_until(lambda: len(control_plane.live._server._listener) == 0)
+    assert (await control_plane.gateway()).is_connected
 
 
 async def hello_world(scope: Any, receive: Any, send: Any) -> None:
@@ -141,7 +143,7 @@ async def test_a_name_can_be_required_if_the_authority_signs_others_too(authorit
 
 
 async def test_a_request_is_served_over_tls_from_gateway_to_engine(
-    world: Simulation, channel: ChannelSettings
+    control_plane: ControlPlane, channel: ChannelSettings
 ) -> None:
     settings = PoolReplicaSettings(
         pool="short",
@@ -151,10 +153,10 @@ async def test_a_request_is_served_over_tls_from_gateway_to_engine(
         channel=channel,
     )
     engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=("m",), speed_up=100.0))
-    replica = PoolReplica("s1", "127.0.0.1", settings, engine, world.locate_for_replica)
+    replica = PoolReplica("s1", "127.0.0.1", settings, engine, control_plane.locate_for_replica)
     await replica.start()
-    client = await world.gateway()
-    await until(lambda: len(client.replicas()) == 1)
+    client = await control_plane.gateway()
+    await wait_until(lambda: len(client.replicas()) == 1)
     app = Gateway(GatewaySettings(models=(ServedModel(name="m"),)), {"m": client}, "g1", tls=channel.tls)
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
     async with serving(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:

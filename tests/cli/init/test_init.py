@@ -239,16 +239,16 @@ def test_a_server_that_reports_no_context_is_the_longest_pool(tmp_path: Path) ->
 def test_a_server_that_does_not_answer_joins_the_others_if_they_are_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, nobody = tmp_path / "x.yaml", f"http://127.0.0.1:{free_port()}"
+    path, unused_url = tmp_path / "x.yaml", f"http://127.0.0.1:{free_port()}"
     with servers(engine(4096, "a"), engine(4096, "a"), engine(2048, "a")) as urls:
-        assert main(["init", str(path), "--servers", urls[0], f"{nobody}/v1", urls[1]]) == 0
+        assert main(["init", str(path), "--servers", urls[0], f"{unused_url}/v1", urls[1]]) == 0
         (pool,) = written(path).pools
         assert pool.engine.remote is not None
-        assert pool.engine.remote.endpoints == (*urls[:2], nobody)
+        assert pool.engine.remote.endpoints == (*urls[:2], unused_url)
         warned = capsys.readouterr().err
-        assert f"{nobody}/v1/models does not respond" in warned
+        assert f"{unused_url}/v1/models does not respond" in warned
         assert "it receives requests once it responds" in warned
-        assert main(["init", str(path), "--force", "--servers", urls[0], nobody, urls[2]]) == 2
+        assert main(["init", str(path), "--force", "--servers", urls[0], unused_url, urls[2]]) == 2
         assert "does not respond" in capsys.readouterr().err
         mistyped = "http://no-such-host.invalid:8000"
         assert main(["init", str(path), "--force", "--servers", urls[0], mistyped]) == 2

@@ -32,14 +32,14 @@ serve_app.errors.EngineError: vLLM could not start m: no such model
 """
 DIED = "A replica's health check failed. Deployment will be recovered."
 
-Tell = Callable[[DeploymentStatus, str], None]
+SetStatus = Callable[[DeploymentStatus, str], None]
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+def set_status(monkeypatch: pytest.MonkeyPatch) -> SetStatus:
     """Return a function that sets Serve's status of the application's only deployment."""
 
-    def set_status(status: DeploymentStatus, message: str = "") -> None:
+    def change(status: DeploymentStatus, message: str = "") -> None:
         trigger = DeploymentStatusTrigger.UNSPECIFIED
         deployment = DeploymentStatusOverview(status, trigger, {}, message)
         of_application = {
@@ -50,7 +50,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
         found = ApplicationStatusOverview(of_application, "", 0.0, {"short-demo": deployment})
         monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"app": found}))
 
-    return set_status
+    return change
 
 
 @pytest.fixture
@@ -62,41 +62,47 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(job, content)
 
 
-def test_a_process_that_was_killed_in_its_start_is_waited_for(cluster: Cluster, tell: Tell) -> None:
-    tell(DeploymentStatus.UPDATING, KILLED)
+def test_a_process_that_was_killed_in_its_start_is_waited_for(
+    cluster: Cluster, set_status: SetStatus
+) -> None:
+    set_status(DeploymentStatus.UPDATING, KILLED)
     assert cluster.progress().lines == ["short-demo 0/1 waiting for resources"]
-    tell(DeploymentStatus.HEALTHY, "")
+    set_status(DeploymentStatus.HEALTHY, "")
     assert cluster.progress().ready == ["short-demo"]
 
 
-def test_a_process_that_dies_after_its_start_is_waited_for(cluster: Cluster, tell: Tell) -> None:
-    tell(DeploymentStatus.HEALTHY, "")
+def test_a_process_that_dies_after_its_start_is_waited_for(cluster: Cluster, set_status: SetStatus) -> None:
+    set_status(DeploymentStatus.HEALTHY, "")
     cluster.progress()
-    tell(DeploymentStatus.UNHEALTHY, DIED)
+    set_status(DeploymentStatus.UNHEALTHY, DIED)
     assert cluster.progress().lines
     assert cluster.progress().lines
-    tell(DeploymentStatus.HEALTHY, "")
+    set_status(DeploymentStatus.HEALTHY, "")
     assert not cluster.progress().lines
 
 
-def test_one_that_dies_again_and_again_fails_the_start(cluster: Cluster, tell: Tell) -> None:
+def test_one_that_dies_again_and_again_fails_the_start(cluster: Cluster, set_status: SetStatus) -> None:
     for _ in range(3):
-        tell(DeploymentStatus.UNHEALTHY, DIED)
+        set_status(DeploymentStatus.UNHEALTHY, DIED)
         cluster.progress()
-        tell(DeploymentStatus.HEALTHY, "")
+        set_status(DeploymentStatus.HEALTHY, "")
         cluster.progress()
-    tell(DeploymentStatus.UNHEALTHY, DIED)
+    set_status(DeploymentStatus.UNHEALTHY, DIED)
     with pytest.raises(ServeAppError, match="short-demo has died 4 times"):
         cluster.progress()
 
 
-def test_an_engine_that_does_not_start_fails_the_start_at_once(cluster: Cluster, tell: Tell) -> None:
-    tell(DeploymentStatus.UPDATING, RAISED)
+def test_an_engine_that_does_not_start_fails_the_start_at_once(
+    cluster: Cluster, set_status: SetStatus
+) -> None:
+    set_status(DeploymentStatus.UPDATING, RAISED)
     with pytest.raises(ServeAppError, match="short-demo did not start: vLLM could not start m: no such"):
         cluster.progress()
 
 
-def test_a_deployment_that_serve_stops_retrying_fails_the_start(cluster: Cluster, tell: Tell) -> None:
-    tell(DeploymentStatus.DEPLOY_FAILED, KILLED)
+def test_a_deployment_that_serve_stops_retrying_fails_the_start(
+    cluster: Cluster, set_status: SetStatus
+) -> None:
+    set_status(DeploymentStatus.DEPLOY_FAILED, KILLED)
     with pytest.raises(ServeAppError, match="short-demo did not start: The actor died unexpectedly"):
         cluster.progress()

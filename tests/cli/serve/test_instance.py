@@ -16,7 +16,7 @@ from tests.cli.serve.application import ROOT, configuration
 
 
 @pytest.fixture(autouse=True)
-def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 

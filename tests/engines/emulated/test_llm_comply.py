@@ -13,7 +13,7 @@ import pytest
 from llm_comply.schema import SpecLoader
 
 from tests.serving.gateway.builders import MODEL, emulated
-from tests.serving.gateway.conftest import staged
+from tests.serving.gateway.conftest import running_gateway
 
 # llm-comply resolves references by a class of jsonschema that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
@@ -35,8 +35,8 @@ CHUNK = "CreateChatCompletionStreamResponse"
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     # Answers always end by themselves.
     lengths = {"mean_output_tokens": 8.0, "output_tokens_sigma": 0.0}
-    async with emulated(**lengths) as engine, staged(engine=engine.app) as stage:
-        yield stage.http
+    async with emulated(**lengths) as engine, running_gateway(engine=engine.app) as harness:
+        yield harness.http
 
 
 @pytest.mark.parametrize(("api", "checks"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])

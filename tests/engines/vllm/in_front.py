@@ -14,7 +14,7 @@ from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, Ups
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from tests.engines.servers import serving
 from tests.engines.vllm.real import ANSWER_TIMEOUT_S, Prompt
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
+from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Front:
     """The processes in front of the engine, and a client."""
 
     replica: PoolReplica
-    world: Simulation
+    control_plane: ControlPlane
     http: httpx.AsyncClient
 
     def start(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> "asyncio.Task[ClientView]":
@@ -65,11 +65,11 @@ class Front:
 
     async def has_no_replica(self) -> bool:
         """Return whether the scheduler has no available replica."""
-        return not self.world.live.status()["replicas"]
+        return not self.control_plane.live.status()["replicas"]
 
     async def waits(self) -> bool:
         """Return whether a request is queued in the scheduler."""
-        return bool(sum(self.world.live.status()["waiting"].values()) > 0)
+        return bool(sum(self.control_plane.live.status()["waiting"].values()) > 0)
 
 
 @contextlib.asynccontextmanager
@@ -87,10 +87,10 @@ async def in_front_of(
         scheduler: further settings of the scheduler.
     """
     settings = scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s, **scheduler)
-    world = Simulation(settings, FAST)
+    control_plane = ControlPlane(settings, FAST)
     async with contextlib.AsyncExitStack() as stack:
-        await world.begin()
-        stack.push_async_callback(world.close)
+        await control_plane.begin()
+        stack.push_async_callback(control_plane.close)
         of_replica = PoolReplicaSettings(
             pool="short",
             drain_timeout_s=1.0,
@@ -99,7 +99,7 @@ async def in_front_of(
             channel=FAST,
         )
         replica = PoolReplica(
-            "r", "127.0.0.1", of_replica, _Running(engine, limits), world.locate_for_replica
+            "r", "127.0.0.1", of_replica, _Running(engine, limits), control_plane.locate_for_replica
         )
         await replica.start()
         stack.push_async_callback(replica.stop)
@@ -108,7 +108,7 @@ async def in_front_of(
             upstream=UpstreamSettings(silence_timeout_s=ANSWER_TIMEOUT_S),
             tracing=tracing,
         )
-        gateway = Gateway(served, {"m": await world.gateway()}, "g1")
+        gateway = Gateway(served, {"m": await control_plane.gateway()}, "g1")
         stack.callback(gateway.close)
         url = await stack.enter_async_context(serving(gateway))
         http = await stack.enter_async_context(
@@ -116,7 +116,7 @@ async def in_front_of(
                 base_url=url, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
             )
         )
-        yield Front(replica, world, http)
+        yield Front(replica, control_plane, http)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ async def test_a_revoked_request_is_continued_behind_the_gateway(engine: Running
 
 async def revoked(front: Front) -> int:
     """Revoke the running request after some tokens; return the number with which it continues."""
-    live, events = front.world.live, list[DispatchFailed]()
+    live, events = front.control_plane.live, list[DispatchFailed]()
     book = live._gateways.book
     await until(lambda: is_true(any(record.started for record in book.values())), 60.0)
     await asyncio.sleep(0.4)

@@ -282,7 +282,7 @@ class TestTinyEngine:
             long = {**body, "max_output_tokens": 400, "ignore_eos": True, "background": True}
             queued = (await front.http.post(path, json=long)).json()
             assert queued["status"] == "queued"
-            assert front.world.live.status()["replicas"]["r"]["in_flight"] == 1
+            assert front.control_plane.live.status()["replicas"]["r"]["in_flight"] == 1
             ended = await front.http.post(f"{path}/{queued['id']}/cancel")
             assert ended.json()["status"] == "cancelled", ended.text
             await until(lambda: is_free(front))
@@ -372,4 +372,4 @@ def typed_events(answer: httpx.Response) -> list[Any]:
 
 
 async def is_free(front: Front) -> bool:
-    return bool(front.world.live.status()["replicas"]["r"]["in_flight"] == 0)
+    return bool(front.control_plane.live.status()["replicas"]["r"]["in_flight"] == 0)

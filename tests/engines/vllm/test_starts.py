@@ -131,7 +131,7 @@ async def _use(fleet: WatchedFleet) -> None:
     client = fleet.http
 
     async def load_is(running: int, waiting: int) -> bool:
-        (replica,) = fleet.world.live.status()["replicas"].values()
+        (replica,) = fleet.control_plane.live.status()["replicas"].values()
         report = replica.get("report") or {}
         return (report.get("running"), report.get("waiting")) == (running, waiting)
 

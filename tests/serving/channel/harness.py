@@ -69,9 +69,11 @@ def submission(
     return Submission(request_id=request_id, spec=spec, **changes)
 
 
-async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Wait until the condition holds, within a generous limit."""
-    async with asyncio.timeout(PATIENCE_S):
+async def wait_until(
+    condition: Callable[[], object], what: str = "the condition", within_s: float = PATIENCE_S
+) -> None:
+    """Wait until the condition holds; the limit is generous by default."""
+    async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - any state of several parties may be waited for
             await asyncio.sleep(0.005)
     assert condition(), what
@@ -80,22 +82,22 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
 class Wire(Relay):
     """Relay to the current scheduler."""
 
-    def __init__(self, world: "Simulation") -> None:
+    def __init__(self, control_plane: "ControlPlane") -> None:
         super().__init__(self._scheduler)
-        self._world = world
+        self._control_plane = control_plane
 
     async def locate(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
         """Return the current scheduler's endpoint, reached through this wire."""
         if self.rejects:
             raise ConnectionError("the wire is down")
-        return replace(self._world.endpoint(role), port=self.port)
+        return replace(self._control_plane.endpoint(role), port=self.port)
 
     def _scheduler(self) -> tuple[str, int]:
-        endpoint = self._world.endpoint()
+        endpoint = self._control_plane.endpoint()
         return endpoint.host, endpoint.port
 
 
-class ReplicaDouble:
+class FakeReplica:
     """Replica without an engine; reports what the test sets.
 
     Attributes:
@@ -128,7 +130,7 @@ class ReplicaDouble:
         return self.report if self.counts is None else self.counts()
 
 
-class Simulation:
+class ControlPlane:
     """Successive schedulers and their peers."""
 
     def __init__(self, settings: SchedulerSettings, channel: ChannelSettings) -> None:
@@ -193,7 +195,7 @@ class Simulation:
         client = GatewayClient(gateway_id, wire.locate if wire else self.locate, self.channel)
         client.start()
         self._closers.append(client.close)
-        await until(lambda: client.is_connected, "the gateway connects")
+        await wait_until(lambda: client.is_connected, "the gateway connects")
         return client
 
     async def replica(
@@ -203,16 +205,16 @@ class Simulation:
         wire: Wire | None = None,
         pool: str = "short",
         seats: int = 64,
-        prepare: Callable[[ReplicaDouble], None] = lambda _: None,
-    ) -> tuple[ReplicaClient, ReplicaDouble]:
+        prepare: Callable[[FakeReplica], None] = lambda _: None,
+    ) -> tuple[ReplicaClient, FakeReplica]:
         """Return a registered replica; `prepare` may change it before it registers."""
-        double = ReplicaDouble(replica_id, pool, seats)
+        double = FakeReplica(replica_id, pool, seats)
         prepare(double)
         locate = partial(wire.locate, Role.REPLICA) if wire else self.locate_for_replica
         client = ReplicaClient(double.spec, double.address, locate, double.load, self.channel)
         client.start()
         self._closers.append(client.close)
-        await until(lambda: self.reported(replica_id), "the replica reports")
+        await wait_until(lambda: self.reported(replica_id), "the replica reports")
         return client, double
 
     def reported(self, replica_id: str) -> bool:

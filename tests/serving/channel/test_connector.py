@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 from serve_app.serving.channel.connector import Connector
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
-from tests.serving.channel.harness import FAST, Simulation, until
+from tests.serving.channel.harness import FAST, ControlPlane, wait_until
 
 
 class Silent:
@@ -37,8 +37,8 @@ async def test_a_search_whose_answer_arrives_as_it_is_closed_ends() -> None:
     assert not connector.is_up
 
 
-async def test_a_replica_that_is_closed_as_it_has_news_ends(world: Simulation) -> None:
-    client, double = await world.replica("s1")
+async def test_a_replica_that_is_closed_as_it_has_news_ends(control_plane: ControlPlane) -> None:
+    client, double = await control_plane.replica("s1")
     looks = double.looks
     while double.looks == looks:  # noqa: ASYNC110 - so that it waits for news, and has just begun to
         await asyncio.sleep(0)
@@ -48,14 +48,14 @@ async def test_a_replica_that_is_closed_as_it_has_news_ends(world: Simulation) -
     assert not client.is_connected
 
 
-async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(world: Simulation) -> None:
+async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(control_plane: ControlPlane) -> None:
     """Regression test: on a starved machine every search timed out, and gateways stayed disconnected."""
 
     async def locate() -> SchedulerEndpoint:
         await asyncio.sleep(0.3)
-        return world.endpoint()
+        return control_plane.endpoint()
 
     client = GatewayClient("g1", locate, replace(FAST, locate_timeout_s=0.1, handshake_timeout_s=10.0))
     client.start()
-    await until(lambda: client.is_connected, "the search is given more time")
+    await wait_until(lambda: client.is_connected, "the search is given more time")
     await client.close()

@@ -7,16 +7,16 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import Simulation, granted, rejected, submission, until
+from tests.serving.channel.harness import ControlPlane, granted, rejected, submission, wait_until
 
 
 async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
+    gateway = await control_plane.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
-    await until(lambda: len(world.live.core) == 1)
-    world.kill()
+    await wait_until(lambda: len(control_plane.live.core) == 1)
+    control_plane.kill()
     rejection = await asyncio.wait_for(task, 10)
     assert not isinstance(rejection, Grant)
     assert rejection.outcome is Outcome.EXPIRED
@@ -25,33 +25,35 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
 
 
 async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    world.kill()
-    await until(lambda: not gateway.is_connected)
+    gateway = await control_plane.gateway()
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await world.begin()
-    await world.replica("s1")
+    await control_plane.begin()
+    await control_plane.replica("s1")
     assert isinstance(await asyncio.wait_for(task, 10), Grant)
 
 
 async def test_a_request_that_does_not_wait_is_rejected_while_the_scheduler_is_away(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    world.kill()
-    await until(lambda: not gateway.is_connected)
+    gateway = await control_plane.gateway()
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
     rejection = await rejected(gateway, "r1", no_wait=True)
     assert rejection.outcome is Outcome.REJECTED_NO_REPLICA
     assert rejection.retry_after_s is not None
 
 
-async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_away(world: Simulation) -> None:
-    gateway = await world.gateway()
-    world.kill()
-    await until(lambda: not gateway.is_connected)
-    limit = world.channel.max_queued_disconnected
+async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_away(
+    control_plane: ControlPlane,
+) -> None:
+    gateway = await control_plane.gateway()
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
+    limit = control_plane.channel.max_queued_disconnected
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(gateway.acquire(submission(f"r{n}"))) for n in range(limit)]
     await asyncio.sleep(0)
@@ -60,31 +62,31 @@ async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_awa
         task.cancel()
 
 
-async def test_a_lower_incarnation_is_rejected_for_ever(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.restart()
-    await until(lambda: gateway.incarnation == 2 and gateway.is_connected)
-    world.kill()
-    world.incarnation = 0
-    await world.begin()
-    await until(lambda: not gateway.is_connected)
+async def test_a_lower_incarnation_is_rejected_for_ever(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.restart()
+    await wait_until(lambda: gateway.incarnation == 2 and gateway.is_connected)
+    control_plane.kill()
+    control_plane.incarnation = 0
+    await control_plane.begin()
+    await wait_until(lambda: not gateway.is_connected)
     await asyncio.sleep(0.5)
     assert not gateway.is_connected
     assert gateway.incarnation == 2
 
 
-async def test_a_rejection_has_the_schedulers_message(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_rejection_has_the_schedulers_message(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     rejection = await rejected(gateway, "r1", model="other")
     assert rejection.outcome is Outcome.REJECTED_UNKNOWN_MODEL
     assert "'other' is not served here" in rejection.message
 
 
-async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
-    await world.replica("s2")
+async def test_a_put_back_request_goes_to_another_replica(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
+    await control_plane.replica("s2")
     first = await granted(gateway, "r1")
     second = await gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     assert isinstance(second, Grant)
@@ -92,14 +94,14 @@ async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> 
 
 
 async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_put_back(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
-    await world.replica("s2")
-    await world.replica("s3")
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
+    await control_plane.replica("s2")
+    await control_plane.replica("s3")
     answer = await gateway.acquire(submission("r1"))
-    for _ in range(world.settings.max_attempts):
+    for _ in range(control_plane.settings.max_attempts):
         assert isinstance(answer, Grant)
         answer = await asyncio.wait_for(
             gateway.put_back("r1", answer.dispatch.replica_id, DispatchFailure.LOST, "it broke"), 10
@@ -107,60 +109,60 @@ async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_p
     assert not isinstance(answer, Grant)
     assert answer.outcome is Outcome.FAILED
     assert "it broke" in answer.message
-    assert len(world.live.core) == 0
+    assert len(control_plane.live.core) == 0
 
 
 async def test_the_table_has_open_replicas_and_is_empty_without_a_scheduler(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    client, double = await world.replica("s1")
-    await until(lambda: [address.replica_id for address in gateway.replicas()] == ["s1"])
+    gateway = await control_plane.gateway()
+    client, double = await control_plane.replica("s1")
+    await wait_until(lambda: [address.replica_id for address in gateway.replicas()] == ["s1"])
     assert gateway.replicas()[0].token == "token-s1"
     double.report = type(double.report)(received=0, waiting=0, running=0, kv_usage_ratio=0.0, draining=True)
     client.report_now()
-    await until(lambda: gateway.replicas() == ())
-    world.kill()
-    await until(lambda: not gateway.is_connected)
+    await wait_until(lambda: gateway.replicas() == ())
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
     assert gateway.replicas() == ()
 
 
 async def test_departed_replicas_are_pruned_without_a_lookup(
-    world: Simulation, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 0.0)
-    gateway = await world.gateway()
+    gateway = await control_plane.gateway()
     for number in range(5):
-        client, _ = await world.replica(f"s{number}")
-        await until(lambda: len(gateway.replicas()) == 1)
+        client, _ = await control_plane.replica(f"s{number}")
+        await wait_until(lambda: len(gateway.replicas()) == 1)
         await client.close()
-        await until(lambda: not gateway._table)
+        await wait_until(lambda: not gateway._table)
     assert len(gateway._departed) <= 1
 
 
 async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_answer(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     await granted(gateway, "r1", priority=PriorityClass.INTERACTIVE)
     text = await gateway.exposition()
     assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in text
     assert 'ewsjf_requests_in_flight{model="m",pool="short",replica="s1"} 1.0' in text
     assert 'ewsjf_gateways_connected{model="m"} 1.0' in text
     assert 'ewsjf_scheduler_incarnation{model="m"} 1.0' in text
-    world.kill()
+    control_plane.kill()
     assert await gateway.exposition() == ""
 
 
-async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     await granted(gateway, "r1")
-    granted_message = world.live._gateways.book["r1"].granted
+    granted_message = control_plane.live._gateways.book["r1"].granted
     assert granted_message is not None
-    world.kill()
-    await until(lambda: not gateway.is_connected)
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
     await asyncio.sleep(0)
     gateway.on_message(granted_message)
@@ -170,8 +172,8 @@ async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(world: Sim
     task.cancel()
 
 
-async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="already pending"):
@@ -179,20 +181,22 @@ async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
     task.cancel()
 
 
-async def test_a_request_id_of_another_gateway_is_rejected_and_stays_the_others(world: Simulation) -> None:
-    first, second = await world.gateway("g1"), await world.gateway("g2")
-    await world.replica("s1")
+async def test_a_request_id_of_another_gateway_is_rejected_and_stays_the_others(
+    control_plane: ControlPlane,
+) -> None:
+    first, second = await control_plane.gateway("g1"), await control_plane.gateway("g2")
+    await control_plane.replica("s1")
     await granted(first, "r1")
     rejection = await rejected(second, "r1")
     assert rejection.outcome is Outcome.REJECTED_INVALID
     assert "in use by gateway g1" in rejection.message
-    assert len(world.live.core) == 1
+    assert len(control_plane.live.core) == 1
 
 
-async def test_a_gateway_that_closes_rejects_waiting_and_new_requests(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_gateway_that_closes_rejects_waiting_and_new_requests(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(world.live.core) == 1)
+    await wait_until(lambda: len(control_plane.live.core) == 1)
     await gateway.close()
     rejection = await task
     assert not isinstance(rejection, Grant)

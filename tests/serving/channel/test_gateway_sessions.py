@@ -25,7 +25,7 @@ from tests import builders
 from tests.serving.channel.harness import scheduler_settings, submission
 
 
-class Page:
+class RecordingLink:
     """Link that records messages."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Page:
         return [message for message in self.messages if isinstance(message, kind)]
 
 
-class Host:
+class FakeLiveScheduler:
     """Minimal live scheduler: a core, a manual clock, and the list of events fed."""
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ class Host:
     async def answer(self, query: str, arguments: bytes) -> bytes:
         return b"{}"
 
-    def connect(self, *snapshot: Message) -> Page:
+    def connect(self, *snapshot: Message) -> RecordingLink:
         """Connect or reconnect the gateway with this snapshot."""
-        page = Page()
+        page = RecordingLink()
         send = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
             send(message)
@@ -106,9 +106,9 @@ def runs(replica_id: str, *, grants: int = 1, started: bool = False) -> Running:
     return Running(submission("r1"), 0.0, grants, replica_id, started)
 
 
-def running() -> tuple[Host, str]:
+def running() -> tuple[FakeLiveScheduler, str]:
     """Return a host on which r1 runs by its first grant, and its replica."""
-    host = Host()
+    host = FakeLiveScheduler()
     page = host.connect(waits())
     granted = page.of(Granted)
     host.events.clear()
@@ -116,7 +116,7 @@ def running() -> tuple[Host, str]:
 
 
 async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     host.connect()
     host.core = Scheduler(replace(scheduler_settings(), engine_priority=EnginePrioritySettings(enabled=True)))
     for event in (ReplicaJoined(builders.spec("s1")), ReplicaReported("s1", builders.report())):
@@ -137,7 +137,7 @@ async def test_a_grant_that_never_arrived_is_not_repeated_for_a_replica_that_has
 
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     host.connect(Submit(submission("r1", queue_timeout_s=30.0), 12.0, 2))
     entry = host.core.find("r1")
     assert host.names == ["Arrived"]
@@ -149,7 +149,7 @@ async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
 
 
 async def test_unknown_and_running_is_resumed() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     host.connect(runs("s2", grants=2, started=True))
     entry = host.core.find("r1")
     assert host.names == ["Resumed"]
@@ -158,13 +158,13 @@ async def test_unknown_and_running_is_resumed() -> None:
 
 
 async def test_unknown_and_ended_is_ignored() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     host.connect(Finish("r1", Outcome.COMPLETED, None))
     assert host.names == []
 
 
 async def test_waiting_on_both_sides_changes_nothing() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     page = host.connect(*(waits(f"r{n}") for n in range(60)))
     stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].is_running)
     host.events.clear()
@@ -193,7 +193,7 @@ async def test_the_gateways_snapshot_decides_where_a_request_runs() -> None:
 
 
 async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     host.connect(*(waits(f"r{n}") for n in range(60)))
     host.events.clear()
     host.connect(waits("r5"))
@@ -202,7 +202,7 @@ async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -
 
 
 async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     page = host.connect()
     host.send(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
     assert [(rejection.request_id, rejection.conclusion.outcome) for rejection in page.of(Rejected)] == [
@@ -212,7 +212,7 @@ async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() 
 
 async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> None:
     host, replica_id = running()
-    first = Page()
+    first = RecordingLink()
     host.sessions.on_join("g1", first)  # type: ignore[arg-type]
     host.connect(runs(replica_id))
     host.sessions.on_loss("g1", first, permanent=False)  # type: ignore[arg-type]

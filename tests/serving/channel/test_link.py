@@ -8,7 +8,7 @@ import pytest
 from serve_app.serving.channel.link import Link, decode_from_peer
 from serve_app.serving.channel.messages import Cancel, Heartbeat
 from serve_app.serving.channel.settings import ChannelSettings
-from tests.serving.channel.harness import FAST, until
+from tests.serving.channel.harness import FAST, wait_until
 
 
 class Owner:
@@ -43,7 +43,7 @@ async def pair(settings: ChannelSettings = FAST) -> Pair:
     port = server.sockets[0].getsockname()[1]
     near = Link(owners[0], decode_from_peer, settings)
     await loop.create_connection(lambda: near, "127.0.0.1", port)
-    await until(lambda: far.open)
+    await wait_until(lambda: far.open)
     server.close()
     return Pair(near, far, owners)
 
@@ -53,7 +53,7 @@ async def test_messages_go_both_ways_in_order() -> None:
     for n in range(1000):
         both.near.send(Cancel(str(n)))
         both.far.send(Cancel(str(-n)))
-    await until(lambda: len(both.near_owner.received) == len(both.far_owner.received) == 1000)
+    await wait_until(lambda: len(both.near_owner.received) == len(both.far_owner.received) == 1000)
     assert both.far_owner.received == [Cancel(str(n)) for n in range(1000)]
     assert both.near_owner.received == [Cancel(str(-n)) for n in range(1000)]
 
@@ -69,10 +69,10 @@ async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
 async def test_a_receipt_acknowledges_all_messages_up_to_a_number() -> None:
     both = await pair()
     number = both.near.send(Cancel("a"))
-    await until(lambda: both.far_owner.received == [Cancel("a")])
+    await wait_until(lambda: both.far_owner.received == [Cancel("a")])
     assert both.near.acknowledged < number
     both.far.tick()
-    await until(lambda: both.near.acknowledged == number)
+    await wait_until(lambda: both.near.acknowledged == number)
 
 
 async def test_two_that_talk_and_listen_live_through_many_ticks() -> None:
@@ -90,7 +90,7 @@ async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
         both.near.tick()
     both.far.tick()
     # However long the absence, there is one tick: the next one first reads what has arrived.
-    await until(lambda: both.near._received)
+    await wait_until(lambda: both.near._received)
     both.near.tick()
     assert both.near.open
 
@@ -100,7 +100,7 @@ async def test_a_closed_link_sends_its_buffer_and_nothing_after() -> None:
     both.near.send(Cancel("last words"))
     both.near.close("enough")
     assert both.near.send(Cancel("more")) == 0
-    await until(lambda: bool(both.far_owner.reasons))
+    await wait_until(lambda: bool(both.far_owner.reasons))
     assert both.far_owner.received == [Cancel("last words")]
     assert both.near_owner.reasons == ["enough"]
 
@@ -115,7 +115,7 @@ async def test_a_peer_that_leaves_too_much_unread_is_cut_off() -> None:
         sent += 1
         await asyncio.sleep(0)
     assert not both.near.open
-    await until(lambda: bool(both.near_owner.reasons))
+    await wait_until(lambda: bool(both.near_owner.reasons))
     assert "bytes unread (max 1,000,000)" in both.near_owner.reasons[0]
 
 
@@ -132,7 +132,7 @@ async def test_a_flood_is_read_in_slices_with_the_loop_running_between() -> None
     for n in range(20_000):
         both.near.send(Cancel(str(n)))
     turn()
-    await until(lambda: len(both.far_owner.received) == 20_000)
+    await wait_until(lambda: len(both.far_owner.received) == 20_000)
     assert turns > 40
     assert both.far_owner.received[-1] == Cancel("19999")
 
@@ -141,5 +141,5 @@ async def test_a_flood_is_read_in_slices_with_the_loop_running_between() -> None
 async def test_a_receipt_that_cannot_be_true_ends_the_link(heartbeat: Heartbeat) -> None:
     both = await pair()
     both.far.send(heartbeat)
-    await until(lambda: bool(both.near_owner.reasons))
+    await wait_until(lambda: bool(both.near_owner.reasons))
     assert "acknowledgement of" in both.near_owner.reasons[0]

@@ -15,11 +15,11 @@ from serve_app.serving.channel.messages import SnapshotEnd, Welcome
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
+    ControlPlane,
     RawPeer,
-    Simulation,
     hello,
     scheduler_settings,
-    until,
+    wait_until,
 )
 
 LIMIT = 16
@@ -31,12 +31,12 @@ LOOP_FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
+async def control_plane() -> AsyncIterator[ControlPlane]:
     """Yield a scheduler that accepts 16 connections without a handshake."""
-    world = Simulation(scheduler_settings(), replace(FAST, max_pending_handshakes=LIMIT))
-    await world.begin()
-    yield world
-    await world.close()
+    control_plane = ControlPlane(scheduler_settings(), replace(FAST, max_pending_handshakes=LIMIT))
+    await control_plane.begin()
+    yield control_plane
+    await control_plane.close()
 
 
 @pytest.fixture
@@ -59,36 +59,38 @@ def open_sockets() -> int:
 
 
 async def test_unauthenticated_idle_connections_leave_no_descriptor(
-    world: Simulation, faults: list[str]
+    control_plane: ControlPlane, faults: list[str]
 ) -> None:
     watch(faults)
     before = open_sockets()
     # All in one turn of the loop, so that they are accepted together.
-    crowd = await asyncio.gather(*(RawPeer.at(world.endpoint()) for _ in range(CROWD)))
+    crowd = await asyncio.gather(*(RawPeer.at(control_plane.endpoint()) for _ in range(CROWD)))
     # The crowd keeps its own ends open; the scheduler's ends must all close. There are fewer if a connection
     # of an earlier test was still open when they were counted.
-    await until(lambda: open_sockets() <= before + CROWD, "the scheduler has closed every one of them")
+    await wait_until(lambda: open_sockets() <= before + CROWD, "the scheduler has closed every one of them")
     for raw_peer in crowd:
         assert await raw_peer.closed()
         raw_peer.leave()
     assert not faults
 
 
-async def test_an_unauthenticated_connection_with_half_a_message_is_closed_in_time(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
+async def test_an_unauthenticated_connection_with_half_a_message_is_closed_in_time(
+    control_plane: ControlPlane,
+) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
     raw_peer.send_bytes(b"\x00" * (HEADER_BYTES - 1))
     assert await raw_peer.closed()
 
 
 async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
-    world: Simulation, faults: list[str]
+    control_plane: ControlPlane, faults: list[str]
 ) -> None:
     watch(faults)
     before = open_sockets()
 
     async def join(number: int) -> RawPeer:
-        raw_peer = await RawPeer.at(world.endpoint())
-        raw_peer.send(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
+        raw_peer = await RawPeer.at(control_plane.endpoint())
+        raw_peer.send(hello(control_plane.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
         await raw_peer.receive(Welcome)
         return raw_peer
 
@@ -97,14 +99,16 @@ async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
     assert not faults
     for peer in peers:
         peer.leave()
-    await until(lambda: world.live.status()["gateways"] == 0)
-    await until(lambda: open_sockets() <= before, "their descriptors are free")
+    await wait_until(lambda: control_plane.live.status()["gateways"] == 0)
+    await wait_until(lambda: open_sockets() <= before, "their descriptors are free")
 
 
-async def test_a_peer_connects_despite_continuous_unauthenticated_connections(world: Simulation) -> None:
-    ended, endpoint = asyncio.Event(), world.endpoint()
+async def test_a_peer_connects_despite_continuous_unauthenticated_connections(
+    control_plane: ControlPlane,
+) -> None:
+    ended, endpoint = asyncio.Event(), control_plane.endpoint()
 
-    async def pester() -> None:
+    async def connect_repeatedly() -> None:
         while not ended.is_set():
             with contextlib.suppress(ConnectionError):
                 pest = await RawPeer.at(endpoint)
@@ -112,25 +116,27 @@ async def test_a_peer_connects_despite_continuous_unauthenticated_connections(wo
                 pest.leave()
 
     # They reconnect at once when they are closed, and outnumber the places.
-    pests = [asyncio.create_task(pester()) for _ in range(2 * LIMIT)]
-    await until(lambda: len(world.live._server._listener) == LIMIT, "the connections take every slot")
-    assert (await world.gateway()).is_connected
+    pests = [asyncio.create_task(connect_repeatedly()) for _ in range(2 * LIMIT)]
+    await wait_until(
+        lambda: len(control_plane.live._server._listener) == LIMIT, "the connections take every slot"
+    )
+    assert (await control_plane.gateway()).is_connected
     ended.set()
     await asyncio.wait(pests)
 
 
-async def test_never_more_wait_for_their_introduction_than_may(world: Simulation) -> None:
-    listener = world.live._server._listener
-    crowd = [await RawPeer.at(world.endpoint()) for _ in range(CROWD)]
+async def test_never_more_wait_for_their_introduction_than_may(control_plane: ControlPlane) -> None:
+    listener = control_plane.live._server._listener
+    crowd = [await RawPeer.at(control_plane.endpoint()) for _ in range(CROWD)]
     most = 0
 
-    async def look() -> None:
+    async def count_sockets() -> None:
         nonlocal most
         while True:
             most = max(most, len(listener))
             await asyncio.sleep(0)
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(count_sockets())
     for raw_peer in crowd:
         assert await raw_peer.closed()
         raw_peer.leave()
@@ -138,12 +144,14 @@ async def test_never_more_wait_for_their_introduction_than_may(world: Simulation
     assert most == LIMIT
 
 
-async def test_a_scheduler_that_stops_closes_connections_in_their_handshake(world: Simulation) -> None:
+async def test_a_scheduler_that_stops_closes_connections_in_their_handshake(
+    control_plane: ControlPlane,
+) -> None:
     before = open_sockets()
-    crowd = [await RawPeer.at(world.endpoint()) for _ in range(LIMIT // 2)]
-    world.kill()
+    crowd = [await RawPeer.at(control_plane.endpoint()) for _ in range(LIMIT // 2)]
+    control_plane.kill()
     for raw_peer in crowd:
         assert await raw_peer.closed()
         raw_peer.leave()
     # The listening port is closed, too.
-    await until(lambda: open_sockets() == before - 1, "nothing is left open")
+    await wait_until(lambda: open_sockets() == before - 1, "nothing is left open")

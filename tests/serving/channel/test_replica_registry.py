@@ -7,7 +7,7 @@ from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.messages import Register, ReplicaTable, Report
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from tests.serving.channel.harness import Simulation, granted, until
+from tests.serving.channel.harness import ControlPlane, granted, wait_until
 
 MANY = 1_000
 
@@ -35,19 +35,19 @@ def join(registry: ReplicaRegistry, number: int) -> SilentLink:
 def count_tables(registry: ReplicaRegistry) -> list[ReplicaTable]:
     """Return the list of all replica tables sent from here on."""
     tables: list[ReplicaTable] = []
-    tell = registry._publish
+    publish = registry._publish
 
-    def counted(table: ReplicaTable) -> None:
+    def count_table(table: ReplicaTable) -> None:
         tables.append(table)
-        tell(table)
+        publish(table)
 
-    registry._publish = counted
+    registry._publish = count_table
     return tables
 
 
-async def test_replicas_that_change_together_are_sent_in_one_table(world: Simulation) -> None:
-    gateway = await world.gateway()
-    registry = world.live._replicas
+async def test_replicas_that_change_together_are_sent_in_one_table(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    registry = control_plane.live._replicas
     tables = count_tables(registry)
     for number in range(MANY):
         join(registry, number)
@@ -57,33 +57,33 @@ async def test_replicas_that_change_together_are_sent_in_one_table(world: Simula
     await asyncio.sleep(0)
     open_ones = [sum(entry.open for entry in table.entries) for table in tables]
     assert open_ones == [MANY, 0]
-    await until(lambda: gateway.replicas() == ())
+    await wait_until(lambda: gateway.replicas() == ())
 
 
-async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_table_never_follows_a_grant_that_refers_to_it(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     waiting = asyncio.create_task(granted(gateway, "r1"))
-    await until(lambda: len(world.live.core.queue) == 1)
+    await wait_until(lambda: len(control_plane.live.core.queue) == 1)
     sent: list[str] = []
-    session = next(iter(world.live._gateways._gateways.values()))
+    session = next(iter(control_plane.live._gateways._gateways.values()))
     assert session.link is not None
     send = session.link.send
 
-    def noted(message: Any) -> None:
+    def record(message: Any) -> None:
         sent.append(type(message).__name__)
         send(message)
 
-    session.link.send = noted  # type: ignore[method-assign, assignment]
+    session.link.send = record  # type: ignore[method-assign, assignment]
     # In one turn of the loop, the replica registers and reports, and the request is granted.
-    join(world.live._replicas, 0)
+    join(control_plane.live._replicas, 0)
     assert sent[:2] == ["ReplicaTable", "Granted"]
     assert (await waiting).address.replica_id == "s0"
 
 
 async def test_a_gateway_that_joins_in_the_same_iteration_receives_the_current_table(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    registry = world.live._replicas
+    registry = control_plane.live._replicas
     join(registry, 0)
     assert [entry.open for entry in registry.table.entries] == [True]
     registry.on_stale("s0")

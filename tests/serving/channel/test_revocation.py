@@ -20,18 +20,18 @@ from serve_app.serving.channel.messages import (
     to_previous_version,
 )
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import RawPeer, Simulation, hello, submission, until
-from tests.serving.channel.test_gateway_sessions import Host, running, waits
+from tests.serving.channel.harness import ControlPlane, RawPeer, hello, submission, wait_until
+from tests.serving.channel.test_gateway_sessions import FakeLiveScheduler, running, waits
 
 BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}
 
 
-def revoke(world: Simulation, request_id: str, replica_id: str) -> None:
+def revoke(control_plane: ControlPlane, request_id: str, replica_id: str) -> None:
     """Let the core revoke a grant."""
     command = Revoke(request_id=request_id, gateway_id="g1", replica_id=replica_id)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.live.core, "handle", lambda event, now: [command])
-        world.live.feed(Woke())
+        patch.setattr(control_plane.live.core, "handle", lambda event, now: [command])
+        control_plane.live.feed(Woke())
 
 
 async def started(gateway: GatewayClient, calls: list[str]) -> Grant:
@@ -41,36 +41,38 @@ async def started(gateway: GatewayClient, calls: list[str]) -> Grant:
     return answer
 
 
-async def test_a_revocation_reaches_the_gateway_and_its_put_back_the_core(world: Simulation) -> None:
-    gateway, calls = await world.gateway(), list[str]()
-    await world.replica("s1")
+async def test_a_revocation_reaches_the_gateway_and_its_put_back_the_core(
+    control_plane: ControlPlane,
+) -> None:
+    gateway, calls = await control_plane.gateway(), list[str]()
+    await control_plane.replica("s1")
     grant = await started(gateway, calls)
-    events = fed(world)
-    revoke(world, "r1", grant.dispatch.replica_id)
-    await until(lambda: calls == ["r1"])
+    events = recorded_put_backs(control_plane)
+    revoke(control_plane, "r1", grant.dispatch.replica_id)
+    await wait_until(lambda: calls == ["r1"])
     again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.REVOKED, "needed", 7))
-    await until(lambda: bool(events))
+    await wait_until(lambda: bool(events))
     assert events[0] == DispatchFailed("r1", "s1", DispatchFailure.REVOKED, "needed", None, 7)
     assert isinstance(await again, Grant)
 
 
-def fed(world: Simulation) -> list[DispatchFailed]:
+def recorded_put_backs(control_plane: ControlPlane) -> list[DispatchFailed]:
     """Return a list of the put-backs that the core receives from now on."""
     events: list[DispatchFailed] = []
-    handle = world.live.core.handle
+    handle = control_plane.live.core.handle
 
-    def noted(event: object, now: float) -> object:
+    def record(event: object, now: float) -> object:
         if isinstance(event, DispatchFailed):
             events.append(event)
         return handle(event, now)  # type: ignore[arg-type]
 
-    world.live.core.handle = noted  # type: ignore[method-assign, assignment]
+    control_plane.live.core.handle = record  # type: ignore[method-assign, assignment]
     return events
 
 
-async def test_a_revocation_of_an_earlier_grant_is_ignored(world: Simulation) -> None:
-    gateway, calls = await world.gateway(), list[str]()
-    await world.replica("s1")
+async def test_a_revocation_of_an_earlier_grant_is_ignored(control_plane: ControlPlane) -> None:
+    gateway, calls = await control_plane.gateway(), list[str]()
+    await control_plane.replica("s1")
     await started(gateway, calls)
     gateway.on_message(Revoked("r1", 2))
     gateway.on_message(Revoked("r2", 1))
@@ -81,9 +83,9 @@ async def test_a_revocation_of_an_earlier_grant_is_ignored(world: Simulation) ->
     assert calls == ["r1"]
 
 
-async def test_a_request_that_waits_is_not_revoked(world: Simulation) -> None:
-    gateway, calls = await world.gateway(), list[str]()
-    await world.replica("s1", seats=1)
+async def test_a_request_that_waits_is_not_revoked(control_plane: ControlPlane) -> None:
+    gateway, calls = await control_plane.gateway(), list[str]()
+    await control_plane.replica("s1", seats=1)
     grant = await started(gateway, calls)
     blocking = await gateway.acquire(submission("r2"))
     waits = asyncio.create_task(gateway.put_back("r1", grant.dispatch.replica_id, DispatchFailure.BUSY))
@@ -99,10 +101,10 @@ async def test_a_request_that_waits_is_not_revoked(world: Simulation) -> None:
     [(DispatchFailure.REVOKED, 0, False), (DispatchFailure.LOST, 7, False), (DispatchFailure.BUSY, 0, True)],
 )
 async def test_the_gateway_does_not_expire_a_request_that_was_served_in_part(
-    world: Simulation, failure: DispatchFailure, tokens: int, expires: bool
+    control_plane: ControlPlane, failure: DispatchFailure, tokens: int, expires: bool
 ) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1", seats=1)
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1", seats=1)
     answer = await gateway.acquire(submission("r1", **BATCH, queue_timeout_s=60.0))
     assert isinstance(answer, Grant)
     pending = gateway._pending["r1"]
@@ -116,16 +118,16 @@ async def test_the_gateway_does_not_expire_a_request_that_was_served_in_part(
     waits.cancel()
 
 
-async def test_a_request_that_cannot_be_revoked_is_left_alone(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_request_that_cannot_be_revoked_is_left_alone(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     await gateway.acquire(submission("r1"))
     gateway.on_message(Revoked("r1", 1))
     assert gateway.is_connected
 
 
 async def test_only_the_grant_on_the_replica_is_revoked() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     page = host.connect(waits())
     for replica_id in ("s1", "s2"):
         host.sessions.revoke(Revoke(request_id="r1", gateway_id="g1", replica_id=replica_id))
@@ -142,7 +144,7 @@ async def test_a_lost_put_back_of_a_revoked_request_is_repeated_with_its_tokens(
 
 
 async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
-    host = Host()
+    host = FakeLiveScheduler()
     put_back = PutBack("r1", "s1", DispatchFailure.REVOKED, "needed", 2, 7)
     host.connect(Submit(submission("r1", **BATCH), 12.0, 2, put_back))
     entry = host.core.find("r1")
@@ -152,16 +154,16 @@ async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
     assert host.sessions.book["r1"].grants == 3
 
 
-async def test_a_peer_of_the_first_version_gets_no_revocation(world: Simulation) -> None:
-    await world.replica("s1")
-    old = await RawPeer.at(world.endpoint())
-    old.send(hello(world.endpoint(), version=OLDEST_VERSION))
+async def test_a_peer_of_the_first_version_gets_no_revocation(control_plane: ControlPlane) -> None:
+    await control_plane.replica("s1")
+    old = await RawPeer.at(control_plane.endpoint())
+    old.send(hello(control_plane.endpoint(), version=OLDEST_VERSION))
     await old.receive(Welcome)
     old.send(Submit(submission("r1", **BATCH), 0.0), SnapshotEnd())
     await old.receive(Granted)
-    revoke(world, "r1", "s1")
+    revoke(control_plane, "r1", "s1")
     old.send(Submit(submission("r2"), 0.0))
-    await until(lambda: len(world.live.core) == 2)
+    await wait_until(lambda: len(control_plane.live.core) == 2)
     while sum(isinstance(each, Granted) for each in old.received) < 2:
         assert await old._read()
     assert not any(isinstance(each, Revoked) for each in old.received)

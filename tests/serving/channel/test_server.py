@@ -14,50 +14,52 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Welcome,
 )
-from tests.serving.channel.harness import FAST, RawPeer, ReplicaDouble, Simulation, hello, until
+from tests.serving.channel.harness import FAST, ControlPlane, FakeReplica, RawPeer, hello, wait_until
 
 
-async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()))
+async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(control_plane: ControlPlane) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint()))
     assert (await raw_peer.receive(Welcome)).incarnation == 1
     assert (await raw_peer.receive(ReplicaTable)).entries == []
 
 
-async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint(), secret="guess"))
+async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(
+    control_plane: ControlPlane,
+) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint(), secret="guess"))
     reason = (await raw_peer.receive(PeerRejected)).reason
     assert "wrong secret" in reason
-    assert world.endpoint().secret not in reason
+    assert control_plane.endpoint().secret not in reason
     assert await raw_peer.closed()
 
 
-async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
-    endpoint = world.endpoint(Role.REPLICA)
+async def test_a_replica_cannot_pose_as_a_gateway(control_plane: ControlPlane) -> None:
+    endpoint = control_plane.endpoint(Role.REPLICA)
     raw_peer = await RawPeer.at(endpoint)
     raw_peer.send(hello(endpoint, role=Role.GATEWAY))
     assert "wrong secret" in (await raw_peer.receive(PeerRejected)).reason
     assert await raw_peer.closed()
 
 
-async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
-    gateway = await world.gateway()
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint(), highest_incarnation=7))
+async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint(), highest_incarnation=7))
     assert "superseded by 7" in (await raw_peer.receive(PeerRejected)).reason
-    await until(lambda: world.ends == ["incarnation 1 is superseded by 7"])
-    await until(lambda: not gateway.is_connected, "its peers are sent away")
+    await wait_until(lambda: control_plane.ends == ["incarnation 1 is superseded by 7"])
+    await wait_until(lambda: not gateway.is_connected, "its peers are sent away")
     with pytest.raises(Exception, match="superseded by 7"):
-        world.endpoint()
+        control_plane.endpoint()
 
 
-async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint(), secret="guess", highest_incarnation=7))
+async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(control_plane: ControlPlane) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint(), secret="guess", highest_incarnation=7))
     assert await raw_peer.closed()
-    assert world.ends == []
-    assert world.endpoint().incarnation == 1
+    assert control_plane.ends == []
+    assert control_plane.endpoint().incarnation == 1
 
 
 @pytest.mark.parametrize(
@@ -70,53 +72,55 @@ async def test_a_peer_without_the_secret_cannot_stop_a_scheduler(world: Simulati
     ],
     ids=["http", "rubbish", "more than an unauthenticated peer may send", "empty frames"],
 )
-async def test_garbage_closes_the_connection_and_nothing_else(world: Simulation, data: bytes) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
+async def test_garbage_closes_the_connection_and_nothing_else(
+    control_plane: ControlPlane, data: bytes
+) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
     raw_peer.send_bytes(data)
     assert await raw_peer.closed()
-    assert (await world.gateway()).is_connected
+    assert (await control_plane.gateway()).is_connected
 
 
-async def test_a_peer_must_send_hello_first(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
+async def test_a_peer_must_send_hello_first(control_plane: ControlPlane) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
     raw_peer.send(Cancel("r1"))
     assert await raw_peer.closed()
 
 
-async def test_a_gateway_may_not_speak_as_a_replica(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    double = ReplicaDouble("s1", "short", 8)
-    raw_peer.send(hello(world.endpoint()), Register(double.spec, double.address))
+async def test_a_gateway_may_not_speak_as_a_replica(control_plane: ControlPlane) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    double = FakeReplica("s1", "short", 8)
+    raw_peer.send(hello(control_plane.endpoint()), Register(double.spec, double.address))
     assert await raw_peer.closed()
-    assert world.live.status()["replicas"] == {}
+    assert control_plane.live.status()["replicas"] == {}
 
 
 async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_it_registers(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    double = ReplicaDouble("s1", "short", 8)
+    double = FakeReplica("s1", "short", 8)
     for message in (Register(double.spec, double.address), Report(double.report)):
-        raw_peer = await RawPeer.at(world.endpoint())
-        raw_peer.send(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
+        raw_peer = await RawPeer.at(control_plane.endpoint())
+        raw_peer.send(hello(control_plane.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
         assert await raw_peer.closed()
-    assert world.live.status()["replicas"] == {}
+    assert control_plane.live.status()["replicas"] == {}
 
 
-async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simulation) -> None:
-    first = await RawPeer.at(world.endpoint())
-    first.send(hello(world.endpoint()), SnapshotEnd())
+async def test_a_peer_that_opens_a_second_connection_loses_the_first(control_plane: ControlPlane) -> None:
+    first = await RawPeer.at(control_plane.endpoint())
+    first.send(hello(control_plane.endpoint()), SnapshotEnd())
     await first.receive(Welcome)
-    second = await RawPeer.at(world.endpoint())
-    second.send(hello(world.endpoint()), SnapshotEnd())
+    second = await RawPeer.at(control_plane.endpoint())
+    second.send(hello(control_plane.endpoint()), SnapshotEnd())
     await second.receive(Welcome)
     assert await first.closed()
-    assert world.live.status()["gateways"] == 1
+    assert control_plane.live.status()["gateways"] == 1
 
 
-async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
+async def test_a_busy_peer_is_borne_for_a_while(control_plane: ControlPlane) -> None:
     loop = asyncio.get_running_loop()
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint()), SnapshotEnd())
     await raw_peer.receive(Welcome)
     # The kernel acknowledges the heartbeats, but the peer answers none.
     began = loop.time()
@@ -126,28 +130,28 @@ async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a socket's filter is Linux'")
 async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
-    world: Simulation, caplog: pytest.LogCaptureFixture
+    control_plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ray.serve")
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint()), SnapshotEnd())
     await raw_peer.receive(Welcome)
     raw_peer.vanish()
-    await until(lambda: world.live._gateways.connected_count == 0)
+    await wait_until(lambda: control_plane.live._gateways.connected_count == 0)
     (line,) = [record.getMessage() for record in caplog.records if "event=peer_lost" in record.getMessage()]
     silent_s = float(line.split("no data from the peer for ")[1].split(" s")[0])
     assert FAST.dead_after_s <= silent_s < FAST.stuck_after_s
 
 
-async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()), SnapshotEnd())
+async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(control_plane: ControlPlane) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint()), SnapshotEnd())
 
-    async def talk() -> None:
+    async def send_heartbeats() -> None:
         while True:
             raw_peer.send(Heartbeat(0))
             await asyncio.sleep(0.05)
 
-    talking = asyncio.get_running_loop().create_task(talk())
+    talking = asyncio.get_running_loop().create_task(send_heartbeats())
     assert await raw_peer.closed()
     talking.cancel()

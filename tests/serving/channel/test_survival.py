@@ -18,18 +18,18 @@ from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
-    Simulation,
+    ControlPlane,
     Wire,
     granted,
     scheduler_settings,
     submission,
-    until,
+    wait_until,
 )
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
-def ask(client: GatewayClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
+def submit(client: GatewayClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
     return asyncio.get_running_loop().create_task(client.acquire(submission(request_id, **changes)))
 
 
@@ -43,9 +43,11 @@ async def served(client: GatewayClient, request_id: str) -> None:
     client.finish(request_id, Outcome.COMPLETED, USAGE)
 
 
-async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(
+    control_plane: ControlPlane,
+) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     grant = await granted(gateway, "r1")
     assert (grant.dispatch.replica_id, grant.address.host, grant.address.port, grant.address.token) == (
         "s1",
@@ -55,46 +57,48 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     )
     assert grant.dispatch.pool == "short"
     assert grant.dispatch.queue_wait_s < 5
-    assert len(world.live.core) == 1
+    assert len(control_plane.live.core) == 1
     gateway.first_token("r1")
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
-    assert not world.live._gateways.book
+    await wait_until(lambda: len(control_plane.live.core) == 0)
+    assert not control_plane.live._gateways.book
 
 
-async def test_a_cancelled_wait_releases_its_queue_slot(world: Simulation) -> None:
-    gateway = await world.gateway()
-    task = ask(gateway, "r1")
-    await until(lambda: len(world.live.core) == 1)
+async def test_a_cancelled_wait_releases_its_queue_slot(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    task = submit(gateway, "r1")
+    await wait_until(lambda: len(control_plane.live.core) == 1)
     task.cancel()
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def test_a_wait_cancelled_while_its_grant_is_in_transit_releases_the_hold(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    await world.replica()
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    await control_plane.replica()
     wire.mute_down = True
-    task = ask(gateway, "r1")
-    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
+    task = submit(gateway, "r1")
+    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
     task.cancel()
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1", seats=1)
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1", seats=1)
     grant = await granted(gateway, "r1")
     gateway.first_token("r1")
-    waiting = [ask(gateway, f"w{n}") for n in range(5)]
-    await until(lambda: len(world.live.core) == 6 or world.live._gateways.book.in_flight().total() > 1)
-    await world.restart()
-    await until(lambda: len(world.live.core) == 6, "all six are known again")
-    entry = world.live.core.find("r1")
+    waiting = [submit(gateway, f"w{n}") for n in range(5)]
+    await wait_until(
+        lambda: len(control_plane.live.core) == 6 or control_plane.live._gateways.book.in_flight().total() > 1
+    )
+    await control_plane.restart()
+    await wait_until(lambda: len(control_plane.live.core) == 6, "all six are known again")
+    entry = control_plane.live.core.find("r1")
     assert entry is not None
     assert (entry.replica_id, entry.started) == (grant.dispatch.replica_id, True)
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
@@ -102,197 +106,201 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
         answer = await answer_of(task)
         assert isinstance(answer, Grant)
         gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_lost_grant_is_sent_again_and_not_decided_again(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    await world.replica()
+async def test_a_lost_grant_is_sent_again_and_not_decided_again(control_plane: ControlPlane) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    await control_plane.replica()
     wire.mute_down = True
-    task = ask(gateway, "r1")
-    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
+    task = submit(gateway, "r1")
+    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
     wire.cut()
     assert isinstance(await answer_of(task), Grant)
-    assert world.live._gateways.book["r1"].grants == 1
+    assert control_plane.live._gateways.book["r1"].grants == 1
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    first, _ = await world.replica("s1")
+async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(
+    control_plane: ControlPlane,
+) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    first, _ = await control_plane.replica("s1")
     wire.mute_down = True
-    task = ask(gateway, "r1")
-    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
+    task = submit(gateway, "r1")
+    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
     await first.close()
-    await world.replica("s2")
+    await control_plane.replica("s2")
     wire.cut()
     answer = await answer_of(task)
     assert isinstance(answer, Grant)
     assert answer.dispatch.replica_id == "s2"
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    await world.replica("s1")
-    await world.replica("s2")
+async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_plane: ControlPlane) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    await control_plane.replica("s1")
+    await control_plane.replica("s2")
     first = await granted(gateway, "r1")
     wire.mute_up = True
     task = asyncio.get_running_loop().create_task(
         gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     )
     await asyncio.sleep(0.05)
-    assert world.live._gateways.book["r1"].grants == 1
+    assert control_plane.live._gateways.book["r1"].grants == 1
     wire.cut()
     second = await answer_of(task)
     assert isinstance(second, Grant)
     assert second.dispatch.replica_id != first.dispatch.replica_id
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    await world.replica("s1")
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    await control_plane.replica("s1")
     await granted(gateway, "r1")
     wire.mute_up = True
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await asyncio.sleep(0.05)
     wire.cut()
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
     assert 'ewsjf_requests_concluded_total{class="default",model="m",outcome="completed"} 1.0' in (
-        await world.live.exposition()
+        await control_plane.live.exposition()
     )
 
 
-async def test_finish_messages_are_dropped_once_they_are_acknowledged(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_finish_messages_are_dropped_once_they_are_acknowledged(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     for n in range(20):
         await granted(gateway, f"r{n}")
         gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
     assert gateway._unacknowledged_finishes
-    await until(lambda: not gateway._unacknowledged_finishes)
+    await wait_until(lambda: not gateway._unacknowledged_finishes)
 
 
-async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    task = ask(gateway, "r1")
-    await until(lambda: len(world.live.core) == 1)
+async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
+    control_plane: ControlPlane,
+) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    task = submit(gateway, "r1")
+    await wait_until(lambda: len(control_plane.live.core) == 1)
     wire.rejects = True
     wire.cut()
-    await until(lambda: not gateway.is_connected)
+    await wait_until(lambda: not gateway.is_connected)
     task.cancel()
     wire.rejects = False
-    await until(lambda: gateway.is_connected and len(world.live.core) == 0)
-    assert world.live._gateways.connected_count == 1
+    await wait_until(lambda: gateway.is_connected and len(control_plane.live.core) == 0)
+    assert control_plane.live._gateways.connected_count == 1
 
 
 async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_engine_has_ended_them(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    wire = await world.wire()
-    gateway, other = await world.gateway("g1", wire=wire), await world.gateway("g2")
-    _, engine = await world.replica("s1", seats=1)
+    wire = await control_plane.wire()
+    gateway, other = await control_plane.gateway("g1", wire=wire), await control_plane.gateway("g2")
+    _, engine = await control_plane.replica("s1", seats=1)
     for name in ("r1", "r2"):
         await granted(gateway, name)
     await granted(other, "r3")
-    ledger = world.live.core.ledger
+    ledger = control_plane.live.core.ledger
     engine.report = replace(engine.report, received=3, running=3)
     wire.rejects = True
     wire.cut()
-    await until(lambda: world.live._gateways.connected_count == 1)
+    await wait_until(lambda: control_plane.live._gateways.connected_count == 1)
     # The engine reports all three as running, so they stay in flight for as long as it does.
     await asyncio.sleep(2 * FAST.gateway_grace_s)
     assert ledger["s1"].in_flight == 3
     engine.report = replace(engine.report, running=2)
-    await until(lambda: ledger["s1"].in_flight == 2)
+    await wait_until(lambda: ledger["s1"].in_flight == 2)
     engine.report = replace(engine.report, running=1)
-    await until(lambda: ledger["s1"].in_flight == 1)
-    await until(lambda: set(world.live._gateways._gateways) == {"g2"})
-    assert set(world.live._gateways.book) == {"r3"}
+    await wait_until(lambda: ledger["s1"].in_flight == 1)
+    await wait_until(lambda: set(control_plane.live._gateways._gateways) == {"g2"})
+    assert set(control_plane.live._gateways.book) == {"r3"}
     other.finish("r3", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_gateway_that_reconnects_late_finds_its_running_requests(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    _, engine = await world.replica("s1")
+async def test_a_gateway_that_reconnects_late_finds_its_running_requests(control_plane: ControlPlane) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    _, engine = await control_plane.replica("s1")
     await granted(gateway, "r1")
     engine.report = replace(engine.report, received=1, running=1)
-    waiting = [ask(gateway, f"w{number}") for number in range(100)]
-    await until(lambda: len(world.live.core) == 101)
+    waiting = [submit(gateway, f"w{number}") for number in range(100)]
+    await wait_until(lambda: len(control_plane.live.core) == 101)
     wire.rejects = True
     wire.cut()
-    await until(lambda: len(world.live.core) < 101)
+    await wait_until(lambda: len(control_plane.live.core) < 101)
     wire.rejects = False
-    await until(lambda: len(world.live.core) == 101)
-    assert world.live.core.find("r1") is not None
+    await wait_until(lambda: len(control_plane.live.core) == 101)
+    assert control_plane.live.core.find("r1") is not None
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: world.live.core.find("r1") is None)
+    await wait_until(lambda: control_plane.live.core.find("r1") is None)
     for task in waiting:
         task.cancel()
 
 
-async def test_a_gateway_that_sends_goodbye_is_released_at_once(world: Simulation) -> None:
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_gateway_that_sends_goodbye_is_released_at_once(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     await granted(gateway, "r1")
     await gateway.close()
-    await until(lambda: len(world.live.core) == 0 and not world.live._gateways._gateways)
+    await wait_until(lambda: len(control_plane.live.core) == 0 and not control_plane.live._gateways._gateways)
 
 
-async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: Simulation) -> None:
-    wire = await world.wire()
-    gateway = await world.gateway(wire=wire)
-    await world.replica("s1")
+async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(control_plane: ControlPlane) -> None:
+    wire = await control_plane.wire()
+    gateway = await control_plane.gateway(wire=wire)
+    await control_plane.replica("s1")
     grant = await granted(gateway, "r1")
     wire.mute_up = wire.mute_down = True
-    await until(lambda: not gateway.is_connected, "the gateway notices")
-    await until(lambda: world.live._gateways.connected_count == 0, "the scheduler notices")
+    await wait_until(lambda: not gateway.is_connected, "the gateway notices")
+    await wait_until(lambda: control_plane.live._gateways.connected_count == 0, "the scheduler notices")
     wire.mute_up = wire.mute_down = False
-    await until(lambda: gateway.is_connected)
-    assert grant.dispatch.request_id in world.live._gateways.book
+    await wait_until(lambda: gateway.is_connected)
+    assert grant.dispatch.request_id in control_plane.live._gateways.book
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: Simulation) -> None:
-    gateway = await world.gateway()
-    wire = await world.wire()
-    await world.replica("s1", wire=wire)
+async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    wire = await control_plane.wire()
+    await control_plane.replica("s1", wire=wire)
     await granted(gateway, "r1")
     wire.rejects = True
     wire.cut()
-    await until(lambda: gateway.replicas() == ())
-    waiting = ask(gateway, "r2")
-    await until(lambda: len(world.live.core) == 2)
+    await wait_until(lambda: gateway.replicas() == ())
+    waiting = submit(gateway, "r2")
+    await wait_until(lambda: len(control_plane.live.core) == 2)
     wire.rejects = False
     assert isinstance(await answer_of(waiting), Grant)
-    entry = world.live.core.find("r1")
+    entry = control_plane.live.core.find("r1")
     assert entry is not None
     assert entry.replica_id == "s1"
     for request_id in ("r1", "r2"):
         gateway.finish(request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def test_a_storm_of_reconnects_loses_nothing() -> None:
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin()
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    await control_plane.begin()
     try:
-        wire = await world.wire()
-        gateways = [await world.gateway(f"g{n}", wire) for n in range(20)]
+        wire = await control_plane.wire()
+        gateways = [await control_plane.gateway(f"g{n}", wire) for n in range(20)]
         tasks = [
             asyncio.get_running_loop().create_task(served(gateway, f"{n}-{i}"))
             for n, gateway in enumerate(gateways)
@@ -301,31 +309,33 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
         for _ in range(5):
             wire.cut()
             await asyncio.sleep(0.05)
-        await world.restart()
-        await until(lambda: all(gateway.is_connected for gateway in gateways))
-        await until(lambda: len(world.live.core) == 200)
-        await world.replica("s1", seats=256)
+        await control_plane.restart()
+        await wait_until(lambda: all(gateway.is_connected for gateway in gateways))
+        await wait_until(lambda: len(control_plane.live.core) == 200)
+        await control_plane.replica("s1", seats=256)
         await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
-        await until(lambda: len(world.live.core) == 0)
+        await wait_until(lambda: len(control_plane.live.core) == 0)
     finally:
-        await world.close()
+        await control_plane.close()
 
 
-async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(world: Simulation) -> None:
-    gateway = await world.gateway()
-    tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
-    settings = world.settings
+async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(
+    control_plane: ControlPlane,
+) -> None:
+    gateway = await control_plane.gateway()
+    tasks = [submit(gateway, f"r{n}") for n in range(10_000)]
+    settings = control_plane.settings
     limit = math.ceil(settings.max_waiting * (1 - RESERVED_SHARE) * settings.admission.tenant_share)
-    await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
+    await wait_until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
     assert all(
         isinstance(answer := task.result(), Conclusion) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
         for task in tasks
         if task.done()
     )
-    assert len(world.live._gateways.book) == limit
+    assert len(control_plane.live._gateways.book) == limit
     for task in tasks:
         task.cancel()
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
     assert not gateway._pending
 
 
@@ -333,7 +343,7 @@ class Handlers:
     """Randomised request handlers at several gateways.
 
     Attributes:
-        heard: client results of each request, one per answer.
+        results: client results of each request, one per answer.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -365,15 +375,15 @@ class Handlers:
 async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
     """Wires break or go mute, replicas fail, schedulers die, clients disconnect; handlers continue."""
     rng = random.Random(seed)
-    world = Simulation(scheduler_settings(max_attempts=50), FAST)
-    await world.begin()
-    wires = [await world.wire() for _ in range(5)]
-    gateways = [await world.gateway(f"g{n}", wire) for n, wire in enumerate(wires[:3])]
+    control_plane = ControlPlane(scheduler_settings(max_attempts=50), FAST)
+    await control_plane.begin()
+    wires = [await control_plane.wire() for _ in range(5)]
+    gateways = [await control_plane.gateway(f"g{n}", wire) for n, wire in enumerate(wires[:3])]
     for n, wire in enumerate(wires[3:]):
-        await world.replica(f"s{n}", wire=wire, seats=4)
+        await control_plane.replica(f"s{n}", wire=wire, seats=4)
     loop = asyncio.get_running_loop()
     handlers = Handlers(rng)
-    breaking = loop.create_task(break_on(world, rng, wires))
+    breaking = loop.create_task(break_on(control_plane, rng, wires))
     tasks = []
     for n in range(150):
         tasks.append(loop.create_task(handlers.handle(gateways[n % 3], f"r{n}")))
@@ -384,23 +394,23 @@ async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> Non
     for wire in wires:
         wire.cut()
     await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-    await until(lambda: len(world.live.core) == 0, "the scheduler ends empty")
+    await wait_until(lambda: len(control_plane.live.core) == 0, "the scheduler ends empty")
     for n, task in enumerate(tasks):
         wanted = [] if task.cancelled() else ["completed"]
         assert handlers.results.get(f"r{n}", []) == wanted, f"r{n}"
-    assert not world.live._gateways.book
+    assert not control_plane.live._gateways.book
     assert all(not gateway._pending for gateway in gateways)
-    assert world.ends == []
-    await world.close()
+    assert control_plane.ends == []
+    await control_plane.close()
 
 
-async def break_on(world: Simulation, rng: random.Random, wires: list[Wire]) -> None:
+async def break_on(control_plane: ControlPlane, rng: random.Random, wires: list[Wire]) -> None:
     while True:
         await asyncio.sleep(rng.uniform(0.005, 0.05))
-        await break_something(world, rng, wires)
+        await break_something(control_plane, rng, wires)
 
 
-async def break_something(world: Simulation, rng: random.Random, wires: list[Wire]) -> None:
+async def break_something(control_plane: ControlPlane, rng: random.Random, wires: list[Wire]) -> None:
     wire = rng.choice(wires)
     match rng.choice(("cut", "cut", "mute up", "mute down", "kill")):
         case "cut":
@@ -416,31 +426,33 @@ async def break_something(world: Simulation, rng: random.Random, wires: list[Wir
             wire.cut()
         case "kill":
             if rng.random() < 0.3:
-                await world.restart()
+                await control_plane.restart()
 
 
-async def test_an_end_of_an_unknown_request_changes_nothing(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_an_end_of_an_unknown_request_changes_nothing(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     assert gateway._link is not None
     gateway._link.send(Finish("never seen", Outcome.COMPLETED, None))
-    await world.replica("s1")
+    await control_plane.replica("s1")
     assert isinstance(await granted(gateway, "r1"), Grant)
 
 
 async def test_a_burst_from_one_gateway_does_not_delay_others() -> None:
     """Counts messages read before the other gateway is answered: independent of machine load."""
-    world = Simulation(scheduler_settings(), replace(FAST, dead_after_s=PATIENCE_S, stuck_after_s=PATIENCE_S))
-    await world.begin()
-    loud, quiet = await world.gateway("loud"), await world.gateway("quiet")
-    flood = [ask(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(10_000)]
-    await until(lambda: len(world.live.core) > 0, "the flood has begun to come")
+    control_plane = ControlPlane(
+        scheduler_settings(), replace(FAST, dead_after_s=PATIENCE_S, stuck_after_s=PATIENCE_S)
+    )
+    await control_plane.begin()
+    loud, quiet = await control_plane.gateway("loud"), await control_plane.gateway("quiet")
+    flood = [submit(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(10_000)]
+    await wait_until(lambda: len(control_plane.live.core) > 0, "the flood has begun to come")
     # Metrics would not do: they queue behind the busy gateway's messages.
     assert isinstance(await quiet.acquire(submission("q", no_wait=True)), Conclusion)
     # About 1,000 more were read: those in transit, and a slice for each turn of the loop.
-    assert len(world.live.core) + sum(task.done() for task in flood) < len(flood) / 2
+    assert len(control_plane.live.core) + sum(task.done() for task in flood) < len(flood) / 2
     for task in flood:
         task.cancel()
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
     assert loud.is_connected
     assert quiet.is_connected
-    await world.close()
+    await control_plane.close()

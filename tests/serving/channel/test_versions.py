@@ -22,7 +22,7 @@ from serve_app.serving.channel.messages import (
     common_version,
     to_previous_version,
 )
-from tests.serving.channel.harness import RawPeer, Simulation, hello, submission, until
+from tests.serving.channel.harness import ControlPlane, RawPeer, hello, submission, wait_until
 
 
 def test_messages_of_both_versions_are_sent_unchanged() -> None:
@@ -40,32 +40,36 @@ def next_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("next_release")
 async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
-    world: Simulation,
+    control_plane: ControlPlane,
 ) -> None:
-    await world.replica("s1")
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint(), version=VERSION))
+    await control_plane.replica("s1")
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint(), version=VERSION))
     await raw_peer.receive(Welcome)
     raw_peer.send(Submit(submission("r1"), 0.0), SnapshotEnd())
     assert (await raw_peer.receive(messages.Granted)).dispatch.request_id == "r1"
     assert not any(isinstance(each, ReplicaTable) for each in raw_peer.received)
 
 
-async def test_requests_queued_in_a_gateway_survive_the_upgrade_of_the_scheduler(world: Simulation) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
-    await until(lambda: len(world.live.core) == 1)
-    await world.restart()
-    await world.replica("s1")
-    again = await RawPeer.at(world.endpoint())
-    again.send(hello(world.endpoint()), Submit(submission("r1"), 1.0), SnapshotEnd())
+async def test_requests_queued_in_a_gateway_survive_the_upgrade_of_the_scheduler(
+    control_plane: ControlPlane,
+) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
+    await wait_until(lambda: len(control_plane.live.core) == 1)
+    await control_plane.restart()
+    await control_plane.replica("s1")
+    again = await RawPeer.at(control_plane.endpoint())
+    again.send(hello(control_plane.endpoint()), Submit(submission("r1"), 1.0), SnapshotEnd())
     assert (await again.receive(messages.Granted)).dispatch.request_id == "r1"
 
 
 @pytest.mark.parametrize("theirs", [OLDEST_VERSION - 1, VERSION + 1])
-async def test_a_peer_of_another_version_is_rejected_with_the_remedy(world: Simulation, theirs: int) -> None:
-    raw_peer = await RawPeer.at(world.endpoint())
-    raw_peer.send(hello(world.endpoint(), version=theirs))
+async def test_a_peer_of_another_version_is_rejected_with_the_remedy(
+    control_plane: ControlPlane, theirs: int
+) -> None:
+    raw_peer = await RawPeer.at(control_plane.endpoint())
+    raw_peer.send(hello(control_plane.endpoint(), version=theirs))
     reason = (await raw_peer.receive(PeerRejected)).reason
     assert f"protocol version {theirs}, this scheduler supports {OLDEST_VERSION} to {VERSION}" in reason
     assert "upgrade by one version at a time" in reason

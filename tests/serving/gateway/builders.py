@@ -365,7 +365,7 @@ class FakeDispatcher:
     events: list[tuple[Any, ...]] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     waiting: int = 0
-    held: set[str] = field(default_factory=set)
+    in_flight: set[str] = field(default_factory=set)
     page: str = ""
     engine_priority: int | None = None
     is_connected: bool = True
@@ -397,7 +397,7 @@ class FakeDispatcher:
         message: str = "",
         generated_tokens: int = 0,
     ) -> Grant | Conclusion:
-        self.held.remove(request_id)
+        self.in_flight.remove(request_id)
         self.events.append(("put_back", failure, message))
         self.generated_tokens.append(generated_tokens)
         return await self._decide(request_id)
@@ -406,7 +406,7 @@ class FakeDispatcher:
         self.watching[request_id] = on_outlook
 
     def first_token(self, request_id: str) -> None:
-        assert request_id in self.held
+        assert request_id in self.in_flight
         self.events.append(("first_token",))
 
     def finish(
@@ -416,11 +416,11 @@ class FakeDispatcher:
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
-        self.held.remove(request_id)  # raises on a second report
+        self.in_flight.remove(request_id)  # raises on a second report
         self.events.append(("finished", outcome, usage))
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        assert request_id not in self.held
+        assert request_id not in self.in_flight
         assert times.engine_s is None
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
@@ -453,7 +453,7 @@ class FakeDispatcher:
         step = self.script.popleft() if self.script else self.ports[0]
         if isinstance(step, Conclusion):
             return step
-        self.held.add(request_id)
+        self.in_flight.add(request_id)
         dispatch = Dispatch(
             request_id=request_id,
             gateway_id="g1",
@@ -533,14 +533,6 @@ def gateway(dispatcher: SchedulerClient, queries: Any = None, **changes: Any) ->
     if not isinstance(seen, Mapping):
         seen = dict.fromkeys(schedulers, queries)
     return Gateway(GatewaySettings(**settings), schedulers, f"gw{next(_numbers)}", seen)
-
-
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """Wait until the condition is true; fail after `within_s`."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it did not come true in time"
-        await asyncio.sleep(0.005)
 
 
 def chat(**changes: Any) -> dict[str, Any]:

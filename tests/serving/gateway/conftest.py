@@ -16,7 +16,7 @@ from .builders import Engine, FakeDispatcher, gateway, serving
 
 
 @dataclass
-class Stage:
+class GatewayHarness:
     """A gateway in front of one engine, with real sockets."""
 
     engine: Engine
@@ -28,22 +28,22 @@ class Stage:
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    async with staged() as made:
+async def harness() -> AsyncIterator[GatewayHarness]:
+    async with running_gateway() as made:
         yield made
 
 
 @asynccontextmanager
-async def staged(
+async def running_gateway(
     dispatcher: FakeDispatcher | None = None,
     *,
     engine: ASGIApp | None = None,
     **settings: Any,
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[GatewayHarness]:
     """Run a gateway with these settings.
 
     Args:
-        engine: replaces the scripted engine; `Stage.engine` is then idle.
+        engine: replaces the scripted engine; `GatewayHarness.engine` is then idle.
     """
     scripted, dispatcher = Engine(), dispatcher or FakeDispatcher([])
     async with serving(engine or scripted) as engine_port:
@@ -56,5 +56,5 @@ async def staged(
                 httpx.AsyncClient(base_url=url, timeout=30) as http,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as sdk,
             ):
-                yield Stage(scripted, dispatcher, app, port, http, sdk)
+                yield GatewayHarness(scripted, dispatcher, app, port, http, sdk)
         app.close()

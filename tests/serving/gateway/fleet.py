@@ -16,7 +16,7 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway
 from tests.relay import Relay
-from tests.serving.channel.harness import ReplicaDouble, Simulation, Wire, scheduler_settings
+from tests.serving.channel.harness import ControlPlane, FakeReplica, Wire, scheduler_settings
 
 from .builders import MODEL, TOKEN, Engine, gateway, serving
 
@@ -28,16 +28,16 @@ class Fleet:
     """Everything between a client's connection and the engines.
 
     Attributes:
-        world: the scheduler and its control channel.
+        control_plane: the scheduler and its control channel.
         http: a client of the gateway.
         wire: relay between gateway and scheduler, if the fleet has relays.
         relays: relays between gateway and replicas, one per replica, if the fleet has them.
     """
 
-    world: Simulation
+    control_plane: ControlPlane
     gateway: Gateway
     client: GatewayClient
-    doubles: list[ReplicaDouble]
+    fake_replicas: list[FakeReplica]
     http: httpx.AsyncClient
     port: int
     wire: Wire | None
@@ -46,7 +46,7 @@ class Fleet:
     @property
     def core(self) -> Any:
         """Return the scheduling core, for inspection."""
-        return self.world.live.core
+        return self.control_plane.live.core
 
 
 @asynccontextmanager
@@ -66,19 +66,19 @@ async def fleet_of(
         relayed: the gateway reaches scheduler and replicas through relays.
         parts: options of the live scheduler.
     """
-    world = Simulation(settings or scheduler_settings(model=MODEL), channel)
+    control_plane = ControlPlane(settings or scheduler_settings(model=MODEL), channel)
     async with AsyncExitStack() as stack:
-        await world.begin(**parts)
-        stack.push_async_callback(world.close)
+        await control_plane.begin(**parts)
+        stack.push_async_callback(control_plane.close)
         ports = [await stack.enter_async_context(serving(engine)) for engine in engines]
         relays = [await _relay(port, stack) for port in ports] if relayed else []
         ports = [relay.port for relay in relays] or ports
-        doubles = [
-            await _replica(world, f"s{number}", engine, port)
+        fake_replicas = [
+            await _replica(control_plane, f"s{number}", engine, port)
             for number, (engine, port) in enumerate(zip(engines, ports, strict=True))
         ]
-        wire = await world.wire() if relayed else None
-        client = await world.gateway(wire=wire)
+        wire = await control_plane.wire() if relayed else None
+        client = await control_plane.gateway(wire=wire)
         app = gateway(wrap(client), client, **gateway_settings)
         stack.callback(app.close)
         port = await stack.enter_async_context(serving(app))
@@ -88,7 +88,7 @@ async def fleet_of(
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits)
         )
-        yield Fleet(world, app, client, doubles, http, port, wire, relays)
+        yield Fleet(control_plane, app, client, fake_replicas, http, port, wire, relays)
 
 
 async def _relay(port: int, stack: AsyncExitStack) -> Relay:
@@ -98,13 +98,15 @@ async def _relay(port: int, stack: AsyncExitStack) -> Relay:
     return relay
 
 
-async def _replica(world: Simulation, replica_id: str, engine: ASGIApp, port: int) -> ReplicaDouble:
-    client, double = await world.replica(replica_id, prepare=lambda double: _place(double, engine, port))
+async def _replica(control_plane: ControlPlane, replica_id: str, engine: ASGIApp, port: int) -> FakeReplica:
+    client, double = await control_plane.replica(
+        replica_id, prepare=lambda double: _place(double, engine, port)
+    )
     del client
     return double
 
 
-def _place(double: ReplicaDouble, engine: ASGIApp, port: int) -> None:
+def _place(double: FakeReplica, engine: ASGIApp, port: int) -> None:
     """Point a replica at its engine's port and let it report the engine's counts."""
     double.address = replace(
         double.address,

@@ -25,9 +25,9 @@ class Servers:
     def __init__(self, fleet: WatchedFleet, urls: list[str]) -> None:
         self.fleet, self.urls = fleet, urls
 
-    async def ask(self, model: str, **headers: str) -> httpx.Response:
-        asked = {"model": model, "prompt": "hello", "max_tokens": 2}
-        return await self.fleet.http.post("/v1/completions", json=asked, headers=headers)
+    async def send_request(self, model: str, **headers: str) -> httpx.Response:
+        request_body = {"model": model, "prompt": "hello", "max_tokens": 2}
+        return await self.fleet.http.post("/v1/completions", json=request_body, headers=headers)
 
     async def listed(self) -> dict[str, Any]:
         found = (await self.fleet.http.get("/v1/models")).json()["data"]
@@ -36,7 +36,7 @@ class Servers:
     async def lists(self, *adapters: str) -> bool:
         return set(await self.listed()) == {MODEL, *adapters}
 
-    async def tell(self, number: int, action: str, adapter: str) -> None:
+    async def change_adapter(self, number: int, action: str, adapter: str) -> None:
         async with httpx.AsyncClient(base_url=self.urls[number]) as http:
             body = {"lora_name": adapter, "lora_path": "/adapters/x"}
             assert (await http.post(f"/v1/{action}_lora_adapter", json=body)).status_code == 200
@@ -70,29 +70,29 @@ async def test_names_that_engines_list_are_models_with_a_parent(servers: Servers
 
 async def test_requests_go_to_engines_that_list_the_adapter(servers: Servers) -> None:
     for _ in range(6):
-        answer = await servers.ask("sql")
+        answer = await servers.send_request("sql")
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == "sql"
         assert answer.headers["x-replica"] == servers.name(0)
-        assert (await servers.ask("both")).headers["x-replica"] in (servers.name(0), servers.name(1))
+        assert (await servers.send_request("both")).headers["x-replica"] in (servers.name(0), servers.name(1))
         tokens = await servers.fleet.http.post("/tokenize", json={"model": "sql", "prompt": "hello"})
         assert tokens.status_code == 200, tokens.text
 
 
 async def test_the_replica_that_recently_ran_an_adapter_runs_it_again(servers: Servers) -> None:
-    first = (await servers.ask("both")).headers["x-replica"]
+    first = (await servers.send_request("both")).headers["x-replica"]
     # The other replica has more free tokens now, but has not run the adapter.
-    assert {(await servers.ask("both")).headers["x-replica"] for _ in range(5)} == {first}
+    assert {(await servers.send_request("both")).headers["x-replica"] for _ in range(5)} == {first}
 
 
 async def test_adapters_change_without_a_restart(servers: Servers) -> None:
-    await servers.tell(2, "load", "new")
+    await servers.change_adapter(2, "load", "new")
     await until(lambda: servers.lists("sql", "both", "new"))
-    answer = await servers.ask("new")
+    answer = await servers.send_request("new")
     assert (answer.status_code, answer.headers["x-replica"]) == (200, servers.name(2))
-    await servers.tell(0, "unload", "sql")
+    await servers.change_adapter(0, "unload", "sql")
     await until(lambda: servers.lists("both", "new"))
-    rejected = await servers.ask("sql")
+    rejected = await servers.send_request("sql")
     assert rejected.status_code == 404
     assert rejected.json()["error"]["code"] == "model_not_found"
 

@@ -18,7 +18,7 @@ from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from tests.serving.test_api_keys import record
 
 from .builders import MODEL, Answers, FakeDispatcher, gateway
-from .conftest import staged
+from .conftest import running_gateway
 
 PAST = datetime.now(UTC) - timedelta(days=1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ class KeyedGateway:
     def __init__(self, http: httpx.AsyncClient, secrets: Mapping[str, str]) -> None:
         self.http, self.secrets = http, secrets
 
-    async def ask(self, path: str, kind: str, **headers: str) -> httpx.Response:
+    async def send_request(self, path: str, kind: str, **headers: str) -> httpx.Response:
         if kind in self.secrets:
             headers["authorization"] = f"Bearer {self.secrets[kind]}"
         if path in FORMS:
@@ -137,8 +137,8 @@ async def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     secrets |= {"unknown": "sk-of-somewhere-else", "written": "k1", "own admin": "made-by-serve"}
     models = tuple(ServedModel(name=name) for name in (MODEL, "other"))
     keys = (ApiKey(tenant="t", key="k1"),)
-    async with staged(models=models, keys=keys, keys_file=str(path), queries=Answers()) as stage:
-        yield KeyedGateway(stage.http, secrets)
+    async with running_gateway(models=models, keys=keys, keys_file=str(path), queries=Answers()) as harness:
+        yield KeyedGateway(harness.http, secrets)
 
 
 def routes() -> list[str]:
@@ -155,7 +155,7 @@ async def test_no_endpoint_is_left_out() -> None:
 
 async def test_each_key_opens_its_endpoints_and_no_others(keyed: KeyedGateway) -> None:
     for kind in ALL_KINDS:
-        answers = {path: await keyed.ask(path, kind) for path in routes()}
+        answers = {path: await keyed.send_request(path, kind) for path in routes()}
         found = {path: answer.status_code for path, answer in answers.items()}
         assert found == {path: expected(path, kind) for path in routes()}, kind
         for path, answer in answers.items():
@@ -170,23 +170,23 @@ async def test_a_key_opens_the_same_in_the_header_of_anthropics_clients(keyed: K
     for kind in ALL_KINDS:
         headers = {"x-api-key": keyed.secrets[kind]} if kind in keyed.secrets else {}
         for path in ("/v1/messages", "/v1/models", "/debug/queue", "/metrics"):
-            answer = await keyed.ask(path, "none", **headers)
+            answer = await keyed.send_request(path, "none", **headers)
             assert answer.status_code == expected(path, kind), (kind, path, answer.text)
 
 
 async def test_each_key_sees_the_models_that_it_may_use(keyed: KeyedGateway) -> None:
     for kind in ("plain", "other model", "admin", "written"):
-        listed = [model["id"] for model in (await keyed.ask("/v1/models", kind)).json()["data"]]
+        listed = [model["id"] for model in (await keyed.send_request("/v1/models", kind)).json()["data"]]
         assert listed == (["other"] if kind == "other model" else [MODEL, "other"]), kind
 
 
 async def test_no_key_sends_requests_above_its_class(keyed: KeyedGateway) -> None:
     for kind in ALL_KINDS:
         for path in (*SCHEDULED, *FORMS):
-            answer = await keyed.ask(path, kind, **{"x-priority": "interactive"})
+            answer = await keyed.send_request(path, kind, **{"x-priority": "interactive"})
             wanted = 403 if kind == "lower class" else expected(path, kind)
             assert answer.status_code == wanted, (kind, path, answer.text)
-            answer = await keyed.ask(path, kind, **{"x-priority": "batch"})
+            answer = await keyed.send_request(path, kind, **{"x-priority": "batch"})
             assert answer.status_code == expected(path, kind), (kind, path, answer.text)
 
 
@@ -195,7 +195,7 @@ async def test_only_keys_with_the_right_act_for_another_tenant(keyed: KeyedGatew
     allowed = {"may act", "own admin"}
     for kind in ALL_KINDS:
         for path in (*SCHEDULED, *FORMS):
-            answer = await keyed.ask(path, kind, **{"x-tenant": "somebody-else"})
+            answer = await keyed.send_request(path, kind, **{"x-tenant": "somebody-else"})
             wanted = expected(path, kind)
             wanted = wanted if kind in allowed or wanted == 401 else 403
             assert answer.status_code == wanted, (kind, path, answer.text)

@@ -16,15 +16,16 @@ from serve_app.core.admission.spending import TokenPrices
 from serve_app.serving.api_keys import create_key, read_keys
 from serve_app.serving.gateway import ServedModel, budgets
 from tests.engines.servers import until
+from tests.serving.channel.harness import wait_until
 
-from .builders import Answers, Engine, eventually
-from .conftest import staged
+from .builders import Answers, Engine
+from .conftest import running_gateway
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 
 class Ledgers:
-    """What two schedulers have counted: requests, prompt, cached and generated tokens by model."""
+    """Usage counted by two schedulers: requests, prompt, cached and generated tokens by model."""
 
     def __init__(self) -> None:
         self.counts: dict[str, dict[str, list[int]]] = {"a": {}, "b": {}}
@@ -46,12 +47,12 @@ async def gateway(
     _, secret = create_key(path, tenant="app", **permissions)
     price = TokenPrices(prompt=1_000_000.0, generated=2_000_000.0, cached=0.0)
     models = tuple(ServedModel(name=name, price=price) for name in ("a", "b"))
-    async with staged(models=models, keys_file=str(path), queries=queries) as stage:
-        stage.http.headers["authorization"] = f"Bearer {secret}"
-        yield stage.http, stage.engine
+    async with running_gateway(models=models, keys_file=str(path), queries=queries) as harness:
+        harness.http.headers["authorization"] = f"Bearer {secret}"
+        yield harness.http, harness.engine
 
 
-async def ask(http: httpx.AsyncClient, model: str = "a") -> httpx.Response:
+async def send_request(http: httpx.AsyncClient, model: str = "a") -> httpx.Response:
     return await http.post("/v1/chat/completions", json={"model": model, **CHAT})
 
 
@@ -74,7 +75,7 @@ async def test_a_spent_budget_is_a_429_with_its_reset(
     if "cost" in next(iter(limit)):
         ledgers.counts["b"]["b"] = [1, 10, 0, 10]
     async with gateway(tmp_path / "k", queries, **limit) as (http, engine):
-        answer = await ask(http)
+        answer = await send_request(http)
         assert answer.status_code == 429
         assert message in answer.json()["error"]["message"]
         assert answer.json()["error"]["code"] == "insufficient_quota"
@@ -93,7 +94,7 @@ async def test_the_log_names_the_key_and_the_tenant_of_a_rejection(
     ledgers = Ledgers()
     ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
     async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=1) as (http, _):
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
     (kept,) = read_keys(tmp_path / "k")
     assert "outcome=rejected_rate_limited status=429 model=- endpoint=/v1/chat/completions" in caplog.text
     assert f"tenant=app key={kept.id} " in caplog.text
@@ -117,15 +118,15 @@ async def test_a_budget_that_becomes_spent_stops_the_key_within_seconds(
     ledgers = Ledgers()
     queries = {name: ledgers.scheduler(name) for name in ("a", "b")}
     async with gateway(tmp_path / "k", queries, tokens_per_day=100) as (http, _):
-        assert (await ask(http)).status_code == 200
+        assert (await send_request(http)).status_code == 200
         ledgers.counts["b"] = {"b": [1, 90, 0, 10]}
 
         async def is_stopped() -> bool:
-            return (await ask(http, "b")).status_code == 429
+            return (await send_request(http, "b")).status_code == 429
 
         await until(is_stopped)
         # Another model costs the same budget.
-        assert (await ask(http, "a")).status_code == 429
+        assert (await send_request(http, "a")).status_code == 429
 
 
 async def test_idle_keys_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +134,14 @@ async def test_idle_keys_are_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(budgets, "_IDLE_S", 0.1)
     ledgers = Ledgers()
     async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=100) as (http, _):
-        assert (await ask(http)).status_code == 200
-        await eventually(lambda: ledgers.reads > 2)
+        assert (await send_request(http)).status_code == 200
+        await wait_until(lambda: ledgers.reads > 2)
         await asyncio.sleep(0.3)
         before = ledgers.reads
         await asyncio.sleep(0.2)
         assert ledgers.reads == before
-        assert (await ask(http)).status_code == 200
-        await eventually(lambda: ledgers.reads > before + 1)
+        assert (await send_request(http)).status_code == 200
+        await wait_until(lambda: ledgers.reads > before + 1)
 
 
 async def test_a_silent_scheduler_counts_with_its_last_answer(
@@ -156,10 +157,10 @@ async def test_a_silent_scheduler_counts_with_its_last_answer(
     scheduler = ledgers.scheduler("a")
     queries = {"a": scheduler, "b": Answers(spent=unreachable)}
     async with gateway(tmp_path / "k", queries, tokens_per_day=60) as (http, _):
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
         scheduler._answers["spent"] = unreachable
         await asyncio.sleep(0.1)
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
 
 
 async def test_all_requests_of_a_key_that_was_idle_wait_for_its_fresh_counts(
@@ -171,7 +172,7 @@ async def test_all_requests_of_a_key_that_was_idle_wait_for_its_fresh_counts(
     ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
     scheduler = ledgers.scheduler("a")
     async with gateway(tmp_path / "k", {"a": scheduler}, tokens_per_day=60) as (http, _):
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
         await asyncio.sleep(0.3)
 
         async def slow(keys: list[str]) -> dict[str, Any]:
@@ -179,7 +180,7 @@ async def test_all_requests_of_a_key_that_was_idle_wait_for_its_fresh_counts(
             return {}
 
         scheduler._answers["spent"] = slow
-        answers = await asyncio.gather(*(ask(http) for _ in range(5)))
+        answers = await asyncio.gather(*(send_request(http) for _ in range(5)))
     assert [answer.status_code for answer in answers] == [200] * 5
 
 
@@ -205,14 +206,14 @@ async def test_counts_of_a_scheduler_that_is_silent_since_yesterday_count_for_th
     ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
     scheduler = ledgers.scheduler("a")
     async with gateway(tmp_path / "k", {"a": scheduler}, tokens_per_day=60, tokens_per_month=70) as (http, _):
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
         scheduler._answers["spent"] = unreachable
         monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 30, 0, 0, 1, tzinfo=UTC))
-        assert (await ask(http)).status_code == 200
+        assert (await send_request(http)).status_code == 200
     async with gateway(tmp_path / "m", {"a": ledgers.scheduler("a")}, tokens_per_month=60) as (http, _):
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
         monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC))
-        assert (await ask(http)).status_code == 429
+        assert (await send_request(http)).status_code == 429
 
 
 async def test_a_reset_in_less_than_a_second_is_rounded_up(
@@ -225,12 +226,12 @@ async def test_a_reset_in_less_than_a_second_is_rounded_up(
     ledgers = Ledgers()
     ledgers.counts["a"] = {"a": [1, 50, 0, 10]}
     async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_day=60) as (http, _):
-        answer = await ask(http)
+        answer = await send_request(http)
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "300")
 
 
 async def test_a_key_without_a_budget_costs_no_query(tmp_path: Path) -> None:
     ledgers = Ledgers()
     async with gateway(tmp_path / "k", {"a": ledgers.scheduler("a")}, tokens_per_minute=100) as (http, _):
-        assert (await ask(http)).status_code == 200
+        assert (await send_request(http)).status_code == 200
     assert ledgers.reads == 0

@@ -83,16 +83,16 @@ async def test_of_two_receipts_that_of_the_model_that_served_is_shown() -> None:
 
 
 async def test_an_id_in_a_path_is_decoded_once() -> None:
-    asked: list[str] = []
+    queried: list[str] = []
 
     async def receipt(name: str) -> dict[str, Any]:
-        asked.append(name)
+        queried.append(name)
         return {}
 
     async with admin_client({"a": Answers(receipt=receipt, program=receipt)}) as http:
         await http.get("/debug/requests/a%2525b")
         await http.get("/debug/programs/a%2525b")
-    assert asked == ["a%25b", "a%25b"]
+    assert queried == ["a%25b", "a%25b"]
 
 
 async def test_changes_by_admins_leave_a_line(caplog: pytest.LogCaptureFixture) -> None:

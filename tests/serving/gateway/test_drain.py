@@ -5,45 +5,47 @@ import json
 
 import httpx
 
-from .builders import chat, eventually
-from .conftest import Stage
+from tests.serving.channel.harness import wait_until
+
+from .builders import chat
+from .conftest import GatewayHarness
 
 CHAT = "/v1/chat/completions"
 
 
-async def opened(stage: Stage, tokens: int, *, stream: bool) -> "asyncio.Task[httpx.Response]":
+async def opened(harness: GatewayHarness, tokens: int, *, stream: bool) -> "asyncio.Task[httpx.Response]":
     """Start a request and wait until the engine runs it."""
-    before = stage.engine.running
-    task = asyncio.create_task(stage.http.post(CHAT, json=chat(max_tokens=tokens, stream=stream)))
-    await eventually(lambda: stage.engine.running == before + 1)
+    before = harness.engine.running
+    task = asyncio.create_task(harness.http.post(CHAT, json=chat(max_tokens=tokens, stream=stream)))
+    await wait_until(lambda: harness.engine.running == before + 1)
     return task
 
 
-async def test_open_answers_end_and_new_requests_are_rejected(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.02
-    stream = await opened(stage, 20, stream=True)
-    whole = await opened(stage, 20, stream=False)
-    draining = asyncio.create_task(stage.gateway.drain(30.0, 12.0))
+async def test_open_answers_end_and_new_requests_are_rejected(harness: GatewayHarness) -> None:
+    harness.engine.token_delay_s = 0.02
+    stream = await opened(harness, 20, stream=True)
+    whole = await opened(harness, 20, stream=False)
+    draining = asyncio.create_task(harness.gateway.drain(30.0, 12.0))
     await asyncio.sleep(0)
-    assert stage.gateway.open_requests == 2
-    rejected = await stage.http.post(CHAT, json=chat())
+    assert harness.gateway.open_requests == 2
+    rejected = await harness.http.post(CHAT, json=chat())
     assert rejected.status_code == 503
     assert rejected.headers["retry-after"] == "12"
     assert rejected.json()["error"]["code"] == "shutting_down"
-    ready = await stage.http.get("/ready")
+    ready = await harness.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "stopping")
-    assert (await stage.http.get("/health")).status_code == 200
+    assert (await harness.http.get("/health")).status_code == 200
     assert await draining == 0
     assert (await stream).text.endswith("data: [DONE]\n\n")
     assert (await whole).json()["usage"]["completion_tokens"] == 20
-    assert stage.gateway.open_requests == 0
+    assert harness.gateway.open_requests == 0
 
 
-async def test_open_requests_at_the_deadline_end_with_an_error(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.05
-    stream = await opened(stage, 1000, stream=True)
-    whole = await opened(stage, 1000, stream=False)
-    assert await stage.gateway.drain(0.3, 7.0) == 2
+async def test_open_requests_at_the_deadline_end_with_an_error(harness: GatewayHarness) -> None:
+    harness.engine.token_delay_s = 0.05
+    stream = await opened(harness, 1000, stream=True)
+    whole = await opened(harness, 1000, stream=False)
+    assert await harness.gateway.drain(0.3, 7.0) == 2
     lines = [line for line in (await stream).text.splitlines() if line]
     error = json.loads(lines[-1].removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("server_error", "shutting_down")
@@ -52,18 +54,20 @@ async def test_open_requests_at_the_deadline_end_with_an_error(stage: Stage) -> 
     cut = await whole
     assert (cut.status_code, cut.headers["retry-after"]) == (503, "7")
     assert cut.json()["error"]["code"] == "shutting_down"
-    assert not stage.dispatcher.held
+    assert not harness.dispatcher.in_flight
 
 
-async def test_requests_that_wait_for_their_turn_are_rejected_at_the_deadline(stage: Stage) -> None:
-    stage.dispatcher.gate.clear()
-    waiting = asyncio.create_task(stage.http.post(CHAT, json=chat()))
-    await eventually(lambda: stage.gateway.open_requests == 1)
-    assert await stage.gateway.drain(0.1, 5.0) == 1
+async def test_requests_that_wait_for_their_turn_are_rejected_at_the_deadline(
+    harness: GatewayHarness,
+) -> None:
+    harness.dispatcher.gate.clear()
+    waiting = asyncio.create_task(harness.http.post(CHAT, json=chat()))
+    await wait_until(lambda: harness.gateway.open_requests == 1)
+    assert await harness.gateway.drain(0.1, 5.0) == 1
     assert (await waiting).status_code == 503
-    assert not stage.dispatcher.held
+    assert not harness.dispatcher.in_flight
 
 
-async def test_a_gateway_with_nothing_open_is_drained_at_once(stage: Stage) -> None:
+async def test_a_gateway_with_nothing_open_is_drained_at_once(harness: GatewayHarness) -> None:
     async with asyncio.timeout(5):
-        assert await stage.gateway.drain(600.0, 5.0) == 0
+        assert await harness.gateway.drain(600.0, 5.0) == 0

@@ -9,9 +9,9 @@ import pytest
 
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway import UpstreamSettings
-from tests.serving.channel.harness import scheduler_settings
+from tests.serving.channel.harness import scheduler_settings, wait_until
 
-from .builders import MODEL, Engine, chat, error_json, eventually, reply_json, streams
+from .builders import MODEL, Engine, chat, error_json, reply_json, streams
 from .fleet import Fleet, fleet_of, gathered
 
 CHAT = "/v1/chat/completions"
@@ -28,7 +28,7 @@ class Rejecting(Engine):
         await reply_json(send, self.status, error_json("not for you", self.status))
 
 
-class Choosy(Engine):
+class SelectivelyFailingEngine(Engine):
     """Engine that fails on certain content, as vLLM does on images that it cannot fetch."""
 
     fails_after_s = 0.1
@@ -41,7 +41,7 @@ class Choosy(Engine):
         await super()._answer(scope, body, send)
 
 
-async def ask(fleet: Fleet, content: str = "hello", **headers: str) -> Any:
+async def send_request(fleet: Fleet, content: str = "hello", **headers: str) -> Any:
     body = chat(messages=[{"role": "user", "content": content}])
     return await fleet.http.post(CHAT, json=body, headers=headers)
 
@@ -51,7 +51,7 @@ async def test_a_request_that_every_engine_rejects_ends_by_its_deadline(status: 
     engines = [Rejecting(status), Rejecting(status)]
     async with fleet_of(engines) as fleet, asyncio.timeout(30):
         began = time.monotonic()
-        answer = await ask(fleet, **{"x-queue-timeout-s": "1"})
+        answer = await send_request(fleet, **{"x-queue-timeout-s": "1"})
         assert answer.status_code in {502, 503, 504}
         assert f"the engine answered {status}" in answer.json()["error"]["message"]
         assert time.monotonic() - began < 15
@@ -64,7 +64,7 @@ async def test_a_request_that_every_engine_rejects_ends_by_its_budget() -> None:
     engines = [Rejecting(503), Rejecting(503)]
     settings = scheduler_settings(model=MODEL, max_put_backs=4)
     async with fleet_of(engines, settings=settings) as fleet, asyncio.timeout(30):
-        answer = await ask(fleet)
+        answer = await send_request(fleet)
         assert answer.status_code == 502
         assert "4 times" in answer.json()["error"]["message"]
         assert sum(len(engine.bodies) for engine in engines) == 4
@@ -73,24 +73,24 @@ async def test_a_request_that_every_engine_rejects_ends_by_its_budget() -> None:
 async def test_one_replica_with_a_wrong_key_costs_no_client_anything() -> None:
     engines = [Rejecting(401), Engine(), Engine()]
     async with fleet_of(engines) as fleet:
-        answers = await gathered(*(ask(fleet) for _ in range(40)))
+        answers = await gathered(*(send_request(fleet) for _ in range(40)))
         assert {answer.status_code for answer in answers} == {200}
 
 
 async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> None:
     """Fifteen concurrent failing requests, and good ones in sequence, on four idle replicas."""
-    engines = [Choosy() for _ in range(4)]
+    engines = [SelectivelyFailingEngine() for _ in range(4)]
     good: list[Any] = []
     patient = {"x-queue-timeout-s": "60"}
     async with fleet_of(engines, upstream=UpstreamSettings(connect_timeout_s=60.0)) as fleet:
         suspended = fleet.core.ledger.suspend = Mock(wraps=fleet.core.ledger.suspend)
 
         async def keep_failing() -> list[Any]:
-            return [await ask(fleet, "poison", **{"x-tenant": "a"}, **patient) for _ in range(7)]
+            return [await send_request(fleet, "poison", **{"x-tenant": "a"}, **patient) for _ in range(7)]
 
         failing = asyncio.gather(*(keep_failing() for _ in range(15)))
         while not failing.done():
-            good.append(await ask(fleet, "hello", **{"x-tenant": "b"}, **patient))
+            good.append(await send_request(fleet, "hello", **{"x-tenant": "b"}, **patient))
             await asyncio.sleep(0.05)
         failed = [answer for answers in await failing for answer in answers]
         assert {answer.status_code for answer in good} == {200}
@@ -105,8 +105,8 @@ async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> N
 async def test_an_engines_own_failure_is_tried_once_elsewhere() -> None:
     engines = [Rejecting(500), Engine()]
     async with fleet_of(engines) as fleet:
-        answers = await gathered(*(ask(fleet) for _ in range(20)))
-        answers += [await ask(fleet) for _ in range(3)]
+        answers = await gathered(*(send_request(fleet) for _ in range(20)))
+        answers += [await send_request(fleet) for _ in range(3)]
         assert {answer.status_code for answer in answers} == {200}
         # Other replicas served the requests, so the first replica is at fault.
         assert fleet.core.ledger["s0"].suspensions > 0
@@ -129,7 +129,7 @@ async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
         assert answer.headers["x-should-retry"] == "false"
         assert sum(len(engine.bodies) for engine in engines) == 1
-        await eventually(lambda: not any(engine.running for engine in engines))
+        await wait_until(lambda: not any(engine.running for engine in engines))
         assert len(fleet.core) == 0
 
 

@@ -11,21 +11,10 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.batches.calls import CollectingExchange
+from tests.serving.channel.harness import wait_until
 
-from .builders import (
-    MODEL,
-    RawReplica,
-    call,
-    chat,
-    chunk,
-    error_json,
-    eventually,
-    http_post,
-    rejection,
-    replies,
-    streams,
-)
-from .conftest import Stage
+from .builders import MODEL, RawReplica, call, chat, chunk, error_json, http_post, rejection, replies, streams
+from .conftest import GatewayHarness
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -34,13 +23,13 @@ TOO_LONG = "This model's maximum context length is 512 tokens. However, your pro
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def test_a_lost_replica_is_replaced_transparently(stage: Stage) -> None:
-    stage.dispatcher.script.extend([1, *stage.dispatcher.ports])
-    answer = await stage.http.post(CHAT, json=chat())
+async def test_a_lost_replica_is_replaced_transparently(harness: GatewayHarness) -> None:
+    harness.dispatcher.script.extend([1, *harness.dispatcher.ports])
+    answer = await harness.http.post(CHAT, json=chat())
     assert answer.status_code == 200
-    assert answer.headers["x-replica"] == f"r{stage.dispatcher.ports[0]}"
-    assert stage.dispatcher.put_backs() == [DispatchFailure.UNREACHABLE]
-    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+    assert answer.headers["x-replica"] == f"r{harness.dispatcher.ports[0]}"
+    assert harness.dispatcher.put_backs() == [DispatchFailure.UNREACHABLE]
+    assert harness.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -49,14 +38,14 @@ async def test_a_lost_replica_is_replaced_transparently(stage: Stage) -> None:
     [(503, DispatchFailure.BUSY), (500, DispatchFailure.ENGINE_ERROR), (401, DispatchFailure.UNREACHABLE)],
 )
 async def test_a_rejecting_engine_is_replaced_transparently(
-    stage: Stage, status: int, failure: DispatchFailure, stream: bool
+    harness: GatewayHarness, status: int, failure: DispatchFailure, stream: bool
 ) -> None:
-    stage.engine.answers.append(replies(status, error_json("not now", status)))
-    answer = await stage.http.post(CHAT, json=chat(stream=stream))
+    harness.engine.answers.append(replies(status, error_json("not now", status)))
+    answer = await harness.http.post(CHAT, json=chat(stream=stream))
     assert answer.status_code == 200
     assert "w3" in answer.text
-    assert stage.dispatcher.put_backs() == [failure]
-    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+    assert harness.dispatcher.put_backs() == [failure]
+    assert harness.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +58,7 @@ async def test_a_rejecting_engine_is_replaced_transparently(
     ],
 )
 async def test_a_replica_that_dies_before_the_first_event_is_replaced_transparently(
-    stage: Stage, partial_answer: bytes
+    harness: GatewayHarness, partial_answer: bytes
 ) -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         writer.write(partial_answer)
@@ -77,81 +66,85 @@ async def test_a_replica_that_dies_before_the_first_event_is_replaced_transparen
         writer.close()
 
     async with RawReplica(script).listening() as port:
-        stage.dispatcher.script.extend([port, *stage.dispatcher.ports])
-        answer = await stage.http.post(CHAT, json=chat(stream=True))
+        harness.dispatcher.script.extend([port, *harness.dispatcher.ports])
+        answer = await harness.http.post(CHAT, json=chat(stream=True))
     assert answer.status_code == 200
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST]
-    assert stage.dispatcher.names().count("first_token") == 1
+    assert harness.dispatcher.put_backs() == [DispatchFailure.LOST]
+    assert harness.dispatcher.names().count("first_token") == 1
 
 
-async def test_an_engine_error_as_the_first_event_puts_the_request_back(stage: Stage) -> None:
-    stage.engine.answers.append(streams(error_json("engine dead", 500)))
-    answer = await stage.http.post(CHAT, json=chat(stream=True))
+async def test_an_engine_error_as_the_first_event_puts_the_request_back(harness: GatewayHarness) -> None:
+    harness.engine.answers.append(streams(error_json("engine dead", 500)))
+    answer = await harness.http.post(CHAT, json=chat(stream=True))
     assert '"error"' not in answer.text
-    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
 
 
-async def test_a_request_too_long_for_its_engine_is_rerouted_transparently(stage: Stage) -> None:
-    stage.engine.answers.append(replies(400, error_json(TOO_LONG)))
-    answer = await stage.http.post(CHAT, json=chat())
+async def test_a_request_too_long_for_its_engine_is_rerouted_transparently(harness: GatewayHarness) -> None:
+    harness.engine.answers.append(replies(400, error_json(TOO_LONG)))
+    answer = await harness.http.post(CHAT, json=chat())
     assert answer.status_code == 200
-    assert stage.dispatcher.put_backs() == [DispatchFailure.TOO_LONG]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.TOO_LONG]
 
 
-async def test_where_no_longer_pool_exists_the_client_gets_the_engines_own_message(stage: Stage) -> None:
-    stage.engine.answers.append(replies(400, error_json(TOO_LONG, param="input_tokens")))
-    stage.dispatcher.script.extend(
-        [stage.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
+async def test_where_no_longer_pool_exists_the_client_gets_the_engines_own_message(
+    harness: GatewayHarness,
+) -> None:
+    harness.engine.answers.append(replies(400, error_json(TOO_LONG, param="input_tokens")))
+    harness.dispatcher.script.extend(
+        [harness.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
     )
     with pytest.raises(openai.BadRequestError) as caught:
-        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+        await harness.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "input_tokens"
     assert TOO_LONG in caught.value.message
-    assert stage.dispatcher.outcomes() == []
+    assert harness.dispatcher.outcomes() == []
 
 
-async def test_the_second_error_of_an_engine_is_the_clients_to_know(stage: Stage) -> None:
-    stage.engine.answers.extend([replies(500, error_json("cannot fetch the image", 500))] * 2)
+async def test_the_second_error_of_an_engine_is_the_clients_to_know(harness: GatewayHarness) -> None:
+    harness.engine.answers.extend([replies(500, error_json("cannot fetch the image", 500))] * 2)
     with pytest.raises(openai.InternalServerError) as caught:
-        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+        await harness.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 500
     assert "cannot fetch the image" in caught.value.message
-    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
-    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
+    assert harness.dispatcher.outcomes() == [Outcome.FAILED]
 
 
-async def test_the_second_error_of_an_engine_is_passed_on_in_its_stream(stage: Stage) -> None:
-    stage.engine.answers.extend([streams(error_json("cannot fetch the image", 500))] * 2)
-    answer = await stage.http.post(CHAT, json=chat(stream=True))
+async def test_the_second_error_of_an_engine_is_passed_on_in_its_stream(harness: GatewayHarness) -> None:
+    harness.engine.answers.extend([streams(error_json("cannot fetch the image", 500))] * 2)
+    answer = await harness.http.post(CHAT, json=chat(stream=True))
     assert answer.text.count("cannot fetch the image") == 1
-    assert stage.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
-    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.ENGINE_ERROR]
+    assert harness.dispatcher.outcomes() == [Outcome.FAILED]
 
 
-async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_rejection(stage: Stage) -> None:
-    port = stage.dispatcher.ports[0]
+async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_rejection(
+    harness: GatewayHarness,
+) -> None:
+    port = harness.dispatcher.ports[0]
     dead = error_json("EngineCore encountered an issue. See stack trace", 500)
-    stage.engine.answers.extend([replies(500, dead)] * 2)
-    stage.dispatcher.script.extend([port, port, rejection(Outcome.FAILED)])
+    harness.engine.answers.extend([replies(500, dead)] * 2)
+    harness.dispatcher.script.extend([port, port, rejection(Outcome.FAILED)])
     with pytest.raises(openai.InternalServerError) as caught:
-        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+        await harness.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 502
     assert "the engine answered 500: EngineCore encountered an issue" in caught.value.message
-    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST] * 2
+    assert harness.dispatcher.put_backs() == [DispatchFailure.LOST] * 2
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (404, True), (422, False), (501, False)])
 async def test_an_engines_rejection_of_the_request_itself_is_passed_on(
-    stage: Stage, status: int, stream: bool
+    harness: GatewayHarness, status: int, stream: bool
 ) -> None:
     document = error_json("temperature must be positive", status)
-    stage.engine.answers.append(replies(status, document, [(b"x-why", b"because")]))
-    answer = await stage.http.post(CHAT, json=chat(stream=stream))
+    harness.engine.answers.append(replies(status, document, [(b"x-why", b"because")]))
+    answer = await harness.http.post(CHAT, json=chat(stream=stream))
     assert (answer.status_code, answer.json(), answer.headers["x-why"]) == (status, document, "because")
     assert answer.headers["x-pool"] == "short"
-    assert stage.dispatcher.outcomes() == [Outcome.REJECTED_INVALID]
+    assert harness.dispatcher.outcomes() == [Outcome.REJECTED_INVALID]
 
 
 @pytest.mark.parametrize(
@@ -165,143 +158,143 @@ async def test_an_engines_rejection_of_the_request_itself_is_passed_on(
     ],
 )
 async def test_the_schedulers_rejections_reach_the_client_with_a_time_to_retry(
-    stage: Stage, outcome: Outcome, status: int, kind: type[openai.APIStatusError]
+    harness: GatewayHarness, outcome: Outcome, status: int, kind: type[openai.APIStatusError]
 ) -> None:
-    stage.dispatcher.script.append(rejection(outcome, "too much", 2.2))
+    harness.dispatcher.script.append(rejection(outcome, "too much", 2.2))
     with pytest.raises(kind) as caught:
-        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+        await harness.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     response = caught.value.response
     assert response.status_code == status
     assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("3", "2200")
     assert "too much" in caught.value.message
     assert float(response.headers["x-queue-wait-ms"]) >= 0
-    assert stage.dispatcher.names() == ["acquire"]
+    assert harness.dispatcher.names() == ["acquire"]
 
 
-async def test_a_break_after_the_first_byte_is_reported_in_the_stream(stage: Stage) -> None:
+async def test_a_break_after_the_first_byte_is_reported_in_the_stream(harness: GatewayHarness) -> None:
     parts = (chunk("w0"), 0.02, chunk("w1"), 0.02, b'data: {"half', 0.02, ConnectionError("the engine dies"))
-    stage.engine.answers.extend([streams(*parts)] * 2)
-    answer = await stage.http.post(CHAT, json=chat(stream=True))
+    harness.engine.answers.extend([streams(*parts)] * 2)
+    answer = await harness.http.post(CHAT, json=chat(stream=True))
     events = answer.text.split("\n\n")
     assert len(events) == 4
     assert events[3] == ""
     error = json.loads(events[2].removeprefix("data: "))["error"]
     assert error["type"] == "server_error"
     assert "incomplete" in error["message"]
-    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
-    stream = await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    assert harness.dispatcher.outcomes() == [Outcome.FAILED]
+    stream = await harness.sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="incomplete"):
         [chunk async for chunk in stream]
 
 
-async def test_an_engines_error_inside_a_stream_fails_the_request(stage: Stage) -> None:
-    stage.engine.answers.append(streams(chunk("w0"), 0.02, error_json("out of memory", 500)))
-    answer = await stage.http.post(CHAT, json=chat(stream=True))
+async def test_an_engines_error_inside_a_stream_fails_the_request(harness: GatewayHarness) -> None:
+    harness.engine.answers.append(streams(chunk("w0"), 0.02, error_json("out of memory", 500)))
+    answer = await harness.http.post(CHAT, json=chat(stream=True))
     assert answer.text.count("out of memory") == 1
-    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    assert harness.dispatcher.outcomes() == [Outcome.FAILED]
 
 
 async def connected(
-    stage: Stage, document: dict[str, Any]
+    harness: GatewayHarness, document: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request over a new connection, and return the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
     writer.write(http_post(document))
     return reader, writer
 
 
-async def test_a_client_that_disconnects_in_the_queue_releases_its_slot(stage: Stage) -> None:
-    stage.dispatcher.gate.clear()
-    _, writer = await connected(stage, chat())
-    await eventually(lambda: stage.dispatcher.waiting == 1)
+async def test_a_client_that_disconnects_in_the_queue_releases_its_slot(harness: GatewayHarness) -> None:
+    harness.dispatcher.gate.clear()
+    _, writer = await connected(harness, chat())
+    await wait_until(lambda: harness.dispatcher.waiting == 1)
     writer.close()
-    await eventually(lambda: stage.dispatcher.waiting == 0)
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    assert stage.dispatcher.names() == ["acquire", "cancelled_in_queue"]
-    assert stage.engine.bodies == []
+    await wait_until(lambda: harness.dispatcher.waiting == 0)
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    assert harness.dispatcher.names() == ["acquire", "cancelled_in_queue"]
+    assert harness.engine.bodies == []
 
 
-async def test_a_client_that_disconnects_after_a_put_back_releases_its_slot(stage: Stage) -> None:
+async def test_a_client_that_disconnects_after_a_put_back_releases_its_slot(harness: GatewayHarness) -> None:
     async def full(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-        stage.dispatcher.gate.clear()
+        harness.dispatcher.gate.clear()
         await replies(503, error_json("full", 503))(scope, parsed, send)
 
-    stage.engine.answers.append(full)
-    _, writer = await connected(stage, chat())
-    await eventually(lambda: stage.dispatcher.waiting == 1)
+    harness.engine.answers.append(full)
+    _, writer = await connected(harness, chat())
+    await wait_until(lambda: harness.dispatcher.waiting == 1)
     writer.close()
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    assert stage.dispatcher.names() == ["acquire", "put_back", "cancelled_in_queue"]
-    assert not stage.dispatcher.held
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    assert harness.dispatcher.names() == ["acquire", "put_back", "cancelled_in_queue"]
+    assert not harness.dispatcher.in_flight
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_while_its_request_runs_stops_the_engine(
-    stage: Stage, stream: bool
+    harness: GatewayHarness, stream: bool
 ) -> None:
-    stage.engine.token_delay_s = 0.05
-    reader, writer = await connected(stage, chat(stream=stream, max_tokens=2000))
-    await eventually(lambda: stage.engine.running == 1)
+    harness.engine.token_delay_s = 0.05
+    reader, writer = await connected(harness, chat(stream=stream, max_tokens=2000))
+    await wait_until(lambda: harness.engine.running == 1)
     if stream:
         await reader.readuntil(b"w1")
     writer.close()
-    await eventually(lambda: stage.engine.running == 0)
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    assert stage.engine.aborted == 1
-    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
-    assert not stage.dispatcher.held
+    await wait_until(lambda: harness.engine.running == 0)
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    assert harness.engine.aborted == 1
+    assert harness.dispatcher.outcomes() == [Outcome.CANCELLED]
+    assert not harness.dispatcher.in_flight
 
 
-async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.05
+async def test_a_server_that_cancels_the_task_frees_everything(harness: GatewayHarness) -> None:
+    harness.engine.token_delay_s = 0.05
     exchange = CollectingExchange()
-    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), exchange=exchange))
-    await eventually(lambda: len(exchange.pieces) > 2)
+    task = asyncio.create_task(call(harness.gateway, chat(stream=True, max_tokens=2000), exchange=exchange))
+    await wait_until(lambda: len(exchange.pieces) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
-    assert stage.gateway.in_flight == 0
-    await eventually(lambda: stage.engine.running == 0)
-    stage.dispatcher.gate.clear()
-    task = asyncio.create_task(call(stage.gateway, chat()))
-    await eventually(lambda: stage.dispatcher.waiting == 1)
+    assert harness.dispatcher.outcomes() == [Outcome.CANCELLED]
+    assert harness.gateway.in_flight == 0
+    await wait_until(lambda: harness.engine.running == 0)
+    harness.dispatcher.gate.clear()
+    task = asyncio.create_task(call(harness.gateway, chat()))
+    await wait_until(lambda: harness.dispatcher.waiting == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert stage.dispatcher.waiting == 0
-    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+    assert harness.dispatcher.waiting == 0
+    assert harness.dispatcher.outcomes() == [Outcome.CANCELLED]
 
 
 async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", explode)
-    answer = await stage.http.post(CHAT, json=chat())
+    answer = await harness.http.post(CHAT, json=chat())
     assert answer.status_code == 500
-    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
-    assert stage.gateway.in_flight == 0
+    assert harness.dispatcher.outcomes() == [Outcome.FAILED]
+    assert harness.gateway.in_flight == 0
 
 
-async def test_many_requests_with_every_kind_of_end_each_conclude_once(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.002
+async def test_many_requests_with_every_kind_of_end_each_conclude_once(harness: GatewayHarness) -> None:
+    harness.engine.token_delay_s = 0.002
 
     async def one(number: int) -> None:
         if number % 4 == 0:
-            _, writer = await connected(stage, chat(stream=True, max_tokens=500))
+            _, writer = await connected(harness, chat(stream=True, max_tokens=500))
             await asyncio.sleep(0.01 * (number % 7))
             writer.close()
         else:
             if number % 4 == 1:
-                stage.engine.answers.append(replies(503, error_json("full", 503)))
-            await stage.http.post(CHAT, json=chat(stream=number % 2 == 0))
+                harness.engine.answers.append(replies(503, error_json("full", 503)))
+            await harness.http.post(CHAT, json=chat(stream=number % 2 == 0))
 
     await asyncio.gather(*(one(number) for number in range(60)))
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    await eventually(lambda: stage.engine.running == 0)
-    assert not stage.dispatcher.held
-    names = stage.dispatcher.names()
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    await wait_until(lambda: harness.engine.running == 0)
+    assert not harness.dispatcher.in_flight
+    names = harness.dispatcher.names()
     assert names.count("finished") + names.count("cancelled_in_queue") == names.count("acquire") == 60

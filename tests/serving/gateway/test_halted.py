@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.serving.gateway import UpstreamSettings, halted
-from tests.serving.channel.harness import scheduler_settings, until
+from tests.serving.channel.harness import scheduler_settings, wait_until
 
 from .builders import MODEL, Engine, chat
 from .fleet import Fleet, fleet_of, gathered
@@ -39,30 +39,32 @@ async def relayed(*engines: Engine) -> AsyncIterator[Fleet]:
 def halt(fleet: Fleet) -> None:
     """Halt the first replica: it reads and sends nothing, but its connections stay open."""
     fleet.relays[0].partitioned = True
-    fleet.doubles[0].broken = True
+    fleet.fake_replicas[0].broken = True
 
 
-async def ask(fleet: Fleet, **changes: Any) -> Any:
+async def send_request(fleet: Fleet, **changes: Any) -> Any:
     return await fleet.http.post(CHAT, json=chat(**changes))
 
 
 async def test_requests_without_an_answer_go_to_another_replica() -> None:
     engines = [Engine(token_delay_s=0.2), Engine(token_delay_s=0.2)]
     async with relayed(*engines) as fleet:
-        asking = asyncio.create_task(gathered(*(ask(fleet, stream=number % 2 == 0) for number in range(8))))
+        asking = asyncio.create_task(
+            gathered(*(send_request(fleet, stream=number % 2 == 0) for number in range(8)))
+        )
         fleet.relays[0].partitioned = True
         await asyncio.sleep(0.5)
         assert not engines[0].bodies
-        fleet.doubles[0].broken = True
+        fleet.fake_replicas[0].broken = True
         answers = await asking
         assert {answer.status_code for answer in answers} == {200}
         assert len(engines[1].bodies) == 8
-        await until(lambda: len(fleet.core) == 0)
+        await wait_until(lambda: len(fleet.core) == 0)
         # It is used again once it responds.
         fleet.relays[0].partitioned = False
-        fleet.doubles[0].broken = False
+        fleet.fake_replicas[0].broken = False
         await asyncio.sleep(1.0)
-        await gathered(*(ask(fleet) for _ in range(8)))
+        await gathered(*(send_request(fleet) for _ in range(8)))
         assert engines[0].bodies
 
 
@@ -75,15 +77,15 @@ async def test_an_answer_that_has_begun_ends_with_an_error_event() -> None:
             rest = [line async for line in lines if line]
         assert "does not respond" in rest[-1]
         assert "send the request again" in rest[-1]
-        await until(lambda: len(fleet.core) == 0)
+        await wait_until(lambda: len(fleet.core) == 0)
 
 
 async def test_a_replica_that_responds_keeps_its_requests_without_reports() -> None:
     engine = Engine(token_delay_s=0.6)
     async with relayed(engine) as fleet:
-        asking = asyncio.create_task(ask(fleet, max_tokens=4))
+        asking = asyncio.create_task(send_request(fleet, max_tokens=4))
         await asyncio.sleep(0.3)
-        fleet.doubles[0].broken = True
+        fleet.fake_replicas[0].broken = True
         assert (await asking).status_code == 200
         assert sum(b"messages" in body for body in engine.bodies) == 1
         # It has been asked for its health in the meantime.

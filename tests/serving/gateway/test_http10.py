@@ -6,10 +6,10 @@ import json
 import pytest
 
 from .builders import chat, exchange, http_post, streams
-from .conftest import Stage
+from .conftest import GatewayHarness
 
 
-def asked(*lines: bytes) -> bytes:
+def request_bytes(*lines: bytes) -> bytes:
     """Return a request of a stream in HTTP/1.0."""
     return http_post(chat(stream=True, max_tokens=3), *lines).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
 
@@ -22,9 +22,9 @@ def parsed(answer: bytes) -> tuple[dict[str, str], bytes]:
 
 @pytest.mark.parametrize("lines", [(), (b"connection: keep-alive",)])
 async def test_a_stream_ends_with_its_connection_and_has_no_chunks(
-    stage: Stage, lines: tuple[bytes, ...]
+    harness: GatewayHarness, lines: tuple[bytes, ...]
 ) -> None:
-    answer = await exchange(stage.port, asked(*lines))
+    answer = await exchange(harness.port, request_bytes(*lines))
     assert answer.startswith(b"HTTP/1.1 200 ")
     headers, body = parsed(answer)
     assert "transfer-encoding" not in headers
@@ -36,11 +36,11 @@ async def test_a_stream_ends_with_its_connection_and_has_no_chunks(
     assert words == ["w0 ", "w1 ", "w2 "]
 
 
-async def test_a_stream_is_forwarded_as_it_arrives(stage: Stage) -> None:
+async def test_a_stream_is_forwarded_as_it_arrives(harness: GatewayHarness) -> None:
     rest = asyncio.Event()
-    stage.engine.answers.append(streams({"choices": []}, rest.wait))
-    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    writer.write(asked())
+    harness.engine.answers.append(streams({"choices": []}, rest.wait))
+    reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
+    writer.write(request_bytes())
     begun = await asyncio.wait_for(reader.readuntil(b'{"choices": []}\n\n'), 10)
     assert b"transfer-encoding" not in begun.lower()
     rest.set()
@@ -49,7 +49,7 @@ async def test_a_stream_is_forwarded_as_it_arrives(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/nothere", "/metrics"])
-async def test_an_answer_of_known_length_states_it(stage: Stage, path: str) -> None:
-    headers, body = parsed(await exchange(stage.port, f"GET {path} HTTP/1.0\r\nhost: a\r\n\r\n".encode()))
+async def test_an_answer_of_known_length_states_it(harness: GatewayHarness, path: str) -> None:
+    headers, body = parsed(await exchange(harness.port, f"GET {path} HTTP/1.0\r\nhost: a\r\n\r\n".encode()))
     assert headers["content-length"] == str(len(body))
     assert "transfer-encoding" not in headers

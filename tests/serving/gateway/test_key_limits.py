@@ -19,13 +19,13 @@ from .fleet import fleet_of
 LIMIT = 7
 
 
-class Stage:
+class TwoGateways:
     """Two gateways of one model, with one scheduler and one engine."""
 
     def __init__(self, secret: str, clients: list[httpx.AsyncClient], engine: Engine) -> None:
         self.secret, self.clients, self.engine = secret, clients, engine
 
-    async def ask(self, gateway: int, **changes: Any) -> httpx.Response:
+    async def post(self, gateway: int, **changes: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.secret}"}
         return await self.clients[gateway].post("/v1/chat/completions", json=chat(**changes), headers=headers)
 
@@ -36,21 +36,21 @@ def terms() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def stage(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[Stage]:
+async def gateways(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[TwoGateways]:
     found, secret = record(**terms)
     path = tmp_path / "keys.json"
     changed_keys(path, lambda _: [found])
     engine = Engine()
     async with fleet_of([engine], keys_file=str(path)) as fleet:
-        other = gateway(await fleet.world.gateway("g2"), keys_file=str(path))
+        other = gateway(await fleet.control_plane.gateway("g2"), keys_file=str(path))
         async with http_client(other) as http:
-            yield Stage(secret, [fleet.http, http], engine)
+            yield TwoGateways(secret, [fleet.http, http], engine)
 
 
-async def test_two_gateways_together_admit_exactly_the_limit(stage: Stage) -> None:
-    answers = await asyncio.gather(*(stage.ask(number % 2) for number in range(40)))
+async def test_two_gateways_together_admit_exactly_the_limit(gateways: TwoGateways) -> None:
+    answers = await asyncio.gather(*(gateways.post(number % 2) for number in range(40)))
     assert sorted(answer.status_code for answer in answers) == [200] * LIMIT + [429] * (40 - LIMIT)
-    assert len(stage.engine.bodies) == LIMIT
+    assert len(gateways.engine.bodies) == LIMIT
     served = [answer for answer in answers if answer.status_code == 200]
     remaining = {int(answer.headers["x-ratelimit-remaining-requests"]) for answer in served}
     # The count at each grant; queued requests are granted after all have been counted.
@@ -65,8 +65,8 @@ async def test_two_gateways_together_admit_exactly_the_limit(stage: Stage) -> No
     assert rejected.headers["x-ratelimit-reset-requests"].endswith("s")
 
 
-async def test_streams_carry_the_same_headers(stage: Stage) -> None:
-    answer = await stage.ask(0, stream=True)
+async def test_streams_carry_the_same_headers(gateways: TwoGateways) -> None:
+    answer = await gateways.post(0, stream=True)
     assert answer.headers["x-ratelimit-limit-tokens"] == "1000000"
     assert 0 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 1_000_000
     assert answer.headers["x-ratelimit-remaining-requests"] == str(LIMIT - 1)
@@ -74,13 +74,13 @@ async def test_streams_carry_the_same_headers(stage: Stage) -> None:
 
 @pytest.mark.parametrize("terms", [{"models": ("another",), "highest_class": PriorityClass.BATCH}])
 async def test_a_key_without_limits_has_no_such_headers_and_a_model_that_it_may_not_use_is_rejected(
-    stage: Stage,
+    gateways: TwoGateways,
 ) -> None:
-    answer = await stage.ask(0)
+    answer = await gateways.post(0)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed")
     assert "it may use: another" in answer.json()["error"]["message"]
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
-    assert stage.engine.bodies == []
+    assert gateways.engine.bodies == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import ApiKey, Caller, FileKeys, Keyring
+from tests.e2e.served import wait_for
 from tests.serving.test_api_keys import record
 
 MakeFileKeys = Callable[..., FileKeys]
@@ -38,13 +38,6 @@ def watched(path: Path) -> Iterator[MakeFileKeys]:
     yield make
     for keys in made:
         keys.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.005)
 
 
 def test_a_key_carries_its_terms(watched: MakeFileKeys) -> None:
@@ -88,9 +81,9 @@ def test_a_changed_file_is_read_again_and_a_revoked_key_ends(path: Path, watched
     assert keys.caller(secret.encode()) is not None
     second, second_secret = record()
     changed_keys(path, lambda known: [*known, second])
-    until(lambda: keys.caller(second_secret.encode()))
+    wait_for(lambda: keys.caller(second_secret.encode()), 30, "the file is read")
     changed_keys(path, lambda known: known[1:])
-    until(lambda: keys.caller(secret.encode()) is None)
+    wait_for(lambda: keys.caller(secret.encode()) is None, 30, "the file is read")
 
 
 def test_a_broken_file_leaves_the_previous_keys_and_names_the_mistake(
@@ -100,15 +93,15 @@ def test_a_broken_file_leaves_the_previous_keys_and_names_the_mistake(
     logging.getLogger("ray.serve").propagate = True
     keys = watched(found)
     path.write_text(path.read_text().replace('"tenant"', '"tennant"'))
-    until(lambda: "tennant" in caplog.text)
+    wait_for(lambda: "tennant" in caplog.text, 30, "the file is read")
     assert "$.keys[0]" in caplog.text
     assert "keys_file_invalid" in caplog.text
     assert keys.caller(secret.encode()) is not None
     path.unlink()
-    until(lambda: "cannot be read" in caplog.text)
+    wait_for(lambda: "cannot be read" in caplog.text, 30, "the file is read")
     assert keys.caller(secret.encode()) is not None
     changed_keys(path, lambda _: [])
-    until(lambda: keys.caller(secret.encode()) is None)
+    wait_for(lambda: keys.caller(secret.encode()) is None, 30, "the file is read")
 
 
 def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path) -> None:
@@ -123,7 +116,7 @@ def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path) -> None
     keys = FileKeys(link, poll_s=0.01)
     (tmp_path / "new").symlink_to(tmp_path / "two")
     (tmp_path / "new").replace(link)
-    until(lambda: keys.caller(second_secret.encode()))
+    wait_for(lambda: keys.caller(second_secret.encode()), 30, "the file is read")
     assert keys.caller(secret.encode()) is None
     keys.close()
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from serve_app.serving.gateway.request.body import check_structure
+from tests.serving.channel.harness import wait_until
 
-from .builders import MODEL, chat, eventually
-from .conftest import Stage, staged
+from .builders import MODEL, chat
+from .conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
 HEAD = {"content-type": "application/json"}
@@ -21,15 +22,17 @@ def of_empty_messages(size_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-async def test_a_body_of_countless_objects_is_rejected_before_it_is_parsed(stage: Stage, path: str) -> None:
-    answer = await stage.http.post(path, content=of_empty_messages(2 * 1024 * 1024), headers=HEAD)
+async def test_a_body_of_countless_objects_is_rejected_before_it_is_parsed(
+    harness: GatewayHarness, path: str
+) -> None:
+    answer = await harness.http.post(path, content=of_empty_messages(2 * 1024 * 1024), headers=HEAD)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "body_too_complex"
-    assert stage.engine.bodies == []
+    assert harness.engine.bodies == []
 
 
 async def test_others_are_served_while_a_large_body_is_parsed(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
@@ -41,10 +44,10 @@ async def test_others_are_served_while_a_large_body_is_parsed(
 
     monkeypatch.setattr("serve_app.serving.gateway.request.reader.check_structure", slow_check)
     large = chat(messages=[{"role": "user", "content": "word " * 400_000}])
-    first = asyncio.ensure_future(stage.http.post(CHAT, json=large))
+    first = asyncio.ensure_future(harness.http.post(CHAT, json=large))
     try:
-        await eventually(reached.is_set)
-        assert (await stage.http.post(CHAT, json=chat())).status_code == 200
+        await wait_until(reached.is_set)
+        assert (await harness.http.post(CHAT, json=chat())).status_code == 200
         assert not first.done()
     finally:
         go_on.set()
@@ -56,54 +59,54 @@ ONE_MIB = 1024 * 1024
 
 
 async def test_bodies_beyond_the_budget_are_rejected_until_there_is_room() -> None:
-    async with staged(max_held_body_bytes=ONE_MIB) as stage:
-        dispatcher = stage.dispatcher
+    async with running_gateway(max_held_body_bytes=ONE_MIB) as harness:
+        dispatcher = harness.dispatcher
         dispatcher.gate.clear()
-        waiting = asyncio.ensure_future(stage.http.post(CHAT, json=chat(messages=LARGE)))
-        await eventually(lambda: dispatcher.waiting == 1)
-        rejected = await stage.http.post(CHAT, json=chat(messages=LARGE))
+        waiting = asyncio.ensure_future(harness.http.post(CHAT, json=chat(messages=LARGE)))
+        await wait_until(lambda: dispatcher.waiting == 1)
+        rejected = await harness.http.post(CHAT, json=chat(messages=LARGE))
         assert rejected.status_code == 503
         assert rejected.json()["error"]["code"] == "body_memory_full"
         assert int(rejected.headers["retry-after"]) >= 1
         # Small bodies use a reserve that large ones cannot fill.
-        small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
-        await eventually(lambda: dispatcher.waiting == 6)
+        small = [asyncio.ensure_future(harness.http.post(CHAT, json=chat())) for _ in range(5)]
+        await wait_until(lambda: dispatcher.waiting == 6)
         dispatcher.gate.set()
         for answer in (waiting, *small):
             assert (await answer).status_code == 200
-        assert (await stage.http.post(CHAT, json=chat(messages=LARGE))).status_code == 200
-        await until_held(stage, lambda held: held == 0)
+        assert (await harness.http.post(CHAT, json=chat(messages=LARGE))).status_code == 200
+        await wait_for_held_bytes(harness, lambda held: held == 0)
 
 
-async def test_a_body_is_dropped_once_its_answer_has_begun(stage: Stage) -> None:
-    stage.engine.token_delay_s = 0.2
-    asked = chat(messages=LARGE, stream=True, max_tokens=500)
-    async with stage.http.stream("POST", CHAT, json=asked) as answer:
+async def test_a_body_is_dropped_once_its_answer_has_begun(harness: GatewayHarness) -> None:
+    harness.engine.token_delay_s = 0.2
+    request_body = chat(messages=LARGE, stream=True, max_tokens=500)
+    async with harness.http.stream("POST", CHAT, json=request_body) as answer:
         async for _ in answer.aiter_lines():
-            await until_held(stage, lambda held: held == 0)
-            assert stage.engine.running == 1
+            await wait_for_held_bytes(harness, lambda held: held == 0)
+            assert harness.engine.running == 1
             break
-    await eventually(lambda: stage.engine.aborted == 1)
+    await wait_until(lambda: harness.engine.aborted == 1)
 
 
-async def test_a_body_is_given_up_with_the_client_that_was_sending_it(stage: Stage) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+async def test_a_body_is_given_up_with_the_client_that_was_sending_it(harness: GatewayHarness) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", harness.port)
     writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.encode())
     writer.write(b"{" + b" " * 100_000)
-    await eventually(lambda: stage.gateway.in_flight == 1)
-    await until_held(stage, lambda held: held > 0)
+    await wait_until(lambda: harness.gateway.in_flight == 1)
+    await wait_for_held_bytes(harness, lambda held: held > 0)
     writer.transport.abort()
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    await until_held(stage, lambda held: held == 0)
-    assert 'outcome="cancelled"' in (await stage.http.get("/metrics")).text
-    assert stage.dispatcher.events == []
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    await wait_for_held_bytes(harness, lambda held: held == 0)
+    assert 'outcome="cancelled"' in (await harness.http.get("/metrics")).text
+    assert harness.dispatcher.events == []
 
 
-async def until_held(stage: Stage, holds: Callable[[float], bool]) -> None:
+async def wait_for_held_bytes(harness: GatewayHarness, holds: Callable[[float], bool]) -> None:
     """Wait until /metrics shows this many held bytes; the page is refreshed periodically."""
     async with asyncio.timeout(30):
         while True:
-            page = (await stage.http.get("/metrics")).text
+            page = (await harness.http.get("/metrics")).text
             (line,) = [each for each in page.splitlines() if each.startswith("ewsjf_gateway_held_body_bytes")]
             if holds(float(line.rpartition(" ")[2])):
                 return

@@ -185,11 +185,11 @@ async def test_a_stopping_gateway_waits_for_streams_and_accepts_no_new_clients()
 async def test_open_answers_are_cut_at_the_end_of_the_drain() -> None:
     async with before_an_engine(0.2) as it:
         body = chat(stream=True, max_tokens=500)
-        asked = asyncio.create_task(it.http.post("/v1/chat/completions", json=body))
+        pending = asyncio.create_task(it.http.post("/v1/chat/completions", json=body))
         await asyncio.sleep(0.5)
         async with asyncio.timeout(15):
             await it.own.stop(1.0)
-            ended = await asyncio.gather(asked, return_exceptions=True)
+            ended = await asyncio.gather(pending, return_exceptions=True)
         # Either an error event or a broken connection, never an apparently complete answer.
         (end,) = ended
         assert isinstance(end, httpx.HTTPError) or (

@@ -15,6 +15,7 @@ from serve_app.engines.engine import ASGIApp
 from serve_app.errors import Outcome
 from serve_app.request import TurnEnd, Usage
 from serve_app.serving.gateway import ApiKey
+from tests.serving.channel.harness import wait_until
 
 from .builders import (
     ANTHROPIC_START,
@@ -24,12 +25,11 @@ from .builders import (
     FakeDispatcher,
     emulated,
     error_json,
-    eventually,
     rejection,
     replies,
     streams,
 )
-from .conftest import staged
+from .conftest import running_gateway
 
 PATH = "/v1/messages"
 HELLO: Any = {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": "hello"}]}
@@ -40,7 +40,7 @@ PING = {"type": "ping"}
 
 
 @dataclass
-class AnthropicStage:
+class AnthropicHarness:
     """A gateway with an Anthropic client and an engine."""
 
     dispatcher: FakeDispatcher
@@ -50,23 +50,28 @@ class AnthropicStage:
 
 
 @asynccontextmanager
-async def _anthropic_stage(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator[AnthropicStage]:
-    async with staged(engine=engine, **settings) as stage:
-        url = f"http://127.0.0.1:{stage.port}"
+async def running_anthropic_gateway(
+    engine: ASGIApp | None = None, **settings: Any
+) -> AsyncIterator[AnthropicHarness]:
+    async with running_gateway(engine=engine, **settings) as harness:
+        url = f"http://127.0.0.1:{harness.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="k1", max_retries=0, timeout=30) as sdk:
-            yield AnthropicStage(stage.dispatcher, stage.http, sdk, stage.engine)
+            yield AnthropicHarness(harness.dispatcher, harness.http, sdk, harness.engine)
 
 
 @pytest.fixture
-async def anthropic_stage() -> AsyncIterator[AnthropicStage]:
-    async with emulated(profile="laptop", speed_up=20.0) as engine, _anthropic_stage(engine.app) as made:
+async def anthropic_harness() -> AsyncIterator[AnthropicHarness]:
+    async with (
+        emulated(profile="laptop", speed_up=20.0) as engine,
+        running_anthropic_gateway(engine.app) as made,
+    ):
         yield made
 
 
 @pytest.fixture
-async def scripted() -> AsyncIterator[AnthropicStage]:
+async def scripted() -> AsyncIterator[AnthropicHarness]:
     """Run a gateway with keys over an engine that a test scripts."""
-    async with _anthropic_stage(keys=(ApiKey(tenant="t", key="k1"),)) as made:
+    async with running_anthropic_gateway(keys=(ApiKey(tenant="t", key="k1"),)) as made:
         yield made
 
 
@@ -76,28 +81,28 @@ def used(message: anthropic.types.Message) -> tuple[int, int]:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens
 
 
-async def test_a_message_is_answered_and_its_tokens_are_counted(anthropic_stage: AnthropicStage) -> None:
-    message = await anthropic_stage.sdk.messages.create(**HELLO, system="Be brief.")
+async def test_a_message_is_answered_and_its_tokens_are_counted(anthropic_harness: AnthropicHarness) -> None:
+    message = await anthropic_harness.sdk.messages.create(**HELLO, system="Be brief.")
     assert message.type == "message"
     assert message.content[0].type == "text"
     assert message.content[0].text
     assert message.stop_reason == "max_tokens"
     prompt, output = used(message)
     assert output == 6
-    assert anthropic_stage.dispatcher.events[-1] == (
+    assert anthropic_harness.dispatcher.events[-1] == (
         "finished",
         Outcome.COMPLETED,
         Usage(prompt_tokens=prompt, output_tokens=6, cached_tokens=0, ending=TurnEnd.OTHER),
     )
-    assert anthropic_stage.dispatcher.submissions[0].spec.max_output_tokens == 6
+    assert anthropic_harness.dispatcher.submissions[0].spec.max_output_tokens == 6
 
 
-async def test_cached_tokens_are_counted_with_the_prompt(anthropic_stage: AnthropicStage) -> None:
+async def test_cached_tokens_are_counted_with_the_prompt(anthropic_harness: AnthropicHarness) -> None:
     long: Any = {**HELLO, "system": "All words are equal. " * 60}
-    first, again = [await anthropic_stage.sdk.messages.create(**long) for _ in range(2)]
+    first, again = [await anthropic_harness.sdk.messages.create(**long) for _ in range(2)]
     assert again.usage.cache_read_input_tokens
     assert used(again)[0] == used(first)[0]
-    usage = anthropic_stage.dispatcher.events[-1][2]
+    usage = anthropic_harness.dispatcher.events[-1][2]
     assert usage == Usage(
         prompt_tokens=used(first)[0],
         output_tokens=6,
@@ -106,10 +111,12 @@ async def test_cached_tokens_are_counted_with_the_prompt(anthropic_stage: Anthro
     )
 
 
-async def test_an_agent_calls_a_tool_and_continues_with_its_result(anthropic_stage: AnthropicStage) -> None:
+async def test_an_agent_calls_a_tool_and_continues_with_its_result(
+    anthropic_harness: AnthropicHarness,
+) -> None:
     question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What weather is it?"}]}]
     request: Any = {**HELLO, "messages": question, "tools": [WEATHER]}
-    async with anthropic_stage.sdk.messages.stream(**request, tool_choice={"type": "any"}) as stream:
+    async with anthropic_harness.sdk.messages.stream(**request, tool_choice={"type": "any"}) as stream:
         message = await stream.get_final_message()
     (call,) = message.content
     assert call.type == "tool_use"
@@ -121,15 +128,15 @@ async def test_an_agent_calls_a_tool_and_continues_with_its_result(anthropic_sta
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": [result]},
     ]
-    last = await anthropic_stage.sdk.messages.create(**request)
+    last = await anthropic_harness.sdk.messages.create(**request)
     assert last.content[0].type == "text"
     # Earlier turns are part of the prompt and of the measured size.
-    first, then = (submission.spec.shape for submission in anthropic_stage.dispatcher.submissions[-2:])
+    first, then = (submission.spec.shape for submission in anthropic_harness.dispatcher.submissions[-2:])
     assert then.messages > first.messages
     assert then.tool_bytes > first.tool_bytes
 
 
-async def test_output_parameters_reach_the_engine(scripted: AnthropicStage) -> None:
+async def test_output_parameters_reach_the_engine(scripted: AnthropicHarness) -> None:
     changes: dict[str, Any] = {
         "tools": [WEATHER],
         "tool_choice": {"type": "tool", "name": "get_weather"},
@@ -142,15 +149,15 @@ async def test_output_parameters_reach_the_engine(scripted: AnthropicStage) -> N
     assert json.loads(scripted.engine.bodies[0]).items() >= changes.items()
 
 
-async def test_tokens_are_counted_by_any_replica(anthropic_stage: AnthropicStage) -> None:
-    counted = await anthropic_stage.sdk.messages.count_tokens(model=MODEL, messages=HELLO["messages"])
-    assert counted.input_tokens == used(await anthropic_stage.sdk.messages.create(**HELLO))[0]
-    assert len(anthropic_stage.dispatcher.submissions) == 1
+async def test_tokens_are_counted_by_any_replica(anthropic_harness: AnthropicHarness) -> None:
+    counted = await anthropic_harness.sdk.messages.count_tokens(model=MODEL, messages=HELLO["messages"])
+    assert counted.input_tokens == used(await anthropic_harness.sdk.messages.create(**HELLO))[0]
+    assert len(anthropic_harness.dispatcher.submissions) == 1
 
 
-async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: AnthropicStage) -> None:
+async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: AnthropicHarness) -> None:
     async def look() -> None:
-        await eventually(lambda: "acquire" in scripted.dispatcher.names())
+        await wait_until(lambda: "acquire" in scripted.dispatcher.names())
         assert "first_token" not in scripted.dispatcher.names()
 
     scripted.engine.answers.append(streams(ANTHROPIC_START, PING, look, *ANTHROPIC_TEXT, ends=b""))
@@ -166,7 +173,7 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Anthr
 
 
 async def test_an_engine_that_dies_after_the_beginning_is_replaced_transparently(
-    scripted: AnthropicStage,
+    scripted: AnthropicHarness,
 ) -> None:
     dies = streams(ANTHROPIC_START, PING, ConnectionResetError())
     scripted.engine.answers += [dies, streams(*ANTHROPIC_TEXT, ends=b"")]
@@ -178,7 +185,7 @@ async def test_an_engine_that_dies_after_the_beginning_is_replaced_transparently
     assert scripted.dispatcher.put_backs() == [DispatchFailure.LOST]
 
 
-async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: AnthropicStage) -> None:
+async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: AnthropicHarness) -> None:
     scripted.engine.answers.append(streams(ANTHROPIC_START, *ANTHROPIC_TEXT[:2], ConnectionResetError()))
     with pytest.raises(anthropic.APIStatusError, match="failed during its answer"):
         async for _ in await scripted.sdk.messages.create(**HELLO, stream=True):
@@ -199,7 +206,7 @@ async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: An
     ],
 )
 async def test_rejections_are_in_anthropics_format(
-    scripted: AnthropicStage, outcome: Outcome, status: int, kind: str
+    scripted: AnthropicHarness, outcome: Outcome, status: int, kind: str
 ) -> None:
     scripted.dispatcher.script.append(rejection(outcome, "not now", retry_after_s=2.0))
     with pytest.raises(anthropic.APIStatusError) as raised:
@@ -222,7 +229,7 @@ async def test_rejections_are_in_anthropics_format(
     ],
 )
 async def test_the_gateways_own_rejections_are_in_anthropics_format(
-    scripted: AnthropicStage, changes: dict[str, Any], status: int, kind: str, words: str
+    scripted: AnthropicHarness, changes: dict[str, Any], status: int, kind: str, words: str
 ) -> None:
     answer = await scripted.http.post(PATH, json={**HELLO, **changes}, headers={"x-api-key": "k1"})
     error = answer.json()["error"]
@@ -240,7 +247,7 @@ async def test_the_gateways_own_rejections_are_in_anthropics_format(
     ],
 )
 async def test_an_engines_error_has_anthropics_shape(
-    scripted: AnthropicStage, path: str, document: dict[str, Any]
+    scripted: AnthropicHarness, path: str, document: dict[str, Any]
 ) -> None:
     scripted.engine.answers.append(replies(400, document))
     answer = await scripted.http.post(path, json=HELLO, headers={"x-api-key": "k1"})
@@ -250,7 +257,7 @@ async def test_an_engines_error_has_anthropics_shape(
     )
 
 
-async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: AnthropicStage) -> None:
+async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: AnthropicHarness) -> None:
     scripted.engine.answers.append(replies(200, {"type": "message", "usage": {"input_tokens": 1}}))
     assert (await scripted.http.post(PATH, json=HELLO, headers={"x-api-key": "k1"})).status_code == 200
     for wrong in ({"x-api-key": "k2"}, {}, {"x-api-key": "k1", "authorization": "Bearer k2"}):
@@ -261,7 +268,7 @@ async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: Anthrop
 
 
 async def test_a_rejection_in_a_stream_that_waits_is_an_error_event() -> None:
-    async with _anthropic_stage(queue_comment_interval_s=0.05) as waiting:
+    async with running_anthropic_gateway(queue_comment_interval_s=0.05) as waiting:
         waiting.dispatcher.gate.clear()
         waiting.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}

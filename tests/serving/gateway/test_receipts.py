@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from serve_app.request import PriorityClass
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import (
     MODEL,
     anthropic_stream,
@@ -21,20 +21,20 @@ from tests.serving.gateway.builders import (
     streams,
     usage_json,
 )
-from tests.serving.gateway.dashboard.stage import KEY, PageStage, page_stage
+from tests.serving.gateway.dashboard.harness import KEY, DashboardHarness, running_dashboard
 
 PATH = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[PageStage]:
-    async with page_stage(tmp_path / "keys.json") as made:
+async def harness(tmp_path: Path) -> AsyncIterator[DashboardHarness]:
+    async with running_dashboard(tmp_path / "keys.json") as made:
         yield made
 
 
 @pytest.fixture
-async def http(stage: PageStage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.url, timeout=20) as client:
+async def http(harness: DashboardHarness) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=harness.url, timeout=20) as client:
         yield client
 
 
@@ -58,9 +58,9 @@ def stages(found: dict[str, Any]) -> dict[str, float]:
 
 
 async def test_a_request_that_expires_is_found_by_its_clients_id(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    await stage.fill()
+    await harness.fill()
 
     answer = await send_request(http, "mine", headers={"x-queue-timeout-s": "0.3"})
 
@@ -79,9 +79,9 @@ async def test_a_request_that_expires_is_found_by_its_clients_id(
 
 
 async def test_a_request_that_is_not_admitted_is_found_by_its_clients_id(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    await stage.fill()
+    await harness.fill()
 
     answer = await send_request(http, "mine", headers={"x-queue": "no-wait"})
 
@@ -93,13 +93,13 @@ async def test_a_request_that_is_not_admitted_is_found_by_its_clients_id(
 
 
 async def test_a_request_whose_client_leaves_the_queue_is_found_by_its_clients_id(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    await stage.fill()
+    await harness.fill()
     waits = send_request(http, "mine")
-    await until(lambda: stage.waiting("mine"))
+    await wait_until(lambda: harness.waiting("mine"))
     waits.cancel()
-    await until(lambda: not stage.waiting("mine"))
+    await wait_until(lambda: not harness.waiting("mine"))
 
     found = await receipt(http, "mine")
 
@@ -108,9 +108,9 @@ async def test_a_request_whose_client_leaves_the_queue_is_found_by_its_clients_i
 
 
 async def test_a_request_without_an_id_of_its_own_is_found_by_that_of_its_answer(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    await stage.fill()
+    await harness.fill()
 
     answer = await send_request(http, headers={"x-queue-timeout-s": "0.2"})
 
@@ -118,7 +118,9 @@ async def test_a_request_without_an_id_of_its_own_is_found_by_that_of_its_answer
     assert found["request_id"] == found["client_request_id"] == answer.headers["x-request-id"]
 
 
-async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http: httpx.AsyncClient) -> None:
+async def test_a_gateways_own_rejections_have_no_receipt(
+    harness: DashboardHarness, http: httpx.AsyncClient
+) -> None:
     answer = await send_request(http, "mine", model="unknown")
 
     assert answer.status_code == 404
@@ -127,7 +129,7 @@ async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http:
 
 
 async def test_a_program_shows_the_turns_of_its_conversations(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     messages = [{"role": "user", "content": "a long task. " * 200}]
     for turn, session in enumerate(("root", "root", "helper")):
@@ -155,7 +157,7 @@ TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_m
 
 
 async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     await send_request(http, "mine", stream=True)
 
@@ -169,13 +171,13 @@ async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
 
 
 async def test_the_times_that_an_engine_reports_are_not_estimated(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     last = {"choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
-    stage.engine.answers.append(streams(0.02, chunk("hi"), 0.02, last))
+    harness.engine.answers.append(streams(0.02, chunk("hi"), 0.02, last))
     await send_request(http, "streamed", stream=True)
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
-    stage.engine.answers.append(replies(200, whole))
+    harness.engine.answers.append(replies(200, whole))
     await send_request(http, "whole")
 
     found = {name: await receipt(http, name) for name in ("streamed", "whole")}
@@ -197,10 +199,10 @@ async def test_the_times_that_an_engine_reports_are_not_estimated(
 
 @pytest.mark.parametrize("metrics", ["words", [1], {"queue_time_ms": "soon"}, {"queue_time_ms": -1}, 5])
 async def test_metrics_of_another_kind_are_ignored(
-    stage: PageStage, http: httpx.AsyncClient, metrics: Any
+    harness: DashboardHarness, http: httpx.AsyncClient, metrics: Any
 ) -> None:
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": metrics}
-    stage.engine.answers.append(replies(200, whole))
+    harness.engine.answers.append(replies(200, whole))
 
     assert (await send_request(http, "mine")).json()["metrics"] == metrics
 
@@ -210,14 +212,14 @@ async def test_metrics_of_another_kind_are_ignored(
 
 
 async def test_an_admin_sees_which_tenants_were_served_in_between(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    places = await stage.fill()
-    stage.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
+    places = await harness.fill()
+    harness.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
     waits = send_request(http, "mine", headers={"x-ewsjf-receipt": "1"})
-    await until(lambda: stage.waiting("mine"))
+    await wait_until(lambda: harness.waiting("mine"))
     for number in range(places):
-        stage.end(f"f{number}")
+        harness.end(f"f{number}")
     answer = await waits
 
     found = await receipt(http, "mine")
@@ -230,7 +232,7 @@ async def test_an_admin_sees_which_tenants_were_served_in_between(
 
 
 async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     answer = await send_request(http, "mine", headers={"x-ewsjf-receipt": "1"})
 
@@ -240,7 +242,7 @@ async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
 
 
 async def test_a_stream_ends_with_a_comment_with_all_stages(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     answer = await send_request(http, "mine", stream=True, headers={"x-ewsjf-receipt": "1"})
 
@@ -254,9 +256,9 @@ async def test_a_stream_ends_with_a_comment_with_all_stages(
     assert "ewsjf-receipt" not in (await send_request(http, stream=True)).text
 
 
-async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: PageStage) -> None:
+async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(harness: DashboardHarness) -> None:
     headers = {"x-ewsjf-receipt": "1"}
-    async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=KEY, max_retries=0) as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key=KEY, max_retries=0) as sdk:
         for _ in range(2):
             stream = await sdk.chat.completions.create(
                 model=MODEL,
@@ -267,9 +269,9 @@ async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: 
             )
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
             assert "".join(pieces) == "w0 w1 w2 "
-    stage.engine.answers.append(anthropic_stream)
+    harness.engine.answers.append(anthropic_stream)
     async with (
-        anthropic.AsyncAnthropic(base_url=stage.url, auth_token=KEY, max_retries=0) as other,
+        anthropic.AsyncAnthropic(base_url=harness.url, auth_token=KEY, max_retries=0) as other,
         other.messages.stream(
             model=MODEL, max_tokens=3, messages=[{"role": "user", "content": "hi"}], extra_headers=headers
         ) as events,
@@ -277,12 +279,14 @@ async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: 
         assert await events.get_final_text() == "hi"
 
 
-async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
-    await stage.fill()
+async def test_a_request_that_waits_can_be_looked_up(
+    harness: DashboardHarness, http: httpx.AsyncClient
+) -> None:
+    await harness.fill()
     first = send_request(http, "first")
-    await until(lambda: stage.waiting("first"))
+    await wait_until(lambda: harness.waiting("first"))
     second = send_request(http, "second")
-    await until(lambda: stage.waiting("second"))
+    await wait_until(lambda: harness.waiting("second"))
     await asyncio.sleep(0.02)
 
     found = await receipt(http, "second")
@@ -309,17 +313,17 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
 
 
 async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatched(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
-    await stage.fill()
+    await harness.fill()
     waits = send_request(http, "mine", headers={"x-priority": "batch"})
-    await until(lambda: stage.waiting("mine"))
+    await wait_until(lambda: harness.waiting("mine"))
     for number in range(4):
-        stage.submit(f"others{number}")
+        harness.submit(f"others{number}")
     # The drain rate needs a second of queueing.
     await asyncio.sleep(1.1)
     for number in range(3):
-        stage.end(f"f{number}")
+        harness.end(f"f{number}")
 
     async with asyncio.timeout(10):
         while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:  # noqa: ASYNC110 - pages emit no events
@@ -330,10 +334,12 @@ async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatc
     waits.cancel()
 
 
-async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
-    stage.engine.token_delay_s = 0.2
+async def test_a_request_that_runs_can_be_looked_up(
+    harness: DashboardHarness, http: httpx.AsyncClient
+) -> None:
+    harness.engine.token_delay_s = 0.2
     runs = send_request(http, "mine", stream=True)
-    await until(lambda: stage.waiting("mine"))
+    await wait_until(lambda: harness.waiting("mine"))
     while (found := await receipt(http, "mine"))["queue"]["ms"] and "generation" not in stages(found):
         assert (found["outcome"], found["state"]) == (None, "running")
         await asyncio.sleep(0.01)
@@ -346,12 +352,12 @@ async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: http
 
 
 async def test_of_requests_with_one_clients_id_the_open_one_is_shown(
-    stage: PageStage, http: httpx.AsyncClient
+    harness: DashboardHarness, http: httpx.AsyncClient
 ) -> None:
     await send_request(http, "same")
-    stage.engine.token_delay_s = 0.2
+    harness.engine.token_delay_s = 0.2
     runs = send_request(http, "same")
-    await until(lambda: stage.waiting("same"))
+    await wait_until(lambda: harness.waiting("same"))
 
     assert (await receipt(http, "same"))["state"] == "running"
 

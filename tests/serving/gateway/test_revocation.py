@@ -15,6 +15,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.stream import counts_of
 from serve_app.serving.gateway.routes import RouteSettings
 from serve_app.serving.gateway.settings import ServedModel
+from tests.serving.channel.harness import wait_until
 
 from .builders import (
     MODEL,
@@ -24,7 +25,6 @@ from .builders import (
     chat,
     chunk,
     error_json,
-    eventually,
     rejection,
     replies,
     reply_json,
@@ -33,7 +33,7 @@ from .builders import (
     streams,
     usage_json,
 )
-from .conftest import Stage, staged
+from .conftest import GatewayHarness, running_gateway
 from .test_forward import connected
 from .test_routes import served
 
@@ -117,37 +117,37 @@ async def engine() -> Continuing:
 
 
 @pytest.fixture
-async def stage(engine: Continuing) -> AsyncIterator[Stage]:
+async def harness(engine: Continuing) -> AsyncIterator[GatewayHarness]:
     dispatcher = FakeDispatcher([], names_responses=True)
-    async with staged(dispatcher, engine=engine) as made:
+    async with running_gateway(dispatcher, engine=engine) as made:
         yield made
-        assert not dispatcher.held
+        assert not dispatcher.in_flight
         assert made.gateway.in_flight == 0
 
 
-def asked(path: str = CHAT, **changes: Any) -> dict[str, Any]:
+def request_body(path: str = CHAT, **changes: Any) -> dict[str, Any]:
     return chat(**changes) if path == CHAT else {"model": MODEL, "prompt": "count", **changes}
 
 
-async def uninterrupted(stage: Stage, path: str, **changes: Any) -> Any:
+async def uninterrupted(harness: GatewayHarness, path: str, **changes: Any) -> Any:
     """Return an answer without interruption, and forget it."""
-    answer = (await stage.http.post(path, json=asked(path, **changes), headers=BATCH)).json()
-    stage.dispatcher.events.clear()
+    answer = (await harness.http.post(path, json=request_body(path, **changes), headers=BATCH)).json()
+    harness.dispatcher.events.clear()
     return answer
 
 
 async def revoked(
-    stage: Stage, engine: Continuing, at: int, path: str = CHAT, times: int = 1, **changes: Any
+    harness: GatewayHarness, engine: Continuing, at: int, path: str = CHAT, times: int = 1, **changes: Any
 ) -> httpx.Response:
     """Send a batch request, and revoke it while its engine waits before a word."""
     engine.pauses_at = at
     engine.paused.clear()
-    request = asyncio.create_task(stage.http.post(path, json=asked(path, **changes), headers=BATCH))
+    request = asyncio.create_task(harness.http.post(path, json=request_body(path, **changes), headers=BATCH))
     await engine.paused.wait()
     # Time for the words before the pause to arrive.
     await asyncio.sleep(0.05)
     for _ in range(times):
-        revoke(stage)
+        revoke(harness)
         await asyncio.sleep(0)
     if at == len(WORDS):
         # Time to stop the request, which must not happen.
@@ -156,9 +156,9 @@ async def revoked(
     return await request
 
 
-def revoke(stage: Stage) -> None:
-    assert stage.dispatcher.revoke is not None
-    stage.dispatcher.revoke()
+def revoke(harness: GatewayHarness) -> None:
+    assert harness.dispatcher.revoke is not None
+    harness.dispatcher.revoke()
 
 
 def answer_of(response: httpx.Response) -> Any:
@@ -170,65 +170,69 @@ def answer_of(response: httpx.Response) -> Any:
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 4}])
 @pytest.mark.parametrize("at", [0, 1, 3])
 async def test_a_revoked_answer_is_that_of_an_uninterrupted_request(
-    stage: Stage, engine: Continuing, path: str, limit: dict[str, Any], at: int
+    harness: GatewayHarness, engine: Continuing, path: str, limit: dict[str, Any], at: int
 ) -> None:
-    whole = await uninterrupted(stage, path, **limit)
-    response = await revoked(stage, engine, at, path, **limit)
+    whole = await uninterrupted(harness, path, **limit)
+    response = await revoked(harness, engine, at, path, **limit)
     assert response.json().pop("id") == f"answer-{2 if at else 3}"
     whole.pop("id")
     assert answer_of(response) == whole
     assert whole["usage"]["completion_tokens"] == (4 if limit else len(WORDS))
-    assert stage.dispatcher.generated_tokens == [at]
-    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
+    assert harness.dispatcher.generated_tokens == [at]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.REVOKED]
     assert engine.aborted == 1
-    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
-    usage = stage.dispatcher.events[-1][2]
+    assert harness.dispatcher.outcomes() == [Outcome.COMPLETED]
+    usage = harness.dispatcher.events[-1][2]
     assert (usage.prompt_tokens, usage.output_tokens) == (3, whole["usage"]["completion_tokens"])
     ids = (engine.body(2).get("kv_transfer_params") or engine.body(2)).get(
         "prompt_token_ids" if path == CHAT else "prompt"
     )
     assert ids == ([*PROMPT, *range(at)] if at else None if path == CHAT else "count")
-    page = (await stage.http.get("/metrics")).text
+    page = (await harness.http.get("/metrics")).text
     assert 'failure="revoked",' in page.partition("ewsjf_gateway_put_backs_total{")[2].partition("}")[0] + ","
 
 
-async def test_a_request_is_revoked_at_each_of_its_grants(stage: Stage, engine: Continuing) -> None:
-    whole = await uninterrupted(stage, CHAT, max_tokens=9)
+async def test_a_request_is_revoked_at_each_of_its_grants(
+    harness: GatewayHarness, engine: Continuing
+) -> None:
+    whole = await uninterrupted(harness, CHAT, max_tokens=9)
     engine.pauses_at = 1
-    request = asyncio.create_task(stage.http.post(CHAT, json=asked(max_tokens=9), headers=BATCH))
+    request = asyncio.create_task(harness.http.post(CHAT, json=request_body(max_tokens=9), headers=BATCH))
     for word in (2, 4, None):
         await engine.paused.wait()
         engine.paused.clear()
         await asyncio.sleep(0.05)
         engine.pauses_at = word
-        revoke(stage)
+        revoke(harness)
     answer = answer_of(await request)
     whole.pop("id")
     assert answer == whole
-    assert stage.dispatcher.generated_tokens == [1, 2, 4]
+    assert harness.dispatcher.generated_tokens == [1, 2, 4]
     assert [engine.body(number)["max_completion_tokens"] for number in (2, 3, 4)] == [8, 7, 5]
 
 
-async def test_a_second_revocation_of_a_grant_changes_nothing(stage: Stage, engine: Continuing) -> None:
-    answer = answer_of(await revoked(stage, engine, 2, times=2))
+async def test_a_second_revocation_of_a_grant_changes_nothing(
+    harness: GatewayHarness, engine: Continuing
+) -> None:
+    answer = answer_of(await revoked(harness, engine, 2, times=2))
     assert answer["choices"][0]["message"]["content"] == TEXT
-    assert stage.dispatcher.generated_tokens == [2]
+    assert harness.dispatcher.generated_tokens == [2]
 
 
-async def test_a_complete_answer_is_not_revoked(stage: Stage, engine: Continuing) -> None:
-    answer = answer_of(await revoked(stage, engine, len(WORDS)))
+async def test_a_complete_answer_is_not_revoked(harness: GatewayHarness, engine: Continuing) -> None:
+    answer = answer_of(await revoked(harness, engine, len(WORDS)))
     assert answer["choices"][0]["message"]["content"] == TEXT
-    assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
-    revoke(stage)
-    assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
+    assert harness.dispatcher.names() == ["acquire", "first_token", "finished"]
+    revoke(harness)
+    assert harness.dispatcher.names() == ["acquire", "first_token", "finished"]
 
 
 async def test_an_answer_that_begins_is_not_revoked(
-    stage: Stage, engine: Continuing, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, engine: Continuing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(body: bytes) -> Any:
         """Revoke the grant after the last byte, before the answer is sent."""
-        revoke(stage)
+        revoke(harness)
         return counts_of(body)
 
     async def send(message: Any) -> None:
@@ -238,9 +242,9 @@ async def test_an_answer_that_begins_is_not_revoked(
     monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", late)
     sent: list[Any] = []
     tool = {"type": "function", "function": {"name": "f"}}
-    await call(stage.gateway, asked(tools=[tool]), headers=[(b"x-priority", b"batch")], send=send)
+    await call(harness.gateway, request_body(tools=[tool]), headers=[(b"x-priority", b"batch")], send=send)
     assert sent[0]["status"] == 200
-    assert stage.dispatcher.names() == ["acquire", "finished"]
+    assert harness.dispatcher.names() == ["acquire", "finished"]
     assert len(engine.bodies) == 1
 
 
@@ -254,91 +258,95 @@ async def test_an_answer_that_begins_is_not_revoked(
     ],
 )
 async def test_what_depends_on_more_than_its_tokens_begins_anew(
-    stage: Stage, engine: Continuing, changes: dict[str, Any]
+    harness: GatewayHarness, engine: Continuing, changes: dict[str, Any]
 ) -> None:
     at = 0 if "tools" in changes else 2
-    answer = answer_of(await revoked(stage, engine, at, **changes))
+    answer = answer_of(await revoked(harness, engine, at, **changes))
     assert answer["choices"][0]["message"]["content"]
-    assert stage.dispatcher.generated_tokens == [0]
+    assert harness.dispatcher.generated_tokens == [0]
     assert engine.bodies[0] == engine.bodies[1]
     assert b"token_ids" not in engine.bodies[0]
 
 
 @pytest.mark.parametrize("way", ["ignores", "rejects"])
 async def test_an_engine_that_cannot_continue_begins_anew_by_the_same_grant(
-    stage: Stage, engine: Continuing, way: str
+    harness: GatewayHarness, engine: Continuing, way: str
 ) -> None:
     setattr(engine, way, True)
-    answer = answer_of(await revoked(stage, engine, 2, max_tokens=5))
+    answer = answer_of(await revoked(harness, engine, 2, max_tokens=5))
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert answer["usage"] == usage_json(3, 5)
-    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back", "first_token", "finished"]
-    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
+    assert harness.dispatcher.names() == ["acquire", "first_token", "put_back", "first_token", "finished"]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.REVOKED]
     assert engine.body(1)["max_completion_tokens"] == 3
     assert "max_completion_tokens" not in engine.body(2)
     assert b"token_ids" not in engine.bodies[2]
 
 
-async def test_an_engine_of_another_kind_begins_anew(stage: Stage, engine: Continuing) -> None:
+async def test_an_engine_of_another_kind_begins_anew(harness: GatewayHarness, engine: Continuing) -> None:
     class Moved(FakeDispatcher):
         async def put_back(self, *rest: Any) -> Grant | Conclusion:
             self.names_responses = False
             return await super().put_back(*rest)
 
-    stage.dispatcher.__class__ = Moved
-    answer = answer_of(await revoked(stage, engine, 2))
+    harness.dispatcher.__class__ = Moved
+    answer = answer_of(await revoked(harness, engine, 2))
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert b"token_ids" not in engine.bodies[1]
 
 
-async def test_a_lost_answer_is_continued_elsewhere(stage: Stage, engine: Continuing) -> None:
+async def test_a_lost_answer_is_continued_elsewhere(harness: GatewayHarness, engine: Continuing) -> None:
     engine.dies, engine.pauses_at = True, 3
     engine.go.set()
-    answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
+    answer = answer_of(await harness.http.post(CHAT, json=request_body(), headers=BATCH))
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert answer["usage"] == usage_json(3, 5)
-    assert stage.dispatcher.put_backs() == [DispatchFailure.LOST]
-    assert stage.dispatcher.generated_tokens == [3]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.LOST]
+    assert harness.dispatcher.generated_tokens == [3]
     assert engine.body(1)["kv_transfer_params"] == {"prompt_token_ids": [*PROMPT, 0, 1, 2]}
 
 
-async def test_a_revocation_before_the_attempt_is_not_lost(stage: Stage, engine: Continuing) -> None:
-    class Hasty(FakeDispatcher):
+async def test_a_revocation_before_the_attempt_is_not_lost(
+    harness: GatewayHarness, engine: Continuing
+) -> None:
+    class RevokedAtOnce(FakeDispatcher):
         async def acquire(self, *rest: Any) -> Grant | Conclusion:
             answer = await super().acquire(*rest)
             assert self.revoke is not None
             self.revoke()
             return answer
 
-    stage.dispatcher.__class__ = Hasty
-    answer = answer_of(await stage.http.post(CHAT, json=asked(), headers=BATCH))
+    harness.dispatcher.__class__ = RevokedAtOnce
+    answer = answer_of(await harness.http.post(CHAT, json=request_body(), headers=BATCH))
     assert answer["choices"][0]["message"]["content"] == TEXT
-    assert stage.dispatcher.put_backs() == [DispatchFailure.REVOKED]
+    assert harness.dispatcher.put_backs() == [DispatchFailure.REVOKED]
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
 async def test_a_client_that_leaves_after_a_revocation_is_forgotten(
-    stage: Stage, engine: Continuing, is_queued: bool
+    harness: GatewayHarness, engine: Continuing, is_queued: bool
 ) -> None:
     engine.pauses_at = 2
-    _, writer = await connected(stage, asked(priority=1))
+    _, writer = await connected(harness, request_body(priority=1))
     await engine.paused.wait()
-    await eventually(lambda: "first_token" in stage.dispatcher.names())
-    stage.dispatcher.gate.clear()
-    revoke(stage)
+    await wait_until(lambda: "first_token" in harness.dispatcher.names())
+    harness.dispatcher.gate.clear()
+    revoke(harness)
     if is_queued:
-        await eventually(lambda: stage.dispatcher.waiting == 1)
+        await wait_until(lambda: harness.dispatcher.waiting == 1)
     writer.close()
-    await eventually(lambda: stage.gateway.in_flight == 0)
-    await eventually(lambda: engine.running == 0)
-    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back", "cancelled_in_queue"]
+    await wait_until(lambda: harness.gateway.in_flight == 0)
+    await wait_until(lambda: engine.running == 0)
+    assert harness.dispatcher.names() == ["acquire", "first_token", "put_back", "cancelled_in_queue"]
 
 
-async def test_a_rejection_after_a_revocation_is_the_clients(stage: Stage, engine: Continuing) -> None:
-    stage.dispatcher.script.extend([*stage.dispatcher.ports, rejection(Outcome.EXPIRED, "it waited 9 s")])
-    response = await revoked(stage, engine, 2)
+async def test_a_rejection_after_a_revocation_is_the_clients(
+    harness: GatewayHarness, engine: Continuing
+) -> None:
+    harness.dispatcher.script.extend([*harness.dispatcher.ports, rejection(Outcome.EXPIRED, "it waited 9 s")])
+    response = await revoked(harness, engine, 2)
     assert (response.status_code, response.json()["error"]["message"]) == (504, "it waited 9 s")
-    assert stage.dispatcher.names() == ["acquire", "first_token", "put_back"]
+    assert harness.dispatcher.names() == ["acquire", "first_token", "put_back"]
 
 
 async def test_another_model_begins_anew() -> None:
@@ -349,8 +357,8 @@ async def test_another_model_begins_anew() -> None:
         stable.script.extend([*stable.ports, rejection(Outcome.REJECTED_QUEUE_FULL)])
         begun = {**chunk("one", token_ids=[0]), "prompt_token_ids": PROMPT}
         models.engines["stable"].answers.append(streams(begun, 3_600))
-        request = asyncio.create_task(models.ask(headers=BATCH))
-        await eventually(lambda: "first_token" in stable.names())
+        request = asyncio.create_task(models.send_request(headers=BATCH))
+        await wait_until(lambda: "first_token" in stable.names())
         await asyncio.sleep(0.05)
         assert stable.revoke is not None
         stable.revoke()
@@ -362,44 +370,44 @@ async def test_another_model_begins_anew() -> None:
     assert not {"kv_transfer_params", "max_completion_tokens"} & body.keys()
 
 
-async def test_answers_that_nobody_has_begun_to_read_are_revocable(stage: Stage) -> None:
+async def test_answers_that_nobody_has_begun_to_read_are_revocable(harness: GatewayHarness) -> None:
     requests: list[tuple[str, dict[str, Any], dict[str, str], bool]] = [
-        (CHAT, asked(), BATCH, True),
-        (CHAT, asked(service_tier="flex"), {}, True),
-        (COMPLETIONS, asked(COMPLETIONS), BATCH, True),
+        (CHAT, request_body(), BATCH, True),
+        (CHAT, request_body(service_tier="flex"), {}, True),
+        (COMPLETIONS, request_body(COMPLETIONS), BATCH, True),
         ("/v1/responses", {"model": MODEL, "input": "hello"}, BATCH, True),
         ("/v1/responses", {"model": MODEL, "input": "hello", "background": True}, BATCH, False),
-        (CHAT, asked(), {}, False),
-        (CHAT, asked(stream=True), BATCH, False),
-        (CHAT, asked(), {**BATCH, "x-queue": "no-wait"}, False),
+        (CHAT, request_body(), {}, False),
+        (CHAT, request_body(stream=True), BATCH, False),
+        (CHAT, request_body(), {**BATCH, "x-queue": "no-wait"}, False),
         ("/v1/embeddings", {"model": MODEL, "input": "hello"}, BATCH, False),
         ("/v1/score", {"model": MODEL, "text_1": "a", "text_2": "b"}, BATCH, False),
     ]
     for path, body, headers, revocable in requests:
-        await stage.http.post(path, json=body, headers=headers)
-        submission = stage.dispatcher.submissions[-1]
-        assert submission.revocable is (stage.dispatcher.revoke is not None) is revocable, (path, body)
+        await harness.http.post(path, json=body, headers=headers)
+        submission = harness.dispatcher.submissions[-1]
+        assert submission.revocable is (harness.dispatcher.revoke is not None) is revocable, (path, body)
 
 
 # -- streams ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-async def resuming(engine: Continuing) -> AsyncIterator[Stage]:
+async def resuming(engine: Continuing) -> AsyncIterator[GatewayHarness]:
     dispatcher = FakeDispatcher([], names_responses=True)
     models = (ServedModel(name=MODEL, resume_streams=True, max_model_len=100),)
-    async with staged(dispatcher, engine=engine, models=models) as made:
+    async with running_gateway(dispatcher, engine=engine, models=models) as made:
         yield made
-        assert not dispatcher.held
+        assert not dispatcher.in_flight
         assert made.gateway.in_flight == 0
 
 
 async def stream(
-    stage: Stage, path: str = CHAT, then: Callable[[str], Any] = lambda _: None, **changes: Any
+    harness: GatewayHarness, path: str = CHAT, then: Callable[[str], Any] = lambda _: None, **changes: Any
 ) -> list[Any]:
     """Return the events of a stream; `then` is called with the text after each."""
     events: list[Any] = []
-    async with stage.http.stream("POST", path, json=asked(path, stream=True, **changes)) as response:
+    async with harness.http.stream("POST", path, json=request_body(path, stream=True, **changes)) as response:
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if line.startswith("data: "):
@@ -419,7 +427,7 @@ def text_of(events: list[Any]) -> str:
 )
 @pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}])
 async def test_a_stream_continues_after_the_death_of_its_replica(
-    resuming: Stage, engine: Continuing, path: str, at: int, usage: dict[str, Any]
+    resuming: GatewayHarness, engine: Continuing, path: str, at: int, usage: dict[str, Any]
 ) -> None:
     whole = await stream(resuming, path, **usage)
     resuming.dispatcher.events.clear()
@@ -454,18 +462,18 @@ async def test_whether_a_stream_continues_is_decided_by_the_model_that_serves_it
         for name in ("first", "fallback")
     )
     route = RouteSettings(name=MODEL, models={"first": 1.0}, fallbacks=("fallback",))
-    async with staged(dispatcher, engine=engine, models=models, routes=(route,)) as stage:
+    async with running_gateway(dispatcher, engine=engine, models=models, routes=(route,)) as harness:
         dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full"))
         engine.dies, engine.pauses_at = True, 2
         engine.go.set()
-        events = await stream(stage)
+        events = await stream(harness)
     assert [each.spec.model for each in dispatcher.submissions] == ["first", "fallback"]
     assert [each.revocable for each in dispatcher.submissions] == [resumed == "first", resumed == "fallback"]
     assert (text_of(events) == TEXT) is (resumed == "fallback")
     assert dispatcher.outcomes()[-1] is (Outcome.COMPLETED if resumed == "fallback" else Outcome.FAILED)
 
 
-async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine: Continuing) -> None:
+async def test_a_stream_moves_when_its_grant_is_revoked(resuming: GatewayHarness, engine: Continuing) -> None:
     engine.pauses_at = 3
 
     def then(text: str) -> None:
@@ -480,7 +488,7 @@ async def test_a_stream_moves_when_its_grant_is_revoked(resuming: Stage, engine:
 
 @pytest.mark.parametrize("blocked", ["http.response.start", "http.response.body"])
 async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
-    resuming: Stage, engine: Continuing, blocked: str
+    resuming: GatewayHarness, engine: Continuing, blocked: str
 ) -> None:
     engine.pauses_at = 3
     waiting, readable = asyncio.Event(), asyncio.Event()
@@ -493,10 +501,10 @@ async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
             await readable.wait()
         sent.append(message)
 
-    request = asyncio.create_task(call(resuming.gateway, asked(stream=True), send=send))
+    request = asyncio.create_task(call(resuming.gateway, request_body(stream=True), send=send))
     await waiting.wait()
     revoke(resuming)
-    await eventually(resuming.dispatcher.put_backs)
+    await wait_until(resuming.dispatcher.put_backs)
     readable.set()
     await request
     assert [message["type"] for message in sent].count("http.response.start") == 1
@@ -506,7 +514,7 @@ async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
 
 
 async def test_a_client_receives_only_what_is_not_generated_again(
-    resuming: Stage, engine: Continuing, monkeypatch: pytest.MonkeyPatch
+    resuming: GatewayHarness, engine: Continuing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.serving.gateway.test_revocation.WORDS", ["one", ",", " two", "."])
     engine.pauses_at, seen = 2, []
@@ -516,7 +524,7 @@ async def test_a_client_receives_only_what_is_not_generated_again(
 
     request = asyncio.create_task(stream(resuming, then=then))
     await engine.paused.wait()
-    await eventually(lambda: "one" in seen)
+    await wait_until(lambda: "one" in seen)
     await asyncio.sleep(0.05)
     assert seen[-1] == "one"
     engine.go.set()
@@ -525,7 +533,7 @@ async def test_a_client_receives_only_what_is_not_generated_again(
 
 @pytest.mark.parametrize("way", ["ignores", "rejects"])
 async def test_a_stream_that_cannot_be_continued_ends_with_an_error(
-    resuming: Stage, engine: Continuing, way: str
+    resuming: GatewayHarness, engine: Continuing, way: str
 ) -> None:
     setattr(engine, way, True)
     engine.dies, engine.pauses_at = True, 2
@@ -549,11 +557,13 @@ async def test_a_begun_stream_whose_next_engine_streams_no_rest_ends_with_an_err
     dispatcher = Moved([], names_responses=True)
     models = (ServedModel(name=MODEL, resume_streams=True, max_model_len=100),)
     engine.dies, engine.pauses_at = True, 2
-    async with staged(dispatcher, engine=engine, models=models, queue_comment_interval_s=0.05) as stage:
+    async with running_gateway(
+        dispatcher, engine=engine, models=models, queue_comment_interval_s=0.05
+    ) as harness:
         if is_commented:
             dispatcher.gate.clear()
             asyncio.get_running_loop().call_later(0.2, dispatcher.gate.set)
-        request = asyncio.create_task(stream(stage))
+        request = asyncio.create_task(stream(harness))
         await engine.paused.wait()
         if way != "another engine":
             # An engine's own error is retried once.
@@ -570,7 +580,7 @@ async def test_a_begun_stream_whose_next_engine_streams_no_rest_ends_with_an_err
 
 
 async def test_a_stream_without_another_replica_ends_with_an_error(
-    resuming: Stage, engine: Continuing
+    resuming: GatewayHarness, engine: Continuing
 ) -> None:
     resuming.dispatcher.script.extend(
         [*resuming.dispatcher.ports, rejection(Outcome.FAILED, "2 replicas were lost")]
@@ -586,7 +596,7 @@ async def test_a_stream_without_another_replica_ends_with_an_error(
     "changes", [{"seed": 1}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"n": 2}]
 )
 async def test_other_streams_are_passed_on_as_usual(
-    resuming: Stage, engine: Continuing, changes: dict[str, Any]
+    resuming: GatewayHarness, engine: Continuing, changes: dict[str, Any]
 ) -> None:
     engine.dies, engine.pauses_at = True, 2
     engine.go.set()
@@ -598,7 +608,7 @@ async def test_other_streams_are_passed_on_as_usual(
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_an_answer_that_outgrows_its_engine_continues_on_another(
-    resuming: Stage, engine: Continuing, path: str, is_streamed: bool
+    resuming: GatewayHarness, engine: Continuing, path: str, is_streamed: bool
 ) -> None:
     resuming.dispatcher.max_model_len = engine.context = len(PROMPT) + 3
     if is_streamed:
@@ -607,7 +617,7 @@ async def test_an_answer_that_outgrows_its_engine_continues_on_another(
         reasons = [each["choices"][0].get("finish_reason") for each in events[:-1]]
         assert [each for each in reasons if each] == ["stop"]
     else:
-        answer = await resuming.http.post(path, json=asked(path), headers=BATCH)
+        answer = await resuming.http.post(path, json=request_body(path), headers=BATCH)
         (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] == "stop"
         assert (choice.get("text") or choice["message"]["content"]) == TEXT
@@ -628,7 +638,7 @@ async def test_an_answer_that_outgrows_its_engine_continues_on_another(
     ],
 )
 async def test_an_answer_that_ends_at_another_limit_is_complete(
-    resuming: Stage, engine: Continuing, limit: int | None, context: int, stated: int | None
+    resuming: GatewayHarness, engine: Continuing, limit: int | None, context: int, stated: int | None
 ) -> None:
     engine.context, resuming.dispatcher.max_model_len = context, stated
     changes: dict[str, Any] = {} if limit is None else {"max_tokens": limit}

@@ -18,9 +18,10 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.routes import RouteSettings
+from tests.serving.channel.harness import wait_until
 from tests.serving.test_api_keys import record
 
-from .builders import Engine, FakeDispatcher, error_json, eventually, http_client, rejection, replies, serving
+from .builders import Engine, FakeDispatcher, error_json, http_client, rejection, replies, serving
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -37,9 +38,11 @@ class Models:
     gateway: Gateway = field(init=False)
     http: httpx.AsyncClient = field(init=False)
 
-    async def ask(self, model: str = "assistant", headers: Any = None, **body: Any) -> httpx.Response:
-        asked = {"model": model, "messages": MESSAGES, "max_tokens": 4, **body}
-        return await self.http.post(CHAT, json=asked, headers=headers)
+    async def send_request(
+        self, model: str = "assistant", headers: Any = None, **body: Any
+    ) -> httpx.Response:
+        request_body = {"model": model, "messages": MESSAGES, "max_tokens": 4, **body}
+        return await self.http.post(CHAT, json=request_body, headers=headers)
 
     async def respond(self, **body: Any) -> httpx.Response:
         return await self.http.post("/v1/responses", json={"model": "assistant", "input": "hello", **body})
@@ -133,20 +136,20 @@ def test_a_route_has_one_entry() -> None:
 
 async def test_the_engine_receives_its_own_name_and_the_client_learns_it() -> None:
     async with served(ROUTE) as models:
-        answer = await models.ask()
+        answer = await models.send_request()
         assert answer.status_code == 200
         assert answer.headers["x-served-model"] == "stable"
         assert models.named("stable") == "stable"
         assert models.schedulers["stable"].submissions[0].spec.model == "stable"
-        assert "x-served-model" not in (await models.ask("new")).headers
+        assert "x-served-model" not in (await models.send_request("new")).headers
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "thread-id"])
 async def test_a_session_stays_with_its_model_and_others_divide(header: str) -> None:
     async with served(RouteSettings(name="assistant", models={"stable": 1, "new": 1})) as models:
-        one = {(await models.ask(headers={header: "a"})).headers["x-served-model"] for _ in range(8)}
-        users = {(await models.ask(user="maria")).headers["x-served-model"] for _ in range(8)}
-        every = {(await models.ask()).headers["x-served-model"] for _ in range(32)}
+        one = {(await models.send_request(headers={header: "a"})).headers["x-served-model"] for _ in range(8)}
+        users = {(await models.send_request(user="maria")).headers["x-served-model"] for _ in range(8)}
+        every = {(await models.send_request()).headers["x-served-model"] for _ in range(32)}
         assert (len(one), len(users), every) == (1, 1, {"stable", "new"})
 
 
@@ -156,7 +159,7 @@ async def test_a_tenant_stays_with_its_model() -> None:
         found: dict[str, set[str]] = {}
         for number in range(48):
             tenant = f"t{number % 12}"
-            answer = await models.ask(headers={"x-tenant": tenant})
+            answer = await models.send_request(headers={"x-tenant": tenant})
             found.setdefault(tenant, set()).add(answer.headers["x-served-model"])
         assert all(len(each) == 1 for each in found.values())
         assert set.union(*found.values()) == {"stable", "new"}
@@ -164,7 +167,7 @@ async def test_a_tenant_stays_with_its_model() -> None:
 
 async def test_a_route_may_have_the_name_of_a_model() -> None:
     async with served(RouteSettings(name="stable", models={"new": 1})) as models:
-        assert (await models.ask("stable")).headers["x-served-model"] == "new"
+        assert (await models.send_request("stable")).headers["x-served-model"] == "new"
         listed = (await models.http.get("/v1/models")).json()["data"]
         assert sorted(each["id"] for each in listed) == ["large", "new", "stable"]
         shown = (await models.http.get("/v1/models/stable")).json()
@@ -195,8 +198,8 @@ async def test_a_key_for_a_route_allows_the_route_only(tmp_path: Path) -> None:
     changed_keys(tmp_path / "keys.json", lambda _: [kept])
     async with served(ROUTE, keys_file=str(tmp_path / "keys.json")) as models:
         headers = {"authorization": f"Bearer {secret}"}
-        assert (await models.ask(headers=headers)).status_code == 200
-        assert (await models.ask("stable", headers=headers)).status_code == 403
+        assert (await models.send_request(headers=headers)).status_code == 200
+        assert (await models.send_request("stable", headers=headers)).status_code == 403
         listed = (await models.http.get("/v1/models", headers=headers)).json()["data"]
         assert [each["id"] for each in listed] == ["assistant"]
 
@@ -213,13 +216,14 @@ async def test_a_model_without_a_replica_has_no_share() -> None:
     async with served(RouteSettings(name="assistant", models={"stable": 1, "new": 9})) as models:
         models.schedulers["new"].ports = []
         seen = {
-            (await models.ask(headers={"x-session-id": str(n)})).headers["x-served-model"] for n in range(12)
+            (await models.send_request(headers={"x-session-id": str(n)})).headers["x-served-model"]
+            for n in range(12)
         }
         assert seen == {"stable"}
         models.schedulers["stable"].ports = []
         models.reject("stable", Outcome.REJECTED_NO_REPLICA)
         models.reject("new", Outcome.REJECTED_NO_REPLICA)
-        assert (await models.ask()).status_code == 503
+        assert (await models.send_request()).status_code == 503
 
 
 # -- fallbacks --------------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ async def test_a_rejected_request_falls_back() -> None:
         for outcome in outcomes:
             for stream in (False, True):
                 models.reject("stable", outcome)
-                answer = await models.ask(stream=stream)
+                answer = await models.send_request(stream=stream)
                 assert (answer.status_code, answer.headers["x-served-model"]) == (200, "new"), outcome
                 assert answer.text.endswith("data: [DONE]\n\n") is stream
         assert {json.loads(body)["model"] for body in models.engines["new"].bodies} == {"new"}
@@ -255,7 +259,7 @@ async def test_the_wait_at_the_first_model_is_no_overhead() -> None:
         stable.script.append(rejection(Outcome.REJECTED_QUEUE_FULL))
         stable.gate.clear()
         asyncio.get_running_loop().call_later(0.5, stable.gate.set)
-        assert (await models.ask()).headers["x-served-model"] == "new"
+        assert (await models.send_request()).headers["x-served-model"] == "new"
         page = (await models.http.get("/metrics")).text
     lines = [line for line in page.splitlines() if line.startswith("ewsjf_overhead_seconds_sum{")]
     assert any('model="new"' in line for line in lines)
@@ -266,7 +270,7 @@ async def test_fallbacks_are_tried_in_their_order() -> None:
     async with served(ROUTE) as models:
         models.reject("stable", Outcome.REJECTED_NO_REPLICA)
         models.reject("new", Outcome.REJECTED_QUEUE_FULL)
-        assert (await models.ask()).headers["x-served-model"] == "large"
+        assert (await models.send_request()).headers["x-served-model"] == "large"
 
 
 async def test_without_a_willing_model_the_client_learns_when_to_retry() -> None:
@@ -274,7 +278,7 @@ async def test_without_a_willing_model_the_client_learns_when_to_retry() -> None
         models.reject("stable", Outcome.REJECTED_QUEUE_FULL, 7.0)
         models.reject("new", Outcome.REJECTED_QUEUE_FULL, 3.0)
         models.reject("large", Outcome.REJECTED_TOO_LONG)
-        answer = await models.ask()
+        answer = await models.send_request()
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
         assert "new says no" in answer.text
 
@@ -283,14 +287,14 @@ async def test_without_a_willing_model_the_client_learns_when_to_retry() -> None
 async def test_limits_of_a_key_are_not_evaded(outcome: Outcome) -> None:
     async with served(ROUTE) as models:
         models.reject("stable", outcome)
-        assert (await models.ask()).status_code in {429, 503}
+        assert (await models.send_request()).status_code in {429, 503}
         assert models.schedulers["new"].submissions == []
 
 
 async def test_an_engine_that_fails_twice_is_left() -> None:
     async with served(ROUTE) as models:
         models.engines["stable"].answers.extend([replies(500, error_json("out of memory", 500))] * 2)
-        answer = await models.ask()
+        answer = await models.send_request()
         assert (answer.status_code, answer.headers["x-served-model"]) == (200, "new")
         assert models.schedulers["stable"].outcomes() == [Outcome.FAILED]
         assert models.schedulers["new"].outcomes() == [Outcome.COMPLETED]
@@ -302,16 +306,16 @@ async def test_an_engine_whose_context_is_too_short_is_left() -> None:
         models.schedulers["stable"].script.extend(
             [models.schedulers["stable"].ports[0], rejection(Outcome.REJECTED_TOO_LONG)]
         )
-        assert (await models.ask()).headers["x-served-model"] == "new"
+        assert (await models.send_request()).headers["x-served-model"] == "new"
 
 
 async def test_requests_wait_less_while_a_fallback_remains() -> None:
     route = RouteSettings(name="assistant", models={"stable": 1}, fallbacks=("new",), fallback_after_s=2.0)
     async with served(route) as models:
         models.reject("stable", Outcome.EXPIRED)
-        await models.ask()
+        await models.send_request()
         models.reject("stable", Outcome.EXPIRED)
-        await models.ask(headers={"x-queue-timeout-s": "1"})
+        await models.send_request(headers={"x-queue-timeout-s": "1"})
         assert [each.queue_timeout_s for each in models.schedulers["stable"].submissions] == [2.0, 1.0]
         first, second = (each.queue_timeout_s for each in models.schedulers["new"].submissions)
         assert first is None
@@ -323,7 +327,7 @@ async def test_the_clients_own_timeout_ends_the_search() -> None:
     async with served(ROUTE) as models:
         models.schedulers["stable"].gate.clear()
         models.reject("stable", Outcome.EXPIRED)
-        asking = models.ask(headers={"x-queue-timeout-s": "0.05"})
+        asking = models.send_request(headers={"x-queue-timeout-s": "0.05"})
         task = asyncio.create_task(asking)
         await asyncio.sleep(0.1)
         models.schedulers["stable"].gate.set()
@@ -336,10 +340,10 @@ async def test_queue_updates_follow_the_request_to_its_fallback() -> None:
         for name in ("stable", "new"):
             models.schedulers[name].gate.clear()
         models.reject("stable", Outcome.REJECTED_NO_REPLICA)
-        task = asyncio.create_task(models.ask(stream=True, headers={"x-ewsjf-queue": "comments"}))
-        await eventually(lambda: models.schedulers["stable"].watching)
+        task = asyncio.create_task(models.send_request(stream=True, headers={"x-ewsjf-queue": "comments"}))
+        await wait_until(lambda: models.schedulers["stable"].watching)
         models.schedulers["stable"].gate.set()
-        await eventually(lambda: models.schedulers["new"].watching)
+        await wait_until(lambda: models.schedulers["new"].watching)
         models.schedulers["new"].gate.set()
         assert (await task).status_code == 200
 
@@ -350,9 +354,9 @@ async def test_queue_updates_follow_the_request_to_its_fallback() -> None:
 async def test_routes_change_without_a_restart() -> None:
     async with served(ROUTE) as models:
         models.gateway.change({"routes": [{"name": "assistant", "models": {"large": 1}}]})
-        assert (await models.ask()).headers["x-served-model"] == "large"
+        assert (await models.send_request()).headers["x-served-model"] == "large"
         with pytest.raises(SettingsError, match="unknown model 'gone'"):
             models.gateway.change({"routes": [{"name": "assistant", "models": {"gone": 1}}]})
-        assert (await models.ask()).headers["x-served-model"] == "large"
+        assert (await models.send_request()).headers["x-served-model"] == "large"
         models.gateway.change({"routes": []})
-        assert (await models.ask()).status_code == 404
+        assert (await models.send_request()).status_code == 404

@@ -9,7 +9,7 @@ import pytest
 from serve_app.serving.gateway.request.endpoints import AUDIO, TEXTS, read_form
 
 from .builders import MODEL, FakeDispatcher
-from .conftest import Stage, staged
+from .conftest import GatewayHarness, running_gateway
 
 TEXT_PATHS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
@@ -19,8 +19,8 @@ AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    async with staged(FakeDispatcher([], engine_priority=7)) as made:
+async def harness() -> AsyncIterator[GatewayHarness]:
+    async with running_gateway(FakeDispatcher([], engine_priority=7)) as made:
         yield made
 
 
@@ -32,48 +32,48 @@ def form(upload: bytes | None, **fields: str) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("path", TEXT_PATHS)
-async def test_texts_are_scheduled_by_the_bytes_of_their_body(stage: Stage, path: str) -> None:
+async def test_texts_are_scheduled_by_the_bytes_of_their_body(harness: GatewayHarness, path: str) -> None:
     body = {"model": MODEL, "query": "pets", "documents": ["a cat", "a dog"] * 300}
-    answer = await stage.http.post(path, json=body, headers={"x-priority": "batch", "x-tenant": "shop"})
+    answer = await harness.http.post(path, json=body, headers={"x-priority": "batch", "x-tenant": "shop"})
     assert answer.status_code == 200
-    assert stage.engine.paths == [path]
+    assert harness.engine.paths == [path]
     size = len(answer.request.content)
-    (submission,) = stage.dispatcher.submissions
+    (submission,) = harness.dispatcher.submissions
     spec, shape = submission.spec, submission.spec.shape
     assert (shape.tool_bytes, shape.text_bytes, shape.prompts) == (size, 0, -(-size // TEXTS.bytes_per_piece))
     assert (spec.max_output_tokens, spec.streamed) == (0, False)
     assert (submission.priority, submission.tenant) == ("batch", "shop")
-    assert stage.dispatcher.outcomes() == ["completed"]
+    assert harness.dispatcher.outcomes() == ["completed"]
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [(b"{", "not valid JSON"), (b"{}", "model is missing"), (b'{"model":5}', "model is inv")],
 )
-async def test_a_body_without_a_model_is_rejected(stage: Stage, body: bytes, words: str) -> None:
-    answer = await stage.http.post("/rerank", content=body)
+async def test_a_body_without_a_model_is_rejected(harness: GatewayHarness, body: bytes, words: str) -> None:
+    answer = await harness.http.post("/rerank", content=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
-    assert not stage.dispatcher.submissions
+    assert not harness.dispatcher.submissions
 
 
 @pytest.mark.parametrize("path", AUDIO_PATHS)
 async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
-    stage: Stage, path: str
+    harness: GatewayHarness, path: str
 ) -> None:
     body, content_type = form(bytes(300_000), model=MODEL, language="de")
     headers = {"content-type": content_type.decode(), "x-priority": "batch", "x-tenant": "radio"}
-    answer = await stage.http.post(path, content=body, headers=headers)
+    answer = await harness.http.post(path, content=body, headers=headers)
     assert answer.json() == {"text": "hello", "usage": {"type": "duration", "seconds": 30}}
-    assert stage.engine.bodies == [body]
-    assert stage.engine.heads[0][b"content-type"] == content_type
-    (submission,) = stage.dispatcher.submissions
+    assert harness.engine.bodies == [body]
+    assert harness.engine.heads[0][b"content-type"] == content_type
+    (submission,) = harness.dispatcher.submissions
     assert (submission.priority, submission.tenant) == ("batch", "radio")
     # The number of pieces follows from the bytes; each piece is a sequence with its own tokens.
     spec = submission.spec
     assert (spec.choices, spec.shape.prompts, spec.shape.prompt_tokens) == (3, 3, 12)
     assert spec.max_output_tokens == AUDIO.output_tokens
-    assert stage.dispatcher.outcomes() == ["completed"]
+    assert harness.dispatcher.outcomes() == ["completed"]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
     ],
 )
 async def test_bad_forms_are_rejected_by_field_and_remedy(
-    stage: Stage, fields: dict[str, str], status: int, words: str
+    harness: GatewayHarness, fields: dict[str, str], status: int, words: str
 ) -> None:
     body, content_type = form(b"x", **fields)
     headers = {"content-type": content_type.decode()}
-    rejected = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    rejected = await harness.http.post(AUDIO_PATHS[0], content=body, headers=headers)
     assert rejected.status_code == status
     assert words in rejected.json()["error"]["message"]
-    assert stage.engine.bodies == []
+    assert harness.engine.bodies == []
 
 
-async def test_invalid_forms_are_rejected(stage: Stage) -> None:
+async def test_invalid_forms_are_rejected(harness: GatewayHarness) -> None:
     body, content_type = form(b"x" * 100, model=MODEL)
     for broken, kind in (
         (body, b"application/json"),
@@ -107,7 +107,7 @@ async def test_invalid_forms_are_rejected(stage: Stage) -> None:
         (body, b"multipart/form-data; boundary=another"),
     ):
         headers = {"content-type": kind.decode()}
-        rejected = await stage.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
+        rejected = await harness.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
         assert rejected.status_code == 400, (broken[:40], kind)
         assert "is not a form" in rejected.json()["error"]["message"]
 
@@ -137,13 +137,13 @@ def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
     ],
 )
 async def test_a_form_that_an_engine_might_read_otherwise_is_rejected(
-    stage: Stage, body: bytes, types: list[str], words: str
+    harness: GatewayHarness, body: bytes, types: list[str], words: str
 ) -> None:
     headers = [("content-type", each) for each in types]
-    rejected = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    rejected = await harness.http.post(AUDIO_PATHS[0], content=body, headers=headers)
     assert rejected.status_code == 400
     assert words in rejected.json()["error"]["message"]
-    assert stage.engine.bodies == []
+    assert harness.engine.bodies == []
 
 
 def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_declared() -> None:
@@ -160,15 +160,15 @@ def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_declared() -> No
     assert parsed.spec.model == "m"
 
 
-async def test_small_questions_go_to_any_replica_and_are_not_scheduled(stage: Stage) -> None:
-    async def ask(path: str, **fields: Any) -> httpx.Response:
-        return await stage.http.post(path, json={"model": MODEL, **fields})
+async def test_small_questions_go_to_any_replica_and_are_not_scheduled(harness: GatewayHarness) -> None:
+    async def send_request(path: str, **fields: Any) -> httpx.Response:
+        return await harness.http.post(path, json={"model": MODEL, **fields})
 
-    assert (await ask("/tokenize", prompt="hello there")).json()["tokens"]
-    assert (await stage.http.get("/version")).status_code == 200
-    assert (await stage.http.get("/version", params={"model": MODEL})).status_code == 200
-    unknown = await stage.http.get("/version", params={"model": "other"})
+    assert (await send_request("/tokenize", prompt="hello there")).json()["tokens"]
+    assert (await harness.http.get("/version")).status_code == 200
+    assert (await harness.http.get("/version", params={"model": MODEL})).status_code == 200
+    unknown = await harness.http.get("/version", params={"model": "other"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    assert (await stage.http.get("/load")).json() == {"server_load": 0}
-    assert (await stage.http.get("/ping")).status_code == 200
-    assert not stage.dispatcher.submissions
+    assert (await harness.http.get("/load")).json() == {"server_load": 0}
+    assert (await harness.http.get("/ping")).status_code == 200
+    assert not harness.dispatcher.submissions

@@ -11,21 +11,22 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.gateway import UpstreamSettings
 from serve_app.serving.gateway.batches.calls import CollectingExchange
+from tests.serving.channel.harness import wait_until
 
-from .builders import call, chat, eventually, http_post, streams, usage_json
-from .conftest import Stage, staged
+from .builders import call, chat, http_post, streams, usage_json
+from .conftest import GatewayHarness, running_gateway
 
 PIECE = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'x' * 1_000}}]})}\n\n".encode()
 USAGE = {"choices": [], "usage": usage_json(7, 3_000)}
 
 
-async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket:
+async def silent_client(harness: GatewayHarness, document: dict[str, Any]) -> socket.socket:
     """Send a request over a connection with small buffers, and read nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", stage.port))
+    await loop.sock_connect(sock, ("127.0.0.1", harness.port))
     await loop.sock_sendall(sock, http_post(document))
     return sock
 
@@ -33,14 +34,14 @@ async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket
 @pytest.mark.parametrize(("pieces", "outcome"), [(3, Outcome.COMPLETED), (300, Outcome.CANCELLED)])
 async def test_a_client_that_reads_nothing_holds_no_slot(pieces: int, outcome: Outcome) -> None:
     """Holds whether or not the rest of the answer fits the gateway's buffers."""
-    async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=1.0)) as stage:
-        stage.engine.answers.append(streams(*[PIECE * 100] * pieces, USAGE))
-        sock = await silent_client(stage, chat(stream=True))
-        await eventually(lambda: stage.engine.bodies)
-        await eventually(stage.dispatcher.outcomes, within_s=8)
-        assert stage.dispatcher.outcomes() == [outcome]
-        await eventually(lambda: stage.engine.running == 0)
-        await eventually(lambda: stage.gateway.in_flight == 0)
+    async with running_gateway(upstream=UpstreamSettings(stalled_client_timeout_s=1.0)) as harness:
+        harness.engine.answers.append(streams(*[PIECE * 100] * pieces, USAGE))
+        sock = await silent_client(harness, chat(stream=True))
+        await wait_until(lambda: harness.engine.bodies)
+        await wait_until(harness.dispatcher.outcomes, within_s=8)
+        assert harness.dispatcher.outcomes() == [outcome]
+        await wait_until(lambda: harness.engine.running == 0)
+        await wait_until(lambda: harness.gateway.in_flight == 0)
         sock.close()
 
 
@@ -61,18 +62,20 @@ class Blocked(CollectingExchange):
 
     async def began(self) -> None:
         """Wait for the first piece."""
-        await eventually(lambda: self.pieces)
+        await wait_until(lambda: self.pieces)
 
 
 async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_still_delivered() -> None:
     """The limit is two minutes, so the limit is not what ends the request."""
     client = Blocked()
-    async with staged() as stage:
-        stage.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
-        task = asyncio.create_task(call(stage.gateway, chat(stream=True), send=client.send, exchange=client))
-        await eventually(stage.dispatcher.outcomes)
+    async with running_gateway() as harness:
+        harness.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
+        task = asyncio.create_task(
+            call(harness.gateway, chat(stream=True), send=client.send, exchange=client)
+        )
+        await wait_until(harness.dispatcher.outcomes)
         usage = Usage(prompt_tokens=7, output_tokens=3_000)
-        assert stage.dispatcher.events[-1] == ("finished", Outcome.COMPLETED, usage)
+        assert harness.dispatcher.events[-1] == ("finished", Outcome.COMPLETED, usage)
         client.reads.set()
         await task
         assert b"".join(client.pieces) == PIECE * 4 + b"data: [DONE]\n\n"
@@ -81,13 +84,13 @@ async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_st
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_the_last_piece_is_still_delivered_when_the_application_stops(streamed: bool) -> None:
     client = Blocked()
-    async with staged() as stage:
+    async with running_gateway() as harness:
         if streamed:
-            stage.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
+            harness.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
         document = chat(stream=streamed)
-        task = asyncio.create_task(call(stage.gateway, document, send=client.send, exchange=client))
-        await eventually(stage.dispatcher.outcomes)
-        stopping = asyncio.create_task(stage.gateway.drain(0.05, 1.0))
+        task = asyncio.create_task(call(harness.gateway, document, send=client.send, exchange=client))
+        await wait_until(harness.dispatcher.outcomes)
+        stopping = asyncio.create_task(harness.gateway.drain(0.05, 1.0))
         await asyncio.sleep(0.2)
         client.reads.set()
         await task
@@ -101,11 +104,13 @@ async def test_the_last_piece_is_still_delivered_when_the_application_stops(stre
 
 async def test_an_engine_lost_while_its_client_does_not_read_frees_its_slot_and_is_reported() -> None:
     client = Blocked()
-    async with staged() as stage:
-        stage.engine.answers.append(streams(PIECE, client.began, ConnectionError("the engine died")))
-        task = asyncio.create_task(call(stage.gateway, chat(stream=True), send=client.send, exchange=client))
-        await eventually(stage.dispatcher.outcomes)
-        assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    async with running_gateway() as harness:
+        harness.engine.answers.append(streams(PIECE, client.began, ConnectionError("the engine died")))
+        task = asyncio.create_task(
+            call(harness.gateway, chat(stream=True), send=client.send, exchange=client)
+        )
+        await wait_until(harness.dispatcher.outcomes)
+        assert harness.dispatcher.outcomes() == [Outcome.FAILED]
         client.reads.set()
         await task
         assert b"the engine failed during its answer" in client.pieces[-1]

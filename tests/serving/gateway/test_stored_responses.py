@@ -16,11 +16,11 @@ from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey
-from tests.serving.channel.harness import scheduler_settings
+from tests.serving.channel.harness import scheduler_settings, wait_until
 from tests.serving.test_api_keys import record
 
-from .builders import MODEL, Engine, FakeDispatcher, emulated, eventually, gateway, http_client, serving
-from .conftest import staged
+from .builders import MODEL, Engine, FakeDispatcher, emulated, gateway, http_client, serving
+from .conftest import running_gateway
 from .fleet import Fleet, fleet_of, gathered
 
 CREATE = "/v1/responses"
@@ -80,8 +80,8 @@ async def test_the_client_of_openai_finds_everything_where_it_expects_it(fleet: 
 
 async def test_a_second_gateway_finds_responses_created_through_the_first(fleet: Fleet) -> None:
     first = (await fleet.http.post(CREATE, json=ASKED)).json()
-    other = await fleet.world.gateway("g2")
-    await eventually(lambda: len(other.all_replicas()) == 3)
+    other = await fleet.control_plane.gateway("g2")
+    await wait_until(lambda: len(other.all_replicas()) == 3)
     fleet.gateway._stored._schedulers = {MODEL: other}
     fleet.gateway._services.holders._remembered.clear()
     assert (await fleet.http.get(f"{CREATE}/{first['id']}")).json() == first
@@ -92,13 +92,13 @@ async def test_tenants_read_and_continue_only_their_own_responses() -> None:
     async with fleet_over(1, keys=keys) as fleet:
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await fleet.http.post(CREATE, json=ASKED, headers=a)).json()["id"]
-        asked = {**ASKED, "previous_response_id": made}
+        request_body = {**ASKED, "previous_response_id": made}
         for headers, status in ((a, 200), (b, 404), ({**b, "x-tenant": "a"}, 200), ({}, 401)):
             found = await fleet.http.get(f"{CREATE}/{made}", headers=headers)
             assert found.status_code == status
             found = await fleet.http.post(f"{CREATE}/{made}/cancel", headers=headers)
             assert found.status_code == (400 if status == 200 else status)
-            found = await fleet.http.post(CREATE, json=asked, headers=headers)
+            found = await fleet.http.post(CREATE, json=request_body, headers=headers)
             assert found.status_code == status
         # A forged ID, with its own digest and another response's random digits, names no response.
         own = (await fleet.http.post(CREATE, json=ASKED, headers=b)).json()["id"]
@@ -117,9 +117,9 @@ async def test_when_the_replica_is_gone_the_answer_states_it_and_no_other_is_que
 ) -> None:
     monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 1.0)
     first = await fleet.http.post(CREATE, json=ASKED)
-    lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+    lost = next(each for each in fleet.fake_replicas if each.spec.replica_id == first.headers["x-replica"])
     lost.engine_failure = "it has died"
-    await eventually(lambda: len(fleet.client.all_replicas()) == 2)
+    await wait_until(lambda: len(fleet.client.all_replicas()) == 2)
     made = first.json()["id"]
     answers = [
         await fleet.http.get(f"{CREATE}/{made}"),
@@ -133,11 +133,11 @@ async def test_when_the_replica_is_gone_the_answer_states_it_and_no_other_is_que
 
 async def test_a_replica_that_is_away_for_a_moment_is_waited_for(fleet: Fleet) -> None:
     first = await fleet.http.post(CREATE, json=ASKED)
-    lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+    lost = next(each for each in fleet.fake_replicas if each.spec.replica_id == first.headers["x-replica"])
     lost.engine_failure = "it does not answer"
-    await eventually(lambda: len(fleet.client.replicas()) == 2)
-    asked = {**ASKED, "previous_response_id": first.json()["id"]}
-    waiting = asyncio.create_task(fleet.http.post(CREATE, json=asked))
+    await wait_until(lambda: len(fleet.client.replicas()) == 2)
+    request_body = {**ASKED, "previous_response_id": first.json()["id"]}
+    waiting = asyncio.create_task(fleet.http.post(CREATE, json=request_body))
     await asyncio.sleep(0.5)
     assert not waiting.done()
     lost.engine_failure = ""
@@ -150,11 +150,13 @@ async def test_a_replica_that_stays_away_is_not_waited_for_beyond_the_grace() ->
     settings = scheduler_settings(model=MODEL, no_replica_grace_s=0.5)
     async with fleet_over(2, settings=settings) as fleet:
         first = await fleet.http.post(CREATE, json=ASKED)
-        lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+        lost = next(
+            each for each in fleet.fake_replicas if each.spec.replica_id == first.headers["x-replica"]
+        )
         lost.engine_failure = "it has died"
-        await eventually(lambda: len(fleet.client.replicas()) == 1)
-        asked = {**ASKED, "previous_response_id": first.json()["id"]}
-        answer = await fleet.http.post(CREATE, json=asked)
+        await wait_until(lambda: len(fleet.client.replicas()) == 1)
+        request_body = {**ASKED, "previous_response_id": first.json()["id"]}
+        answer = await fleet.http.post(CREATE, json=request_body)
         assert answer.status_code == 404
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("response_not_found", "previous_response_id")
@@ -168,7 +170,7 @@ async def test_work_in_the_background_counts_until_it_ends(fleet: Fleet) -> None
     at = queued.headers["x-replica"]
     assert fleet.core.ledger[at].in_flight == 1
     assert fleet.gateway.in_flight == 1
-    await eventually(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
+    await wait_until(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
     assert fleet.gateway.in_flight == 0
     found = (await fleet.http.get(f"{CREATE}/{queued.json()['id']}")).json()
     assert found["usage"]["output_tokens"] == 200
@@ -184,7 +186,7 @@ async def test_work_in_the_background_counts_when_its_client_has_left_its_stream
     assert found is not None
     await asyncio.sleep(0.3)
     assert fleet.core.ledger[at].in_flight == 1
-    await eventually(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
+    await wait_until(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
     kept = (await fleet.http.get(f"{CREATE}/{found[1]}")).json()
     assert kept["usage"]["output_tokens"] == 200
 
@@ -223,16 +225,18 @@ async def test_responses_that_continue_each_other_are_one_session(named_by_gatew
 
         fleet = await stack.enter_async_context(fleet_of([engine], wrap=watched))
         for _ in range(2):
-            asked: dict[str, Any] = dict(ASKED)
+            request_body: dict[str, Any] = dict(ASKED)
             for _ in range(4):
-                asked["previous_response_id"] = (await fleet.http.post(CREATE, json=asked)).json()["id"]
+                request_body["previous_response_id"] = (
+                    await fleet.http.post(CREATE, json=request_body)
+                ).json()["id"]
         sessions = [each.program.session if each.program is not None else None for each in submitted]
         first, second = sessions[:4], sessions[4:]
         assert first[0] is second[0] is None
         assert len(set(first[1:])) == len(set(second[1:])) == 1
         # The scripted engine gives all responses the same name.
         assert (first[1] != second[1]) is named_by_gateway
-        named = {**asked, "prompt_cache_key": "k"}
+        named = {**request_body, "prompt_cache_key": "k"}
         assert (await fleet.http.post(CREATE, json=named)).status_code == 200
         assert submitted[-1].program == ProgramHint(session="k")
 
@@ -251,7 +255,7 @@ async def test_a_grant_for_another_replica_is_released_unused() -> None:
         assert "scheduler's release does not support" in rejected.json()["error"]["message"]
         assert dispatcher.submissions[-1].bound_to == f"r{kept_at}"
         assert not engines[1].bodies
-        assert not dispatcher.held
+        assert not dispatcher.in_flight
 
 
 async def test_deleting_is_not_offered(fleet: Fleet) -> None:
@@ -277,18 +281,18 @@ async def test_a_key_for_one_adapter_can_retrieve_its_responses(tmp_path: Path) 
         def adapters(self) -> dict[str, frozenset[str]]:
             return {"sql": frozenset(each.replica_id for each in self.all_replicas())}
 
-    async with staged(Adapted([]), keys_file=str(tmp_path / "keys.json")) as stage:
-        stage.http.headers["authorization"] = f"Bearer {secret}"
-        made = await stage.http.post(CREATE, json={**ASKED, "model": "sql"})
+    async with running_gateway(Adapted([]), keys_file=str(tmp_path / "keys.json")) as harness:
+        harness.http.headers["authorization"] = f"Bearer {secret}"
+        made = await harness.http.post(CREATE, json={**ASKED, "model": "sql"})
         assert made.status_code == 200, made.text
-        assert (await stage.http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
+        assert (await harness.http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
 
 
 async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> None:
     """Also where engines name responses but accept a client's name."""
     keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
-    async with emulated(speed_up=4.0) as engine, staged(engine=engine.app, keys=keys) as stage:
-        http = stage.http
+    async with emulated(speed_up=4.0) as engine, running_gateway(engine=engine.app, keys=keys) as harness:
+        http = harness.http
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
         # Not stored, so the engine still has the other response under this name.
@@ -305,11 +309,11 @@ async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> Non
 async def test_a_background_response_with_an_invalid_id_releases_its_slot() -> None:
     """The engine names responses in a way that fits no request line."""
     engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
-    async with staged(engine=engine) as stage:
-        assert (await stage.http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
-        await eventually(lambda: not stage.dispatcher.held, within_s=5)
-        assert stage.dispatcher.outcomes() == ["failed"]
-        assert stage.gateway.in_flight == 0
+    async with running_gateway(engine=engine) as harness:
+        assert (await harness.http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
+        await wait_until(lambda: not harness.dispatcher.in_flight, within_s=5)
+        assert harness.dispatcher.outcomes() == ["failed"]
+        assert harness.gateway.in_flight == 0
 
 
 class ScriptedApp:

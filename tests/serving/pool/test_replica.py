@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import httpx
@@ -21,6 +21,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from tests.serving.channel.harness import wait_until
 
 CHANNEL = ChannelSettings()
 ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", max_model_len=2_048)
@@ -79,12 +80,6 @@ def body(tokens: int) -> dict[str, object]:
     return {"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True}
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.02)
-
-
 def reported_running(live: LiveScheduler) -> int:
     reports = [report for _, report in live._replicas.reports().values()]
     return sum(report.running or 0 for report in reports if report is not None)
@@ -99,10 +94,10 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(400), timeout=30))
-        await until(lambda: reported_running(live) == 1)
+        await wait_until(lambda: reported_running(live) == 1)
 
         stopping = asyncio.create_task(replica.stop())
-        await until(lambda: not gateway.replicas())
+        await wait_until(lambda: not gateway.replicas())
         rejected = await http.post(url(grant), json=body(1))
         assert (rejected.status_code, rejected.headers["x-replica-draining"]) == (503, "1")
         assert not stopping.done()
@@ -121,13 +116,13 @@ async def test_adapters_that_its_engine_lists_are_reported_as_they_change(
     engine = EmulatedEngine(replace(ENGINE, lora_modules=("sql",)))
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live))
     await replica.start()
-    await until(lambda: dict(gateway.adapters()) == {"sql": {"replica-1"}})
+    await wait_until(lambda: dict(gateway.adapters()) == {"sql": {"replica-1"}})
     engine._names.load(b'{"lora_name": "later"}')
     engine._names.unload(b'{"lora_name": "sql"}')
-    await until(lambda: dict(gateway.adapters()) == {"later": {"replica-1"}})
-    await until(lambda: len(gateway.replicas()) == 1)
+    await wait_until(lambda: dict(gateway.adapters()) == {"later": {"replica-1"}})
+    await wait_until(lambda: len(gateway.replicas()) == 1)
     await replica.stop()
-    await until(lambda: not gateway.adapters())
+    await wait_until(lambda: not gateway.adapters())
 
 
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
@@ -140,7 +135,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
     grant = await granted(gateway, "endless")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(2_000), timeout=30))
-        await until(lambda: reported_running(live) == 1)
+        await wait_until(lambda: reported_running(live) == 1)
         await asyncio.wait_for(replica.stop(), 10)
         (cut,) = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(cut, httpx.HTTPError) or (isinstance(cut, httpx.Response) and cut.status_code >= 500)
@@ -162,7 +157,7 @@ async def test_a_replica_joins_a_scheduler_that_starts_later(
     await replica.check_health()
     assert gateway.replicas() == ()
     known.append(live)
-    await until(lambda: len(gateway.replicas()) == 1)
+    await wait_until(lambda: len(gateway.replicas()) == 1)
     await replica.stop()
 
 

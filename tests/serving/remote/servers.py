@@ -15,7 +15,7 @@ from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
 from tests.engines.servers import serving
-from tests.serving.channel.harness import Simulation, scheduler_settings
+from tests.serving.channel.harness import ControlPlane, scheduler_settings
 from tests.serving.gateway.builders import MODEL, Engine
 from tests.serving.gateway.fleet import CHANNEL
 
@@ -84,19 +84,19 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 class WatchedFleet:
     """Endpoints with their watcher, a scheduler and a gateway, without Ray."""
 
-    world: Simulation
+    control_plane: ControlPlane
     watcher: EndpointWatcher
     http: httpx.AsyncClient
     stack: AsyncExitStack = field(repr=False)
 
     def open(self) -> list[str]:
         """Return the endpoints that receive requests."""
-        replicas = self.world.live.status()["replicas"]
+        replicas = self.control_plane.live.status()["replicas"]
         return sorted(name for name, one in replicas.items() if one.get("report") is not None)
 
-    async def ask(self, **body: Any) -> httpx.Response:
-        asked = {"model": MODEL, "prompt": "hello", "max_tokens": 4, **body}
-        return await self.http.post("/v1/completions", json=asked)
+    async def send_request(self, **body: Any) -> httpx.Response:
+        request_body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, **body}
+        return await self.http.post("/v1/completions", json=request_body)
 
     async def endpoint(self, engine: VllmLike | None = None) -> str:
         """Start one more server; return its URL."""
@@ -118,27 +118,29 @@ async def watched(
         long: endpoint of a second pool; empty for none.
     """
     pools = (POOL, "long") if long else (POOL,)
-    world = Simulation(scheduler_settings(model=model, routing=RoutingSettings(pools=pools)), CHANNEL)
+    control_plane = ControlPlane(
+        scheduler_settings(model=model, routing=RoutingSettings(pools=pools)), CHANNEL
+    )
     async with AsyncExitStack() as stack:
-        await world.begin()
-        stack.push_async_callback(world.close)
+        await control_plane.begin()
+        stack.push_async_callback(control_plane.close)
         remote = RemoteSettings(endpoints=endpoints, **{"start_timeout_s": 5.0, **settings})
 
         async def show(states: Mapping[str, Any]) -> None:
-            world.live.endpoints.update(states)
+            control_plane.live.endpoints.update(states)
 
         watcher = EndpointWatcher(
-            POOL, remote, CHANNEL, world.locate_for_replica, kept or EndpointChoices(None), show
+            POOL, remote, CHANNEL, control_plane.locate_for_replica, kept or EndpointChoices(None), show
         )
         stack.push_async_callback(watcher.close)
         if long:
             of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
             other = EndpointWatcher(
-                "long", of_long, CHANNEL, world.locate_for_replica, EndpointChoices(None), show
+                "long", of_long, CHANNEL, control_plane.locate_for_replica, EndpointChoices(None), show
             )
             stack.push_async_callback(other.close)
             await other.start()
-        client = await world.gateway()
+        client = await control_plane.gateway()
 
         async def describe() -> list[dict[str, object]]:
             return watcher.describe()
@@ -152,4 +154,4 @@ async def watched(
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120, headers=headers))
         if start:
             await watcher.start()
-        yield WatchedFleet(world, watcher, http, stack)
+        yield WatchedFleet(control_plane, watcher, http, stack)

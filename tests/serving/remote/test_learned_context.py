@@ -7,7 +7,7 @@ import pytest
 
 from tests.engines.adapters.recorded_rejections import CONTEXT, REJECTIONS
 from tests.engines.servers import serving
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, replies
 
 from .servers import VllmLike, watched
@@ -30,14 +30,14 @@ async def test_a_rejected_request_moves_to_the_longer_pool_transparently_and_onc
     small.answers.append(replies(status, rejection))
     caplog.set_level(logging.INFO, logger="ray.serve")
     async with serving(small) as one, serving(large) as two, watched(one, long=two) as fleet:
-        await until(lambda: len(fleet.open()) == 2, "both serve")
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
         # About 3,000 tokens: at home in the short pool.
         for _ in range(2):
-            answer = await fleet.ask(prompt="one two " * 1_500)
+            answer = await fleet.send_request(prompt="one two " * 1_500)
             assert (answer.status_code, answer.headers["x-pool"]) == (200, "long"), answer.text
-        short = await fleet.ask()
+        short = await fleet.send_request()
         assert (short.status_code, short.headers["x-pool"]) == (200, "short")
-        replica = fleet.world.live.status()["replicas"][fleet.watcher.describe()[0]["replica"]]
+        replica = fleet.control_plane.live.status()["replicas"][fleet.watcher.describe()[0]["replica"]]
     assert (len(small.bodies), len(large.bodies)) == (2, 2)
     log_lines = [record.getMessage() for record in caplog.records if "context_learned" in record.getMessage()]
     assert replica["max_model_len"] is None
@@ -55,12 +55,12 @@ async def test_with_one_pool_the_client_gets_the_engines_own_message() -> None:
     engine = silent()
     engine.answers.extend([replies(status, rejection)] * 2)
     async with serving(engine) as url, watched(url) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
         for _ in range(2):
-            answer = await fleet.ask(prompt="one two " * 1_500)
+            answer = await fleet.send_request(prompt="one two " * 1_500)
             assert answer.status_code == 400
             assert "exceeds the available context size (1024 tokens)" in answer.json()["error"]["message"]
             assert answer.json()["error"]["code"] == "context_length_exceeded"
         await asyncio.sleep(0)
-        assert (await fleet.ask()).status_code == 200
+        assert (await fleet.send_request()).status_code == 200
     assert len(engine.bodies) == 3

@@ -19,7 +19,7 @@ from serve_app.engines.adapters import EngineServer, PageResponse, identify
 from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from tests.engines.servers import free_port
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 
 from .servers import watched
 
@@ -131,22 +131,27 @@ async def test_its_rejection_is_understood_and_states_its_context(stream: bool) 
 
 async def test_the_gateway_serves_it_and_rejects_too_long_prompts_like_it() -> None:
     async with llama_server("--metrics") as url, watched(url, model=MODEL) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
-        asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-        whole = await fleet.ask(**asked)
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+        request_body = {
+            "model": MODEL,
+            "prompt": "The capital of France is",
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        whole = await fleet.send_request(**request_body)
         assert "Paris" in whole.json()["choices"][0]["text"], whole.text
-        streamed = await fleet.ask(**asked, stream=True)
+        streamed = await fleet.send_request(**request_body, stream=True)
         events = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: ")]
         text = "".join(
             choice["text"] for event in events[:-1] for choice in json.loads(event).get("choices", ())
         )
         assert (events[-1], text) == ("[DONE]", whole.json()["choices"][0]["text"])
-        (replica,) = fleet.world.live.status()["replicas"].values()
+        (replica,) = fleet.control_plane.live.status()["replicas"].values()
         assert (replica["max_model_len"], replica["max_num_seqs"]) == (CONTEXT, SLOTS)
         # Its lower bound exceeds every pool, so it never reaches the server.
-        long = await fleet.ask(model=MODEL, prompt="word " * 20_000)
+        long = await fleet.send_request(model=MODEL, prompt="word " * 20_000)
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded"), long.text
         # By its bounds it may fit; the server finds that it does not.
-        near = await fleet.ask(model=MODEL, prompt="word " * 1_100)
+        near = await fleet.send_request(model=MODEL, prompt="word " * 1_100)
         assert (near.status_code, near.json()["error"]["code"]) == (400, "context_length_exceeded"), near.text
         assert "1024" in near.json()["error"]["message"] or "1,024" in near.json()["error"]["message"]

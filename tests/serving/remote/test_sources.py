@@ -23,7 +23,7 @@ from serve_app.serving.remote.sources import (
     ServiceRecordSource,
     source_of,
 )
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 
 FoundUrls = list[set[str]]
 
@@ -58,7 +58,7 @@ def test_a_source_of_no_known_form_is_rejected_with_its_text(text: str) -> None:
 
 async def test_a_url_is_reported_once() -> None:
     async with followed(source_of("http://a:8000/v1")) as found_urls:
-        await until(lambda: bool(found_urls))
+        await wait_until(lambda: bool(found_urls))
         assert found_urls == [{"http://a:8000"}]
 
 
@@ -73,7 +73,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
     async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as found_urls:
-        await until(lambda: len(found_urls) == 1)
+        await wait_until(lambda: len(found_urls) == 1)
         assert found_urls[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
         # A failing DNS zone removes no endpoint.
         gone = list(addresses)
@@ -81,7 +81,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.2)
         assert len(found_urls) == 1
         addresses.extend([gone[0], "fd00::7"])
-        await until(lambda: len(found_urls) == 2)
+        await wait_until(lambda: len(found_urls) == 2)
         assert found_urls[-1] == {"https://10.0.0.1:8443", "https://[fd00::7]:8443"}
 
 
@@ -121,19 +121,19 @@ async def test_srv_records_state_hosts_and_ports() -> None:
         server.records = ["0 1 8001 gpu-1.test.", "0 1 8002 gpu-2.test."]
         url = EndpointUrl.parse("http://_vllm._tcp.test")
         async with followed(ServiceRecordSource(url, resolver=resolver)) as found_urls:
-            await until(lambda: len(found_urls) == 1)
+            await wait_until(lambda: len(found_urls) == 1)
             assert found_urls[-1] == {"http://gpu-1.test:8001", "http://gpu-2.test:8002"}
             server.records = []
             await asyncio.sleep(0.2)
             assert len(found_urls) == 1
             server.records = ["0 1 8001 gpu-1.test."]
-            await until(lambda: len(found_urls) == 2)
+            await wait_until(lambda: len(found_urls) == 2)
             assert found_urls[-1] == {"http://gpu-1.test:8001"}
     finally:
         transport.close()
 
 
-class ApiServerDouble:
+class FakeApiServer:
     """Kubernetes API server that lists and watches, with a history that can expire."""
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class ApiServerDouble:
         self.objects: dict[str, Any] = {}
         self.version = 1
         self.oldest = 0
-        self.asked: list[dict[str, str]] = []
+        self.queries: list[dict[str, str]] = []
         self.paths: set[str] = set()
         self.tokens: set[str] = set()
         self.rejects = 0
@@ -167,7 +167,7 @@ class ApiServerDouble:
             queue.put_nowait(None)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(dict(request.query))
+        self.queries.append(dict(request.query))
         self.paths.add(request.path)
         self.tokens.add(request.headers["authorization"])
         if self.rejects:
@@ -197,8 +197,8 @@ class ApiServerDouble:
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[tuple[ApiServerDouble, ApiServer]]:
-    double = ApiServerDouble(tmp_path)
+async def api(tmp_path: Path) -> AsyncIterator[tuple[FakeApiServer, ApiServer]]:
+    double = FakeApiServer(tmp_path)
     app = web.Application()
     app.router.add_get("/{path:.*}", double.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -226,29 +226,29 @@ def source_at(text: str, server: ApiServer) -> KubernetesSource:
     return KubernetesSource(**{**fields, "api": server})
 
 
-async def test_the_endpoints_of_a_service_are_followed(api: tuple[ApiServerDouble, ApiServer]) -> None:
+async def test_the_endpoints_of_a_service_are_followed(api: tuple[FakeApiServer, ApiServer]) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1", "10.0.0.2"))
     async with followed(source_at("http://vllm.prod/v1", server)) as found_urls:
-        await until(lambda: double.watched)
+        await wait_until(lambda: double.watched)
         assert found_urls == [{"http://10.0.0.1:8000", "http://10.0.0.2:8000"}]
         double.put(slice_of("b", "10.0.0.3", port=8001), "ADDED")
-        await until(lambda: len(found_urls) == 2)
+        await wait_until(lambda: len(found_urls) == 2)
         assert "http://10.0.0.3:8001" in found_urls[-1]
         # A terminating endpoint and one that is not ready get no new requests.
         double.put(slice_of("a", "10.0.0.1", ready=True, terminating=True))
         double.put(slice_of("b", "10.0.0.3", ready=False))
-        await until(lambda: found_urls[-1] == set())
+        await wait_until(lambda: found_urls[-1] == set())
         double.put(slice_of("a", "10.0.0.9"))
-        await until(lambda: found_urls[-1] == {"http://10.0.0.9:8000"})
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.9:8000"})
         double.put(slice_of("a", "10.0.0.9"), "DELETED")
-        await until(lambda: found_urls[-1] == set())
+        await wait_until(lambda: found_urls[-1] == set())
     assert double.paths == {"/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"}
-    assert all(asked["labelSelector"] == "kubernetes.io/service-name=vllm" for asked in double.asked)
+    assert all(queries["labelSelector"] == "kubernetes.io/service-name=vllm" for queries in double.queries)
 
 
 async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
-    api: tuple[ApiServerDouble, ApiServer],
+    api: tuple[FakeApiServer, ApiServer],
 ) -> None:
     def pod(name: str, address: str | None, ready: str, **metadata: str) -> dict[str, Any]:
         status = {"podIP": address, "conditions": [{"type": "Ready", "status": ready}]}
@@ -258,43 +258,43 @@ async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
     double.put(pod("a", "10.0.0.1", "True"))
     double.put(pod("starts", None, "False"))
     async with followed(source_at("http://prod:9000?selector=app=vllm,tier=gpu", server)) as found_urls:
-        await until(lambda: double.watched)
+        await wait_until(lambda: double.watched)
         assert found_urls == [{"http://10.0.0.1:9000"}]
         double.put(pod("starts", "10.0.0.2", "True"))
-        await until(lambda: len(found_urls) == 2)
+        await wait_until(lambda: len(found_urls) == 2)
         double.put(pod("a", "10.0.0.1", "True", deletionTimestamp="2026-01-01T00:00:00Z"))
-        await until(lambda: found_urls[-1] == {"http://10.0.0.2:9000"})
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:9000"})
     assert double.paths == {"/api/v1/namespaces/prod/pods"}
-    assert double.asked[0]["labelSelector"] == "app=vllm,tier=gpu"
+    assert double.queries[0]["labelSelector"] == "app=vllm,tier=gpu"
 
 
-async def test_a_watch_that_ends_resumes_where_it_was(api: tuple[ApiServerDouble, ApiServer]) -> None:
+async def test_a_watch_that_ends_resumes_where_it_was(api: tuple[FakeApiServer, ApiServer]) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     async with followed(source_at("http://vllm", server)) as found_urls:
-        await until(lambda: double.watched)
+        await wait_until(lambda: double.watched)
         double.put({"metadata": {"name": "-"}}, "BOOKMARK")
         version = str(double.version)
-        asked = len(double.asked)
-        await until(lambda: len(found_urls) == 1)
+        queries = len(double.queries)
+        await wait_until(lambda: len(found_urls) == 1)
         double.end_watches()
-        await until(lambda: len(double.asked) > asked and double.watched)
-        assert double.asked[-1]["resourceVersion"] == version
+        await wait_until(lambda: len(double.queries) > queries and double.watched)
+        assert double.queries[-1]["resourceVersion"] == version
         assert len(found_urls) == 1
         # Kubernetes rotates tokens while the process runs.
         (double.folder / "token").write_text("second")
         double.end_watches()
-        await until(lambda: "Bearer second" in double.tokens)
+        await wait_until(lambda: "Bearer second" in double.tokens)
 
 
 @pytest.mark.parametrize("as_event", [False, True])
 async def test_a_version_that_is_too_old_begins_with_a_list_again(
-    api: tuple[ApiServerDouble, ApiServer], as_event: bool
+    api: tuple[FakeApiServer, ApiServer], as_event: bool
 ) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     async with followed(source_at("http://vllm:7000", server)) as found_urls:
-        await until(lambda: double.watched)
+        await wait_until(lambda: double.watched)
         double.objects["b"] = slice_of("b", "10.0.0.2")
         double.version += 10
         double.oldest = double.version
@@ -302,19 +302,19 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
             double.say({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
         else:
             double.end_watches()
-        await until(lambda: found_urls[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
 
 
 async def test_a_rejection_of_the_api_server_removes_no_endpoint(
-    api: tuple[ApiServerDouble, ApiServer], caplog: pytest.LogCaptureFixture
+    api: tuple[FakeApiServer, ApiServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     async with followed(source_at("http://vllm", server)) as found_urls:
-        await until(lambda: double.watched)
+        await wait_until(lambda: double.watched)
         double.rejects = 3
         double.end_watches()
-        await until(lambda: not double.rejects and double.watched)
+        await wait_until(lambda: not double.rejects and double.watched)
         assert all(each == {"http://10.0.0.1:8000"} for each in found_urls)
     assert caplog.text.count("answered 403") == 1  # repeated reasons are logged once
 
@@ -326,5 +326,5 @@ async def test_outside_of_a_pod_the_reason_is_logged(
     source: EndpointSource = source_of("kubernetes+http://vllm.prod:8000")
     logged: Callable[[], bool] = lambda: "does not run in a pod" in caplog.text  # noqa: E731
     async with followed(source) as found_urls:
-        await until(logged)
+        await wait_until(logged)
         assert found_urls == []

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.core.routing import speeds
 from tests.engines.servers import serving
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 
 from .servers import VllmLike, watched
 
@@ -28,8 +28,8 @@ async def test_single_requests_go_to_the_faster_server(
     async with AsyncExitStack() as stack:
         one, two = [await stack.enter_async_context(serving(engine)) for engine in (fast, slow)]
         fleet = await stack.enter_async_context(watched(*((one, two) if fast_is_first else (two, one))))
-        await until(lambda: len(fleet.open()) == 2, "both serve")
-        answers = [await fleet.ask(stream=stream) for _ in range(30)]
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
+        answers = [await fleet.send_request(stream=stream) for _ in range(30)]
     chosen = [answer.headers["x-replica"] for answer in answers]
     name = f"short/{one.removeprefix('http://')}"
     # Until both are known, they take turns.

@@ -15,7 +15,7 @@ from serve_app.serving.remote import endpoint
 from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.state import StateStore
 from tests.engines.servers import free_port, serving
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL
 
 from .servers import POOL, VllmLike, watched
@@ -24,8 +24,8 @@ from .servers import POOL, VllmLike, watched
 async def test_requests_go_straight_to_the_endpoints() -> None:
     first, second = VllmLike(token_delay_s=0.05), VllmLike(token_delay_s=0.05)
     async with serving(first) as one, serving(second) as two, watched(one, two) as fleet:
-        await until(lambda: len(fleet.open()) == 2, "both serve")
-        answers = await asyncio.gather(*(fleet.ask() for _ in range(6)))
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
+        answers = await asyncio.gather(*(fleet.send_request() for _ in range(6)))
         assert [answer.status_code for answer in answers] == [200] * 6
         assert {answer.headers["x-replica"] for answer in answers} == set(fleet.open())
         assert len(first.bodies) + len(second.bodies) == 6
@@ -35,7 +35,7 @@ async def test_endpoints_get_their_own_key_and_nothing_of_ours() -> None:
     engine = VllmLike()
     engine.api_key = "sk-of-the-server"
     async with serving(engine) as url, watched(f"{url}/below/v1", api_key=engine.api_key) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
         answer = await fleet.http.post(
             "/v1/completions",
             json={"model": MODEL, "prompt": "hello"},
@@ -55,18 +55,20 @@ async def test_an_endpoint_that_dies_loses_no_request_and_returns() -> None:
         mortal = AsyncExitStack()
         url = await mortal.enter_async_context(serving(engine, port))
         fleet = await stack.enter_async_context(watched(other, url))
-        await until(lambda: len(fleet.open()) == 2, "both serve")
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
         await mortal.aclose()
-        answers = [await fleet.ask() for _ in range(8)]
+        answers = [await fleet.send_request() for _ in range(8)]
         assert [answer.status_code for answer in answers] == [200] * 8
-        await until(lambda: len(fleet.open()) == 1, "its death is noticed")
+        await wait_until(lambda: len(fleet.open()) == 1, "its death is noticed")
         dead = next(one for one in fleet.watcher.describe() if one["url"] == url)
         assert (dead["state"], "gave no answer" in str(dead["reason"])) == ("closed", True)
         engine.models["data"][0]["max_model_len"] = 2048
         await stack.enter_async_context(serving(engine, port))
-        await until(lambda: len(fleet.open()) == 2, "it serves again")
+        await wait_until(lambda: len(fleet.open()) == 2, "it serves again")
         # The server restarts with another limit.
-        assert fleet.world.live.status()["replicas"][f"short/127.0.0.1:{port}"]["max_model_len"] == 2048
+        assert (
+            fleet.control_plane.live.status()["replicas"][f"short/127.0.0.1:{port}"]["max_model_len"] == 2048
+        )
 
 
 async def test_a_dead_endpoint_is_named_with_its_reason_until_it_returns() -> None:
@@ -78,30 +80,30 @@ async def test_a_dead_endpoint_is_named_with_its_reason_until_it_returns() -> No
         fleet = await stack.enter_async_context(watched(other, url))
 
         def down() -> list[dict[str, Any]]:
-            (pool,) = fleet.world.live.status()["endpoints"] or [{"endpoints": 0, "down": []}]
+            (pool,) = fleet.control_plane.live.status()["endpoints"] or [{"endpoints": 0, "down": []}]
             assert pool["endpoints"] in (0, 2)
             return list(pool["down"])
 
-        await until(lambda: len(fleet.open()) == 2 and not down(), "both serve")
+        await wait_until(lambda: len(fleet.open()) == 2 and not down(), "both serve")
         began = time.time()
         await mortal.aclose()
-        await until(lambda: len(down()) == 1, "its death is shown")
+        await wait_until(lambda: len(down()) == 1, "its death is shown")
         (dead,) = down()
         assert (dead["url"], dead["replica"]) == (url, f"{POOL}/127.0.0.1:{port}")
         assert re.fullmatch(rf"{url}/\S+ gave no answer: Connection refused", dead["reason"])
         assert began - 1 <= dead["since"] <= time.time()
-        metrics = await fleet.world.live.exposition()
+        metrics = await fleet.control_plane.live.exposition()
         assert f'ewsjf_endpoints{{model="{MODEL}",pool="{POOL}",state="down"}} 1.0' in metrics
         await stack.enter_async_context(serving(VllmLike(), port))
-        await until(lambda: not down(), "it is shown as serving")
+        await wait_until(lambda: not down(), "it is shown as serving")
 
 
 async def test_an_endpoint_that_never_answered_is_named() -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    async with serving(VllmLike()) as one, watched(one, nobody) as fleet:
-        shown = fleet.world.live.endpoints.documents
-        await until(lambda: bool(shown()) and bool(shown()[0]["down"]), "it is shown")
-        assert [each["url"] for each in shown()[0]["down"]] == [nobody]
+    unused_url = f"http://127.0.0.1:{free_port()}"
+    async with serving(VllmLike()) as one, watched(one, unused_url) as fleet:
+        shown = fleet.control_plane.live.endpoints.documents
+        await wait_until(lambda: bool(shown()) and bool(shown()[0]["down"]), "it is shown")
+        assert [each["url"] for each in shown()[0]["down"]] == [unused_url]
 
 
 async def test_an_endpoint_that_is_found_by_name_and_by_address_is_watched_once() -> None:
@@ -109,7 +111,7 @@ async def test_an_endpoint_that_is_found_by_name_and_by_address_is_watched_once(
         serving(VllmLike()) as url,
         watched(url, f"dns+{url.replace('127.0.0.1', 'localhost')}") as fleet,
     ):
-        await until(lambda: len(fleet.watcher._found[1]) > 0, "the name is resolved")
+        await wait_until(lambda: len(fleet.watcher._found[1]) > 0, "the name is resolved")
         replica = f"{POOL}/{url.removeprefix('http://')}"
         assert [each["replica"] for each in fleet.watcher.describe()].count(replica) == 1
 
@@ -131,18 +133,20 @@ async def test_an_endpoint_with_an_unexpected_error_names_it_and_is_tried_again(
             reasons = {str(each["url"]): str(each["reason"]) for each in fleet.watcher.describe()}
             assert "not in range" in reasons[two]
             broken.clear()
-            await until(lambda: len(fleet.open()) == 2, "both serve")
+            await wait_until(lambda: len(fleet.open()) == 2, "both serve")
 
 
 async def test_one_that_fails_again_and_again_is_held_back() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url) as fleet:
         for _ in range(2):
-            await until(lambda: len(fleet.open()) == 1, "it serves")
+            await wait_until(lambda: len(fleet.open()) == 1, "it serves")
             engine.metrics_status = 500
-            await until(lambda: not fleet.open(), "its failure is noticed")
+            await wait_until(lambda: not fleet.open(), "its failure is noticed")
             engine.metrics_status = 200
-        await until(lambda: "has to for" in str(fleet.watcher.describe()[0]["reason"]), "it is held back")
+        await wait_until(
+            lambda: "has to for" in str(fleet.watcher.describe()[0]["reason"]), "it is held back"
+        )
 
 
 async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) -> None:
@@ -150,9 +154,9 @@ async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) 
     async with watched(f"file://{listed}", refresh_s=0.1) as fleet:
         one, two = await fleet.endpoint(), await fleet.endpoint()
         listed.write_text(f"# ours\n{one}  # the first\n")
-        await until(lambda: len(fleet.open()) == 1, "the first is found")
+        await wait_until(lambda: len(fleet.open()) == 1, "the first is found")
         listed.write_text(f"{one}\n\n{two}/v1\n")
-        await until(lambda: len(fleet.open()) == 2, "the second is found")
+        await wait_until(lambda: len(fleet.open()) == 2, "the second is found")
         # A mistake or a missing file removes no endpoint.
         listed.write_text(f"{one}\nno url\n")
         await asyncio.sleep(0.3)
@@ -160,20 +164,20 @@ async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) 
         await asyncio.sleep(0.3)
         assert len(fleet.open()) == 2
         listed.write_text(two)
-        await until(lambda: len(fleet.open()) == 1, "the first has gone")
+        await wait_until(lambda: len(fleet.open()) == 1, "the first has gone")
 
 
 async def test_requests_on_a_removed_endpoint_continue() -> None:
     engine = VllmLike(token_delay_s=0.2)
     async with serving(engine) as url, watched(url) as fleet:
         other = await fleet.endpoint()
-        asked = asyncio.create_task(fleet.ask(max_tokens=5, stream=True))
-        await until(lambda: engine.running == 1, "it runs")
+        pending = asyncio.create_task(fleet.send_request(max_tokens=5, stream=True))
+        await wait_until(lambda: engine.running == 1, "it runs")
         added = await fleet.http.post("/admin/endpoints", json={"url": other})
         removed = await fleet.http.request("DELETE", "/admin/endpoints", json={"url": url})
         assert (added.status_code, removed.status_code) == (200, 200), (added.text, removed.text)
-        await until(lambda: fleet.open() == [f"short/{other.removeprefix('http://')}"], "one is left")
-        answer = await asked
+        await wait_until(lambda: fleet.open() == [f"short/{other.removeprefix('http://')}"], "one is left")
+        answer = await pending
         assert answer.text.rstrip().endswith("[DONE]")
         shown = (await fleet.http.get("/admin/endpoints")).json()["endpoints"]
         assert {(one["url"], one["state"]) for one in shown} == {(other, "serving"), (url, "removed")}
@@ -188,12 +192,12 @@ async def test_an_admins_choices_persist_across_a_restart(tmp_path: Path) -> Non
         two = await stack.enter_async_context(serving(VllmLike()))
         async with watched(one, kept=store()) as fleet:
             assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["persisted"] is True
-            await until(lambda: len(fleet.open()) == 2, "both serve")
+            await wait_until(lambda: len(fleet.open()) == 2, "both serve")
             await fleet.http.request("DELETE", "/admin/endpoints", json={"url": one, "pool": "short"})
         async with watched(one, kept=store()) as fleet:
-            await until(lambda: fleet.open() == [f"short/{two.removeprefix('http://')}"], "as before")
+            await wait_until(lambda: fleet.open() == [f"short/{two.removeprefix('http://')}"], "as before")
             await fleet.http.post("/admin/endpoints", json={"url": one})
-            await until(lambda: len(fleet.open()) == 2, "it is given back")
+            await wait_until(lambda: len(fleet.open()) == 2, "it is given back")
 
 
 @pytest.mark.parametrize(
@@ -237,8 +241,10 @@ async def test_an_endpoint_with_another_model_is_reported_and_receives_no_reques
         serving(other) as two,
         watched(one, two, served_model_names=(MODEL,)) as fleet,
     ):
-        await until(lambda: len(fleet.open()) == 1, "one serves")
-        await until(lambda: any("serves other" in str(one["reason"]) for one in fleet.watcher.describe()))
+        await wait_until(lambda: len(fleet.open()) == 1, "one serves")
+        await wait_until(
+            lambda: any("serves other" in str(one["reason"]) for one in fleet.watcher.describe())
+        )
         (reason,) = [str(each["reason"]) for each in fleet.watcher.describe() if each["state"] == "closed"]
         assert "serves other but not tiny" in reason
 
@@ -256,20 +262,20 @@ async def test_an_alias_that_an_endpoint_lacks_is_reported_with_the_route_as_its
 
 async def test_endpoints_outlive_a_scheduler() -> None:
     async with serving(VllmLike()) as url, watched(url) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
-        await fleet.world.restart()
-        assert (await fleet.ask()).status_code == 200
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+        await fleet.control_plane.restart()
+        assert (await fleet.send_request()).status_code == 200
 
 
 async def test_a_hanging_endpoint_receives_no_requests_until_it_continues() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url, hang_timeout_s=0.5) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
         engine.hangs, engine.others = True, 3
-        await until(lambda: not fleet.open(), "its hang is noticed")
+        await wait_until(lambda: not fleet.open(), "its hang is noticed")
         assert "has computed nothing for" in str(fleet.watcher.describe()[0]["reason"])
         engine.hangs = False
-        await until(lambda: len(fleet.open()) == 1, "it goes on")
+        await wait_until(lambda: len(fleet.open()) == 1, "it goes on")
 
 
 async def test_an_endpoint_that_hung_while_idle_receives_no_more_requests() -> None:
@@ -280,25 +286,25 @@ async def test_an_endpoint_that_hung_while_idle_receives_no_more_requests() -> N
     engine.hangs = engine.is_mute = True
     engine.answers += [never] * 9
     async with serving(engine) as url, watched(url, hang_timeout_s=0.5) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
-        stuck = [asyncio.create_task(fleet.ask(stream=True)) for _ in range(2)]
-        state = fleet.world.live.core.ledger[fleet.open()[0]]
-        await until(lambda: state.hang_detector.hangs, "its hang is noticed")
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+        stuck = [asyncio.create_task(fleet.send_request(stream=True)) for _ in range(2)]
+        state = fleet.control_plane.live.core.ledger[fleet.open()[0]]
+        await wait_until(lambda: state.hang_detector.hangs, "its hang is noticed")
         late = {"x-queue-timeout-s": "0.5"}
         body = {"model": MODEL, "prompt": "hello", "stream": True}
         assert (await fleet.http.post("/v1/completions", json=body, headers=late)).status_code == 504
         assert len(engine.bodies) == 2
         other = await fleet.endpoint()
         await fleet.http.post("/admin/endpoints", json={"url": other})
-        await until(lambda: len(fleet.open()) == 2, "another serves")
-        answers = await asyncio.gather(*(fleet.ask(stream=True) for _ in range(6)))
+        await wait_until(lambda: len(fleet.open()) == 2, "another serves")
+        answers = await asyncio.gather(*(fleet.send_request(stream=True) for _ in range(6)))
         assert [answer.status_code for answer in answers] == [200] * 6
         assert len(engine.bodies) == 2
         engine.hangs = engine.is_mute = False
-        await until(lambda: not state.hang_detector.hangs, "it goes on")
+        await wait_until(lambda: not state.hang_detector.hangs, "it goes on")
         engine.answers.clear()
         await fleet.http.request("DELETE", "/admin/endpoints", json={"url": other})
-        assert (await fleet.ask(stream=True)).status_code == 200
+        assert (await fleet.send_request(stream=True)).status_code == 200
         assert len(engine.bodies) == 3
         for task in stuck:
             task.cancel()
@@ -309,7 +315,9 @@ async def test_an_endpoint_whose_cache_is_full_receives_no_requests() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url) as fleet:
         engine.kv_usage, engine.others = 0.99, 5
-        await until(lambda: "0.99" in str(fleet.world.live.status()["replicas"]), "the load is read")
+        await wait_until(
+            lambda: "0.99" in str(fleet.control_plane.live.status()["replicas"]), "the load is read"
+        )
         rejected = await fleet.http.post(
             "/v1/completions",
             json={"model": MODEL, "prompt": "hello"},
@@ -317,7 +325,7 @@ async def test_an_endpoint_whose_cache_is_full_receives_no_requests() -> None:
         )
         assert rejected.status_code == 504, rejected.text
         engine.kv_usage = 0.0
-        assert (await fleet.ask()).status_code == 200
+        assert (await fleet.send_request()).status_code == 200
         assert len(engine.bodies) == 1
 
 
@@ -347,10 +355,10 @@ async def test_a_provider_without_metrics_is_checked_less_often(monkeypatch: pyt
     provider.metrics_status = 404
     monkeypatch.setattr(endpoint, "_LIVENESS_S", 30.0)
     async with serving(provider) as url, watched(url, max_model_len=4096) as fleet:
-        await until(lambda: len(fleet.open()) == 1, "it serves")
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
         checks = len(listed)
         # The watcher reports several times per second, without a request to the provider.
         await asyncio.sleep(1.0)
         assert len(listed) <= checks + 1
         assert fleet.open()
-        assert (await fleet.ask()).status_code == 200
+        assert (await fleet.send_request()).status_code == 200

@@ -19,7 +19,7 @@ from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state import StateStore
 from tests import builders
-from tests.serving.channel.harness import FAST, scheduler_settings, submission, until
+from tests.serving.channel.harness import FAST, scheduler_settings, submission, wait_until
 
 
 class Claims:
@@ -91,7 +91,7 @@ async def test_each_actor_claims_a_higher_incarnation_and_has_a_secret_of_its_ow
 async def test_an_older_actor_stops_when_a_newer_one_has_claimed(cluster: Cluster) -> None:
     older = await cluster.started()
     newer = await cluster.started()
-    await until(lambda: cluster.deaths == 1)
+    await wait_until(lambda: cluster.deaths == 1)
     with pytest.raises(ChannelError, match="superseded by 2"):
         await older.check_health()
     with pytest.raises(ChannelError, match="superseded by 2"):
@@ -129,12 +129,12 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     actor = cluster.actor()
     gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
     gateway.start()
-    await until(lambda: gateway.is_connected)
+    await wait_until(lambda: gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: actor._live is not None and len(actor._live.core) == 1)
+    await wait_until(lambda: actor._live is not None and len(actor._live.core) == 1)
     await actor.reconfigure({"max_waiting": 5})
     assert (await actor.endpoint("gateway")).incarnation == 2
-    await until(lambda: actor._live is not None and len(actor._live.core) == 1)
+    await wait_until(lambda: actor._live is not None and len(actor._live.core) == 1)
     assert (live := actor._live) is not None
     assert live.status()["waiting"] == {"default": 1}
     assert not task.done()
@@ -227,7 +227,7 @@ async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     store = StateStore(str(tmp_path), "scheduler", "app/m")
     store.save({"estimator": {"version": 99}, "prefill_costs": {}})
     actor = await cluster.started(str(tmp_path))
-    await until(lambda: Path(f"{store.path}.rejected").exists())
+    await wait_until(lambda: Path(f"{store.path}.rejected").exists())
     assert "has version 99, this release reads 2" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
@@ -245,7 +245,7 @@ async def test_a_restarted_actor_has_the_start_times_of_engines(
     first.scaling.restore({"start_s": {"short": 240.0}})
     await first.close()
     second = await cluster.started(str(tmp_path))
-    await until(lambda: bool(second.scaling.status()["pools"]))
+    await wait_until(lambda: bool(second.scaling.status()["pools"]))
     pools = second.scaling.status()["pools"]
     assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
 
@@ -282,7 +282,7 @@ async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_
     await second.close()
     store.save({**document, "scaling": {"start_s": {"short": -1}}})
     third = await cluster.started(str(tmp_path))
-    await until(lambda: Path(f"{store.path}.rejected").exists())
+    await wait_until(lambda: Path(f"{store.path}.rejected").exists())
     assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
@@ -297,7 +297,7 @@ async def test_a_scheduler_that_was_superseded_overwrites_nothing(cluster: Clust
     older = await cluster.started(str(tmp_path))
     observe_answers(older, output_tokens=5)
     newer = cluster.actor(str(tmp_path))
-    await until(lambda: cluster.deaths == 1)
+    await wait_until(lambda: cluster.deaths == 1)
     learned = observe_answers(newer, output_tokens=300)
     await newer.close()
     await older.close()

@@ -118,14 +118,14 @@ def ended(name: str, *, ttft_s: float | None, wait_s: float, ended_at: float = 9
 def test_the_slowest_first_tokens_are_first_and_few() -> None:
     records = [ended(f"r{number}", ttft_s=1.0 + number, wait_s=0.5) for number in range(12)]
     records.append(ended("whole", ttft_s=None, wait_s=11.5))
-    asked: list[float] = []
+    queried: list[float] = []
 
     def ended_since(since: float) -> Any:
-        asked.append(since)
+        queried.append(since)
         return iter(records)
 
     found = slowest(cast("RequestHistory", SimpleNamespace(ended_since=ended_since)), 100.0)
-    assert asked == [40.0]
+    assert queried == [40.0]
     # An answer in one piece counts with its queue time.
     assert [each["request_id"] for each in found] == [
         "r11",

@@ -11,7 +11,7 @@ from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSetti
 from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from tests.builders import ManualDriver, settings
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 
 BOUNDS = AutoscalingSettings(min_replicas=0, max_replicas=3)
 POOLS = ScalingSettings(pools={"short": ScaledPool(autoscaling=BOUNDS), "long": ScaledPool()})
@@ -32,7 +32,7 @@ def waiting(count: int) -> Scheduler:
 
 
 async def decided(scaling: LiveScaling) -> None:
-    await until(lambda: bool(scaling.status()["pools"]))
+    await wait_until(lambda: bool(scaling.status()["pools"]))
 
 
 async def test_nothing_is_ordered_before_replicas_had_time_to_reconnect(
@@ -84,7 +84,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
     await decided(scaling)
     assert scaling.statistics() == {"least_replicas:short": 0.0}
     scaling.follow(waiting(2))
-    await until(lambda: scaling.statistics() == {"least_replicas:short": 1.0})
+    await wait_until(lambda: scaling.statistics() == {"least_replicas:short": 1.0})
     scaling.stop()
     # Ray may add a second handler that records here.
     records = {id(record): record.getMessage() for record in caplog.records}
@@ -111,13 +111,13 @@ async def test_a_fault_leaves_the_last_decision_and_is_counted_each_time_but_log
 
     with monkeypatch.context() as changed:
         changed.setattr(live_scaling, "observe", broken)
-        await until(lambda: failures(scaling) >= 5)
+        await wait_until(lambda: failures(scaling) >= 5)
         assert scaling.statistics() == {"least_replicas:short": 1.0}
         assert fault_events(caplog) == ["event=scaling_failed"]
         changed.setattr(live_scaling, "observe", broken_otherwise)
         seen = failures(scaling)
-        await until(lambda: failures(scaling) >= seen + 5)
-    await until(lambda: "event=scaling_recovered" in fault_events(caplog))
+        await wait_until(lambda: failures(scaling) >= seen + 5)
+    await wait_until(lambda: "event=scaling_recovered" in fault_events(caplog))
     assert fault_events(caplog) == ["event=scaling_failed", "event=scaling_failed", "event=scaling_recovered"]
     scaling.stop()
 

@@ -24,28 +24,28 @@ from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
-    ReplicaDouble,
-    Simulation,
+    ControlPlane,
+    FakeReplica,
     granted,
     rejected,
     scheduler_settings,
     submission,
-    until,
+    wait_until,
 )
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
-    world = Simulation(scheduler_settings(), FAST)
-    yield world
-    await world.close()
+async def control_plane() -> AsyncIterator[ControlPlane]:
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    yield control_plane
+    await control_plane.close()
 
 
-def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
+def break_core(control_plane: ControlPlane, on: type[Event], request_id: str) -> None:
     """Make the current core raise on one event of one request."""
-    handle = world.live.core.handle
+    handle = control_plane.live.core.handle
 
     def faulty(event: Event, now: float) -> list[Command]:
         name = event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", None)
@@ -53,51 +53,51 @@ def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
             raise ZeroDivisionError("a fault")
         return handle(event, now)
 
-    world.live.core.handle = faulty  # type: ignore[method-assign]
+    control_plane.live.core.handle = faulty  # type: ignore[method-assign]
 
 
 async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_the_others(
-    world: Simulation, caplog: pytest.LogCaptureFixture
+    control_plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = await world.begin()
-    gateway = await world.gateway()
+    live = await control_plane.begin()
+    gateway = await control_plane.gateway()
     others = [asyncio.get_running_loop().create_task(gateway.acquire(submission(f"r{n}"))) for n in range(5)]
-    await until(lambda: len(live.core) == 5)
-    break_core(world, Arrived, "poison")
+    await wait_until(lambda: len(live.core) == 5)
+    break_core(control_plane, Arrived, "poison")
     with caplog.at_level(logging.ERROR, "ray.serve"):
         rejection = await rejected(gateway, "poison")
     assert rejection.outcome is Outcome.FAILED
     assert "event=core_failed" in caplog.text
     assert "Traceback" in caplog.text
-    assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
+    assert control_plane.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
     with pytest.raises(ChannelError, match="the core failed"):
         live.endpoint(Role.GATEWAY)
     assert "ewsjf_scheduler_errors_total" in await live.exposition()
-    await world.begin()
-    await world.replica("s1")
+    await control_plane.begin()
+    await control_plane.replica("s1")
     for task in others:
         answer = await asyncio.wait_for(task, 10)
         assert isinstance(answer, Grant)
         gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.live.core) == 0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
-    world: Simulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(history: RequestHistory, entry: Entry) -> None:
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr(RequestHistory, "on_entry", faulty)
-    live = await world.begin()
-    gateway = await world.gateway()
+    live = await control_plane.begin()
+    gateway = await control_plane.gateway()
     with caplog.at_level(logging.ERROR, "ray.serve"):
-        await world.replica("s1")
+        await control_plane.replica("s1")
         for name in ("r1", "r2"):
             await granted(gateway, name)
             gateway.finish(name, Outcome.COMPLETED, USAGE)
-        await until(lambda: len(live.core) == 0)
-    assert world.ends == []
+        await wait_until(lambda: len(live.core) == 0)
+    assert control_plane.ends == []
     assert caplog.text.count("event=observer_failed observer=RequestHistory") == 1
     assert "ZeroDivisionError: a fault" in caplog.text
     # The observers after it receive each entry.
@@ -109,61 +109,61 @@ async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
 
 
 async def test_a_fault_while_a_request_is_watched_affects_no_request(
-    world: Simulation, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(watch: QueueWatch, request_id: str) -> None:
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr(QueueWatch, "watch", faulty)
-    live = await world.begin()
-    gateway = await world.gateway()
+    live = await control_plane.begin()
+    gateway = await control_plane.gateway()
     waiting = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(live.core) == 1)
+    await wait_until(lambda: len(live.core) == 1)
     gateway.watch("r1", lambda outlook: None)
-    await until(lambda: live.status()["observer_errors"] == {"QueueWatch": 1})
-    await world.replica("s1")
+    await wait_until(lambda: live.status()["observer_errors"] == {"QueueWatch": 1})
+    await control_plane.replica("s1")
     assert isinstance(await asyncio.wait_for(waiting, 10), Grant)
 
 
-async def test_a_fault_over_a_running_request_leaves_it_running(world: Simulation) -> None:
-    await world.begin()
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_a_fault_over_a_running_request_leaves_it_running(control_plane: ControlPlane) -> None:
+    await control_plane.begin()
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     await granted(gateway, "r1")
     await granted(gateway, "r2")
-    break_core(world, Finished, "r1")
+    break_core(control_plane, Finished, "r1")
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: bool(world.ends))
-    await world.begin()
-    await until(lambda: len(world.live.core) == 1)
-    entry = world.live.core.find("r2")
+    await wait_until(lambda: bool(control_plane.ends))
+    await control_plane.begin()
+    await wait_until(lambda: len(control_plane.live.core) == 1)
+    entry = control_plane.live.core.find("r2")
     assert entry is not None
     assert entry.replica_id == "s1"
 
 
-async def test_time_alone_expires_a_request(world: Simulation) -> None:
-    await world.begin()
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_time_alone_expires_a_request(control_plane: ControlPlane) -> None:
+    await control_plane.begin()
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     running = [await granted(gateway, f"r{n}") for n in range(3)]
     rejection = await rejected(gateway, "late", queue_timeout_s=0.2)
     assert rejection.outcome is Outcome.EXPIRED
-    assert len(world.live.core) == len(running)
+    assert len(control_plane.live.core) == len(running)
 
 
-async def test_a_class_has_its_own_time_in_the_queue(world: Simulation) -> None:
-    live = await world.begin()
-    gateway = await world.gateway()
+async def test_a_class_has_its_own_time_in_the_queue(control_plane: ControlPlane) -> None:
+    live = await control_plane.begin()
+    gateway = await control_plane.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(live.core) == 1)
+    await wait_until(lambda: len(live.core) == 1)
     entry = live.core.find("r1")
     assert entry is not None
-    wanted = world.settings.queue_timeout_s.default
+    wanted = control_plane.settings.queue_timeout_s.default
     assert entry.request.expires_at - entry.request.arrived_at == pytest.approx(wanted)
     task.cancel()
 
 
-async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> None:
+async def test_a_store_that_does_not_answer_ends_nothing(control_plane: ControlPlane) -> None:
     looks = 0
 
     async def look() -> int:
@@ -171,37 +171,37 @@ async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> N
         looks += 1
         raise ConnectionError("the store is away")
 
-    live = await world.begin(newest_incarnation=look)
-    await until(lambda: looks > 0)
+    live = await control_plane.begin(newest_incarnation=look)
+    await wait_until(lambda: looks > 0)
     assert not live.end_reason
-    assert world.ends == []
+    assert control_plane.ends == []
 
 
-async def test_the_status_shows_waiting_requests_and_replica_reports(world: Simulation) -> None:
-    await world.begin()
-    gateway = await world.gateway()
-    await world.replica("s1", seats=8)
+async def test_the_status_shows_waiting_requests_and_replica_reports(control_plane: ControlPlane) -> None:
+    await control_plane.begin()
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1", seats=8)
     await granted(gateway, "r1")
-    status = world.live.status()
+    status = control_plane.live.status()
     assert (status["model"], status["incarnation"], status["ended"], status["gateways"]) == ("m", 1, "", 1)
     assert status["replicas"]["s1"]["in_flight"] == 1
     assert status["replicas"]["s1"]["max_num_seqs"] == 8
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
     assert status["replicas"]["s1"]["state"] == "ready"
-    world.live._replicas.on_stale("s1")
-    assert world.live.status()["replicas"]["s1"]["state"] == "stale"
+    control_plane.live._replicas.on_stale("s1")
+    assert control_plane.live.status()["replicas"]["s1"]["state"] == "stale"
 
 
-async def test_gauges_show_waiting_requests_and_stale_replicas(world: Simulation) -> None:
-    live = await world.begin()
-    gateway = await world.gateway()
+async def test_gauges_show_waiting_requests_and_stale_replicas(control_plane: ControlPlane) -> None:
+    live = await control_plane.begin()
+    gateway = await control_plane.gateway()
 
-    def drain(double: ReplicaDouble) -> None:
+    def drain(double: FakeReplica) -> None:
         double.report = replace(double.report, draining=True)
 
-    await world.replica("s1", prepare=drain)
+    await control_plane.replica("s1", prepare=drain)
     task = asyncio.create_task(gateway.acquire(submission("r1", priority=PriorityClass.BATCH)))
-    await until(lambda: len(live.core) == 1)
+    await wait_until(lambda: len(live.core) == 1)
     live._replicas.on_stale("s1")
     text = await live.exposition()
     for line in (
@@ -214,11 +214,11 @@ async def test_gauges_show_waiting_requests_and_stale_replicas(world: Simulation
     task.cancel()
 
 
-async def test_learned_queues_are_applied_and_recorded(world: Simulation, tmp_path: Path) -> None:
-    world.settings = scheduler_settings(policy="ewsjf")
-    live = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
-    gateway = await world.gateway()
-    await world.replica("s1")
+async def test_learned_queues_are_applied_and_recorded(control_plane: ControlPlane, tmp_path: Path) -> None:
+    control_plane.settings = scheduler_settings(policy="ewsjf")
+    live = await control_plane.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
     before = await granted(gateway, "r1")
     first = live.tuner.observed()
     assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
@@ -243,13 +243,15 @@ def logged(path: Path) -> LoggedRun:
     return run
 
 
-async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tmp_path: Path) -> None:
+async def test_a_recorded_run_replays_to_the_same_commands(
+    control_plane: ControlPlane, tmp_path: Path
+) -> None:
     """The live scheduler's core against a core fed from its log, at the log's times."""
     log = DecisionLogSettings(path=str(tmp_path / "decisions-{incarnation}.jsonl"))
-    await world.begin(decision_log=log)
-    gateway = await world.gateway()
-    await world.replica("s1", seats=4)
-    await world.replica("s2", seats=4)
+    await control_plane.begin(decision_log=log)
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1", seats=4)
+    await control_plane.replica("s2", seats=4)
 
     async def handle(n: int) -> None:
         answer = await gateway.acquire(submission(f"r{n}", queue_timeout_s=0.3 if n % 7 == 0 else None))
@@ -261,12 +263,12 @@ async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tm
             gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
 
     await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
-    await until(lambda: len(world.live.core) == 0)
-    world.live.stop()
+    await wait_until(lambda: len(control_plane.live.core) == 0)
+    control_plane.live.stop()
     run = logged(tmp_path / "decisions-1.jsonl")
     assert len(run.decisions) > 100
     assert replay(run) is None
     core = Scheduler(run.header.settings, now=run.header.now)
     for _, decision in run.decisions:
         core.handle(decision.event, decision.now)
-    assert repr(core) == repr(world.live.core)
+    assert repr(core) == repr(control_plane.live.core)

@@ -12,10 +12,10 @@ from serve_app.serving.scheduler import program_receipts
 from serve_app.serving.scheduler.program_receipts import programs_named
 from tests.builders import request
 from tests.core.programs.builders import ProgramDriver, fleet
-from tests.serving.scheduler.test_receipts import HistoryStage
+from tests.serving.scheduler.test_receipts import HistoryHarness
 
 
-class ProgramStage(HistoryStage):
+class ProgramHarness(HistoryHarness):
     """A scheduler with one replica that has room for one context of 60,000 tokens."""
 
     driver: ProgramDriver
@@ -23,8 +23,8 @@ class ProgramStage(HistoryStage):
     def __init__(self) -> None:
         super().__init__(fleet("s1"), most=100)
 
-    def ask(self, request_id: str, session: str, *, blocks: int = 400, **fields: Any) -> None:
-        asked = request(
+    def submit(self, request_id: str, session: str, *, blocks: int = 400, **fields: Any) -> None:
+        arrival = request(
             request_id,
             prompt_tokens=60_000,
             arrived_at=self.driver.now,
@@ -33,7 +33,7 @@ class ProgramStage(HistoryStage):
             messages=blocks,
             streamed=True,
         )
-        self.arrive(asked)
+        self.arrive(arrival)
 
     def answer(self, request_id: str, usage: Usage, *, first_token_s: float, after_s: float) -> None:
         self.feed(ev.FirstToken(request_id), after_s=first_token_s)
@@ -51,16 +51,16 @@ def usage(prompt: int, cached: int = 0, ending: TurnEnd = TurnEnd.TOOLS) -> Usag
 
 
 def test_the_time_of_a_program_is_divided_by_what_it_was_spent_on() -> None:
-    stage = ProgramStage()
-    stage.ask("a1", "root")
-    stage.answer("a1", usage(60_000), first_token_s=6.0, after_s=2.0)
-    stage.driver.now += 10.0
-    stage.ask("a2", "root", blocks=410)
+    harness = ProgramHarness()
+    harness.submit("a1", "root")
+    harness.answer("a1", usage(60_000), first_token_s=6.0, after_s=2.0)
+    harness.driver.now += 10.0
+    harness.submit("a2", "root", blocks=410)
     # 60,100 tokens were in the context, and 40,000 of them were still cached.
-    stage.answer("a2", usage(62_000, 40_000, TurnEnd.DONE), first_token_s=2.0, after_s=1.0)
-    stage.driver.now += 100.0
-    stage.ask("a3", "root", blocks=420)
-    (found,) = stage.document()
+    harness.answer("a2", usage(62_000, 40_000, TurnEnd.DONE), first_token_s=2.0, after_s=1.0)
+    harness.driver.now += 100.0
+    harness.submit("a3", "root", blocks=420)
+    (found,) = harness.document()
     assert (found["program"], found["state"], found["turns"]) == ("job", "running", 2)
     assert (found["first_token_s"], found["generation_s"], found["engine_s"]) == (8.0, 3.0, 11.0)
     assert (found["tool_gap_s"], found["gap_s"]) == (10.0, 110.0)
@@ -74,31 +74,31 @@ def test_the_time_of_a_program_is_divided_by_what_it_was_spent_on() -> None:
 
 
 def test_sub_agents_and_their_waits_for_room_belong_to_the_program() -> None:
-    stage = ProgramStage()
-    stage.ask("a1", "root")
-    stage.ask("b1", "helper", parent="root")
-    stage.driver.now += 5.0
-    assert [(each["session"], each["is_sub_agent"]) for each in stage.document()[0]["last_turns"]] == [
+    harness = ProgramHarness()
+    harness.submit("a1", "root")
+    harness.submit("b1", "helper", parent="root")
+    harness.driver.now += 5.0
+    assert [(each["session"], each["is_sub_agent"]) for each in harness.document()[0]["last_turns"]] == [
         ("root", False),
         ("helper", True),
     ]
-    waiting = stage.document()[0]["last_turns"][1]
+    waiting = harness.document()[0]["last_turns"][1]
     assert (waiting["queued_s"], waiting["waiting_s"]) == (5.0, None)
-    stage.answer("a1", usage(60_000, ending=TurnEnd.DONE), first_token_s=1.0, after_s=1.0)
-    stage.driver.wake()
-    found = stage.document()[0]
+    harness.answer("a1", usage(60_000, ending=TurnEnd.DONE), first_token_s=1.0, after_s=1.0)
+    harness.driver.wake()
+    found = harness.document()[0]
     assert found["conversations"] == 2
 
 
 def test_only_the_last_turns_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_receipts, "_MOST_TURNS", 2)
     monkeypatch.setattr(program_receipts, "_LOOKED_AT", 1)
-    stage = ProgramStage()
+    harness = ProgramHarness()
     for number in range(3):
-        stage.ask(f"a{number}", "root", blocks=400 + number)
-        stage.answer(f"a{number}", usage(60_000), first_token_s=1.0, after_s=1.0)
-    assert [each["request_id"] for each in stage.document()[0]["last_turns"]] == ["a1", "a2"]
+        harness.submit(f"a{number}", "root", blocks=400 + number)
+        harness.answer(f"a{number}", usage(60_000), first_token_s=1.0, after_s=1.0)
+    assert [each["request_id"] for each in harness.document()[0]["last_turns"]] == ["a1", "a2"]
 
 
 def test_an_unknown_program_has_no_receipt() -> None:
-    assert ProgramStage().document("unknown") == []
+    assert ProgramHarness().document("unknown") == []

@@ -11,7 +11,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Watch
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
-from tests.serving.channel.harness import PATIENCE_S, Simulation, submission, until
+from tests.serving.channel.harness import PATIENCE_S, ControlPlane, submission, wait_until
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 Updates = dict[str, list[RequestOutlook | None]]
@@ -40,17 +40,17 @@ async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
     gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
 
 
-async def test_positions_are_sent_and_fall_while_others_are_served(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_positions_are_sent_and_fall_while_others_are_served(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     updates: Updates = {}
     waiting = [subscribe(gateway, f"r{number}", updates) for number in range(6)]
-    await until(lambda: len(updates) == 6 and all(updates.values()))
+    await wait_until(lambda: len(updates) == 6 and all(updates.values()))
     assert [positions(updates, f"r{number}") for number in range(6)] == [[number + 1] for number in range(6)]
     assert all(outlook is not None and outlook.expected_s is None for (outlook,) in updates.values())
     for task in waiting[:3]:
         task.cancel()
-    await until(lambda: positions(updates, "r5")[-1] == 3)
-    await world.replica(seats=64)
+    await wait_until(lambda: positions(updates, "r5")[-1] == 3)
+    await control_plane.replica(seats=64)
     for task in waiting[3:]:
         await end(gateway, task)
     before = {name: list(outlooks) for name, outlooks in updates.items()}
@@ -58,19 +58,19 @@ async def test_positions_are_sent_and_fall_while_others_are_served(world: Simula
     assert updates == before
 
 
-async def test_a_request_without_a_subscription_gets_no_updates(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_request_without_a_subscription_gets_no_updates(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     task = asyncio.create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(world.live.core) == 1)
-    assert world.live._outlook._timer is None
+    await wait_until(lambda: len(control_plane.live.core) == 1)
+    assert control_plane.live._outlook._timer is None
     task.cancel()
 
 
-async def test_only_its_own_gateway_gets_updates_of_a_request(world: Simulation) -> None:
-    ours, others = await world.gateway("g1"), await world.gateway("g2")
+async def test_only_its_own_gateway_gets_updates_of_a_request(control_plane: ControlPlane) -> None:
+    ours, others = await control_plane.gateway("g1"), await control_plane.gateway("g2")
     updates: Updates = {}
     first, second = subscribe(ours, "r1", updates), subscribe(others, "r2", updates)
-    await until(lambda: len(updates) == 2 and all(updates.values()))
+    await wait_until(lambda: len(updates) == 2 and all(updates.values()))
     # Another gateway may subscribe, but receives nothing.
     assert others._link is not None
     others._link.send(Watch("r1"))
@@ -81,37 +81,37 @@ async def test_only_its_own_gateway_gets_updates_of_a_request(world: Simulation)
     second.cancel()
 
 
-async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     updates: Updates = {}
     waiting = [subscribe(gateway, f"r{number}", updates) for number in range(3)]
-    await until(lambda: positions(updates, "r2") == [3])
-    world.kill()
-    await until(lambda: updates["r2"][-1] is None)
-    await world.begin()
-    await until(lambda: positions(updates, "r2") == [3, 3])
+    await wait_until(lambda: positions(updates, "r2") == [3])
+    control_plane.kill()
+    await wait_until(lambda: updates["r2"][-1] is None)
+    await control_plane.begin()
+    await wait_until(lambda: positions(updates, "r2") == [3, 3])
     assert updates["r2"].count(None) == 1
-    await world.replica(seats=64)
+    await control_plane.replica(seats=64)
     for task in waiting:
         await end(gateway, task)
 
 
-async def test_a_subscription_without_a_scheduler_reports_that(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_subscription_without_a_scheduler_reports_that(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     updates: Updates = {}
-    world.kill()
-    await until(lambda: not gateway.is_connected)
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
     task = subscribe(gateway, "r1", updates)
-    await until(lambda: updates.get("r1") == [None])
-    await world.begin()
-    await until(lambda: positions(updates, "r1") == [1])
+    await wait_until(lambda: updates.get("r1") == [None])
+    await control_plane.begin()
+    await wait_until(lambda: positions(updates, "r1") == [1])
     task.cancel()
 
 
-async def test_a_put_back_request_gets_updates_again(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_a_put_back_request_gets_updates_again(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     updates: Updates = {}
-    replica, _ = await world.replica("s1")
+    replica, _ = await control_plane.replica("s1")
     answer = await asyncio.wait_for(gateway.acquire(submission("r1")), PATIENCE_S)
     assert isinstance(answer, Grant)
     # The request was granted before its subscription arrived.
@@ -119,22 +119,22 @@ async def test_a_put_back_request_gets_updates_again(world: Simulation) -> None:
     await asyncio.sleep(0.1)
     assert updates["r1"] == []
     await replica.close()
-    await until(lambda: not gateway.replicas())
+    await wait_until(lambda: not gateway.replicas())
     again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.UNREACHABLE, "it is gone"))
-    await until(lambda: positions(updates, "r1") == [1])
+    await wait_until(lambda: positions(updates, "r1") == [1])
     again.cancel()
 
 
-async def test_the_start_is_sent_and_its_error_is_counted(world: Simulation) -> None:
-    gateway = await world.gateway()
+async def test_the_start_is_sent_and_its_error_is_counted(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     updates: Updates = {}
     busy = ReplicaReport(received=0, waiting=9, running=8, kv_usage_ratio=1.0)
-    _, double = await world.replica(prepare=lambda made: setattr(made, "report", busy))
-    drain = world.live.core.admission.predictor.drain
+    _, double = await control_plane.replica(prepare=lambda made: setattr(made, "report", busy))
+    drain = control_plane.live.core.admission.predictor.drain
     drain.backlog_s = 10.0
     drain._tokens.add(200.0, 10.0)
     task = subscribe(gateway, "r1", updates, priority=PriorityClass.INTERACTIVE)
-    await until(lambda: bool(updates.get("r1")))
+    await wait_until(lambda: bool(updates.get("r1")))
     outlook = updates["r1"][0]
     assert outlook is not None
     assert outlook.earliest_s is not None
@@ -143,8 +143,8 @@ async def test_the_start_is_sent_and_its_error_is_counted(world: Simulation) -> 
     assert 0 < outlook.earliest_s < outlook.expected_s < outlook.latest_s
     double.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
     await end(gateway, task)
-    await until(lambda: len(world.live.core) == 0)
-    text = await world.live.exposition()
+    await wait_until(lambda: len(control_plane.live.core) == 0)
+    text = await control_plane.live.exposition()
     for estimate in ("first", "last"):
         labels = f'class="interactive",estimate="{estimate}",model="m"'
         whole = f'class="interactive",estimate="{estimate}",le="+Inf",model="m"'
@@ -159,17 +159,17 @@ async def test_the_start_is_sent_and_its_error_is_counted(world: Simulation) -> 
 
 
 async def test_a_fault_in_the_outlook_costs_no_request(
-    world: Simulation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def faulty(*_: object) -> object:
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr("serve_app.core.outlook.watched.expected_order", faulty)
-    gateway = await world.gateway()
+    gateway = await control_plane.gateway()
     updates: Updates = {}
     task = subscribe(gateway, "r1", updates)
-    await until(lambda: "event=queue_outlook_failed" in caplog.text)
-    await world.replica()
+    await wait_until(lambda: "event=queue_outlook_failed" in caplog.text)
+    await control_plane.replica()
     await end(gateway, task)
     assert updates["r1"] == []
-    assert world.ends == []
+    assert control_plane.ends == []

@@ -20,7 +20,7 @@ from tests.builders import ManualDriver, fill, one_replica, request
 USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
 
-class HistoryStage:
+class HistoryHarness:
     """A scheduler on a manual clock, with its request history."""
 
     def __init__(self, driver: ManualDriver, most: int = 10, prefill_s_per_token: float = 0.0) -> None:
@@ -30,12 +30,12 @@ class HistoryStage:
         )
         self._known: dict[str, GatewayRequest] = {}
 
-    def arrive(self, asked: Request, named: str = "") -> None:
-        record = self._known[asked.request_id] = GatewayRequest(
-            GatewaySession("g1"), asked.submission, 0, named
+    def arrive(self, arrival: Request, named: str = "") -> None:
+        record = self._known[arrival.request_id] = GatewayRequest(
+            GatewaySession("g1"), arrival.submission, 0, named
         )
         record.arrived_at = self.driver.now
-        self.feed(ev.Arrived(asked), record=record)
+        self.feed(ev.Arrived(arrival), record=record)
 
     def end(
         self, request_id: str, times: RequestTimes, usage: Usage = USAGE, *, after_s: float = 0.0
@@ -58,8 +58,8 @@ class HistoryStage:
         self.history.on_entry(entry)
 
 
-class ReceiptStage(HistoryStage):
-    def ask(self, request_id: str, named: str = "") -> None:
+class ReceiptHarness(HistoryHarness):
+    def submit(self, request_id: str, named: str = "") -> None:
         self.arrive(request(request_id, arrived_at=self.driver.now, tenant="acme"), named)
 
     def document(self, name: str) -> dict[str, Any]:
@@ -74,13 +74,13 @@ def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -
 
 @pytest.mark.parametrize("first_token_s", [None, 0.25])
 def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | None) -> None:
-    receipt_stage = ReceiptStage(one_replica())
-    fill(receipt_stage.driver)
-    receipt_stage.ask("waits", "mine")
-    receipt_stage.end("f0", request_times(), after_s=2.0)
-    receipt_stage.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
+    receipt_harness = ReceiptHarness(one_replica())
+    fill(receipt_harness.driver)
+    receipt_harness.submit("waits", "mine")
+    receipt_harness.end("f0", request_times(), after_s=2.0)
+    receipt_harness.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
 
-    document = receipt_stage.document("mine")
+    document = receipt_harness.document("mine")
     stages = {each["stage"]: each["ms"] for each in document["stages"]}
     engine = (
         {"engine": 1_500.0} if first_token_s is None else {"until_first_token": 250.0, "generation": 1_250.0}
@@ -94,27 +94,27 @@ def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | Non
 
 
 def test_the_history_is_bounded_in_number_and_time() -> None:
-    receipt_stage = ReceiptStage(one_replica(), most=2)
+    receipt_harness = ReceiptHarness(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        receipt_stage.ask(name, f"client-{name}")
-        receipt_stage.end(name, request_times())
-    assert receipt_stage.history.find("a") is receipt_stage.history.find("client-a") is None
-    assert receipt_stage.history.find("client-b") is receipt_stage.history.find("b") is not None
+        receipt_harness.submit(name, f"client-{name}")
+        receipt_harness.end(name, request_times())
+    assert receipt_harness.history.find("a") is receipt_harness.history.find("client-a") is None
+    assert receipt_harness.history.find("client-b") is receipt_harness.history.find("b") is not None
 
-    receipt_stage.driver.now += RETENTION_S + 1
-    receipt_stage.driver.report("r1")
-    receipt_stage.ask("d")
-    receipt_stage.end("d", request_times())
+    receipt_harness.driver.now += RETENTION_S + 1
+    receipt_harness.driver.report("r1")
+    receipt_harness.submit("d")
+    receipt_harness.end("d", request_times())
 
-    assert len(receipt_stage.history.ended()) == 1
-    assert receipt_stage.history.find("c") is None
+    assert len(receipt_harness.history.ended()) == 1
+    assert receipt_harness.history.find("c") is None
 
 
 def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
-    receipt_stage = ReceiptStage(one_replica(), most=2)
+    receipt_harness = ReceiptHarness(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        receipt_stage.ask(name, "same")
-        receipt_stage.end(name, request_times())
-    found = receipt_stage.history.find("same")
+        receipt_harness.submit(name, "same")
+        receipt_harness.end(name, request_times())
+    found = receipt_harness.history.find("same")
     assert found is not None
     assert found.request_id == "c"

@@ -43,8 +43,8 @@ def arrive(activity: RecentActivity, waiting: int) -> None:
 
 def first_token(activity: RecentActivity, priority: PriorityClass, ttft_s: float) -> None:
     token = entry(activity, FirstToken("r1"))
-    asked = request(priority=priority, arrived_at=token.now - ttft_s)
-    token.scheduled = ScheduledRequest(asked, token.core.estimator.estimate(asked), 1, ("short",))
+    arrival = request(priority=priority, arrived_at=token.now - ttft_s)
+    token.scheduled = ScheduledRequest(arrival, token.core.estimator.estimate(arrival), 1, ("short",))
     token.scheduled.started_at = token.now
     activity.on_entry(token)
 

@@ -27,7 +27,7 @@ async def fleet_with_admin(engine: Engine) -> AsyncIterator[tuple[Fleet, httpx.A
 async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> None:
     async with fleet_with_admin(Engine(token_delay_s=0.01)) as (_fleet, http):
 
-        async def ask(count: int) -> list[httpx.Response]:
+        async def send_request(count: int) -> list[httpx.Response]:
             body = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "stream": True}
             return list(
                 await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(count)))
@@ -37,11 +37,11 @@ async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> No
         assert (shown["mode"], shown["active_share"]) == ("active", 1.0)
         changed = await http.post("/admin/mode", json={"active_share": 0.0})
         assert changed.json()["models"][0]["mode"] == "observe"
-        answers = await ask(20)
+        answers = await send_request(20)
         assert all(answer.status_code == 200 for answer in answers)
         assert {answer.headers.get("x-scheduled") for answer in answers} == {"no"}
         await http.post("/admin/mode", json={"active_share": 0.5, "model": MODEL})
-        parts = {answer.headers.get("x-scheduled") for answer in await ask(40)}
+        parts = {answer.headers.get("x-scheduled") for answer in await send_request(40)}
         assert parts == {"no", None}
         measured = (await http.get("/admin/mode")).json()["models"][0]["measured"]
         scheduled, bypassed = measured["scheduled"]["all"], measured["bypassed"]["all"]
@@ -50,7 +50,7 @@ async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> No
         assert 0 < bypassed["ttft_p50_s"] <= bypassed["ttft_p99_s"]
         assert measured["bypassed"]["short"]["requests"] == bypassed["requests"]
         await http.post("/admin/mode", json={"active_share": 1})
-        assert {answer.headers.get("x-scheduled") for answer in await ask(5)} == {None}
+        assert {answer.headers.get("x-scheduled") for answer in await send_request(5)} == {None}
         document = (await http.get("/admin/mode")).json()["models"][0]
         found = [
             (each["mode"], each["scheduled"]["all"]["requests"], each["bypassed"]["all"]["requests"])
@@ -79,7 +79,7 @@ async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixtu
         _, shown = await mode("active", "--share", "10%")
         assert shown.startswith("tiny: partly active, 10% of the requests are scheduled\n")
         assert "| bypassed " in shown
-        assert fleet.world.live.mode.active_share == 0.1
+        assert fleet.control_plane.live.mode.active_share == 0.1
         assert (await mode("active"))[1].startswith("tiny: active, 100%")
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         _, shown = await mode()
@@ -115,12 +115,12 @@ async def test_mistakes_are_reported_and_change_nothing(body: dict[str, Any], sa
     async with fleet_with_admin(Engine()) as (fleet, http):
         answer = await http.post("/admin/mode", json=body)
         assert (answer.status_code, says in answer.text) == (400, True), answer.text
-        assert fleet.world.live.mode.active_share == 1
+        assert fleet.control_plane.live.mode.active_share == 1
 
 
 async def test_the_tuner_tries_nothing_while_others_pass_by() -> None:
     async with fleet_of([Engine()]) as fleet:
-        live = fleet.world.live
+        live = fleet.control_plane.live
         live.mode.change(0.25)
         observed = live.tuner.observed(outcomes=True)
         assert observed.frozen == "75% of the requests are not scheduled (mode)"

@@ -8,57 +8,57 @@ import pytest_asyncio
 from serve_app.core.settings import ScoreWeights
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.tuning.rollout import Retune
-from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, until
+from tests.serving.channel.harness import FAST, PATIENCE_S, ControlPlane, scheduler_settings, wait_until
 
 TARGET = "backpressure.target_waiting"
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
-    world = Simulation(scheduler_settings(policy="ewsjf"), FAST)
-    await world.begin()
-    yield world
-    await world.close()
+async def control_plane() -> AsyncIterator[ControlPlane]:
+    control_plane = ControlPlane(scheduler_settings(policy="ewsjf"), FAST)
+    await control_plane.begin()
+    yield control_plane
+    await control_plane.close()
 
 
-def target(world: Simulation) -> int:
-    return world.live.core.settings.backpressure.target_waiting
+def target(control_plane: ControlPlane) -> int:
+    return control_plane.live.core.settings.backpressure.target_waiting
 
 
 async def test_values_are_applied_permanently_logged_and_shown(
-    world: Simulation, caplog: pytest.LogCaptureFixture
+    control_plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ray.serve"):
-        world.live.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
-    assert target(world) == 7
-    weights = world.live.core.settings.ewsjf.weights
+        control_plane.live.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
+    assert target(control_plane) == 7
+    weights = control_plane.live.core.settings.ewsjf.weights
     # Weights that are not named keep their values.
     assert (weights.b_u, weights.a_u) == (0.3, ScoreWeights().a_u)
     assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
     assert (
         'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0'
-        in await world.live.exposition()
+        in await control_plane.live.exposition()
     )
-    assert world.live.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
+    assert control_plane.live.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
 
 
-async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulation) -> None:
-    world.live.tuner.store_document({"twin": {"error": None}})
-    assert "ewsjf_twin_error_ratio{" not in await world.live.exposition()
-    world.live.tuner.store_document({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
+async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(control_plane: ControlPlane) -> None:
+    control_plane.live.tuner.store_document({"twin": {"error": None}})
+    assert "ewsjf_twin_error_ratio{" not in await control_plane.live.exposition()
+    control_plane.live.tuner.store_document({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
     async with asyncio.timeout(PATIENCE_S):
         # Metrics pages are cached briefly.
-        while "ewsjf_twin_error_ratio{" not in (page := await world.live.exposition()):  # noqa: ASYNC110 - see above
+        while "ewsjf_twin_error_ratio{" not in (page := await control_plane.live.exposition()):  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.01)
     assert 'ewsjf_twin_error_ratio{latency="ttft",model="m"} 0.25' in page
     assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in page
 
 
-async def test_the_status_has_the_tuners_counts_and_whether_it_is_frozen(world: Simulation) -> None:
+async def test_the_status_has_the_tuners_counts_and_whether_it_is_frozen(control_plane: ControlPlane) -> None:
     counts = {"searches": 2, "candidates": 30, "decisions": {"adopted": 1}}
-    world.live.tuner.store_document({"counts": counts})
-    world.live.tuner.freeze("an incident")
-    text = await world.live.exposition()
+    control_plane.live.tuner.store_document({"counts": counts})
+    control_plane.live.tuner.freeze("an incident")
+    text = await control_plane.live.exposition()
     for line in (
         'ewsjf_tuner_searches_total{model="m"} 2.0',
         'ewsjf_tuner_candidates_total{model="m"} 30.0',
@@ -68,28 +68,28 @@ async def test_the_status_has_the_tuners_counts_and_whether_it_is_frozen(world: 
         assert line in text, line
 
 
-async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:
-    before = target(world)
-    world.live.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
-    assert target(world) == 9
-    await until(lambda: target(world) == before)
+async def test_values_on_trial_run_out_when_the_tuner_is_silent(control_plane: ControlPlane) -> None:
+    before = target(control_plane)
+    control_plane.live.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
+    assert target(control_plane) == 9
+    await wait_until(lambda: target(control_plane) == before)
 
 
-async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: Simulation) -> None:
-    desk = world.live.tuner
+async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(control_plane: ControlPlane) -> None:
+    desk = control_plane.live.tuner
     desk.retune(Retune(values={TARGET: 9}, valid_s=0.05))
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     await asyncio.sleep(0.1)
-    assert target(world) == 9
+    assert target(control_plane) == 9
     desk.retune(Retune(values={TARGET: 4}))
-    assert target(world) == 4
+    assert target(control_plane) == 4
 
 
-async def test_freezing_ends_a_trial_at_once_and_prevents_others(world: Simulation) -> None:
-    desk, before = world.live.tuner, target(world)
+async def test_freezing_ends_a_trial_at_once_and_prevents_others(control_plane: ControlPlane) -> None:
+    desk, before = control_plane.live.tuner, target(control_plane)
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     desk.freeze("an incident")
-    assert target(world) == before
+    assert target(control_plane) == before
     assert desk.observed().frozen == "an incident"
     with pytest.raises(ChannelError, match="an incident"):
         desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
@@ -97,7 +97,7 @@ async def test_freezing_ends_a_trial_at_once_and_prevents_others(world: Simulati
     desk.retune(Retune(values={TARGET: before}))
     desk.thaw()
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
-    assert target(world) == 9
+    assert target(control_plane) == 9
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ async def test_freezing_ends_a_trial_at_once_and_prevents_others(world: Simulati
     ],
 )
 async def test_an_impossible_order_changes_nothing_and_harms_no_request(
-    world: Simulation, values: dict[str, float], message: str
+    control_plane: ControlPlane, values: dict[str, float], message: str
 ) -> None:
-    before = world.live.core.settings
+    before = control_plane.live.core.settings
     with pytest.raises(SettingsError, match=message):
-        world.live.tuner.retune(Retune(values=values))
-    assert world.live.core.settings == before
-    assert not world.live.end_reason
+        control_plane.live.tuner.retune(Retune(values=values))
+    assert control_plane.live.core.settings == before
+    assert not control_plane.live.end_reason
 
 
-async def test_outcomes_are_collected_from_the_first_request_for_them(world: Simulation) -> None:
-    desk = world.live.tuner
+async def test_outcomes_are_collected_from_the_first_request_for_them(control_plane: ControlPlane) -> None:
+    desk = control_plane.live.tuner
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)
     assert seen.settings is not None

@@ -8,7 +8,14 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.scheduler.usage import PersistentUsage, UsageLedger
 from tests.builders import key
-from tests.serving.channel.harness import FAST, Simulation, granted, rejected, scheduler_settings, until
+from tests.serving.channel.harness import (
+    FAST,
+    ControlPlane,
+    granted,
+    rejected,
+    scheduler_settings,
+    wait_until,
+)
 
 DAY_S = 86_400.0
 
@@ -154,7 +161,7 @@ async def test_stored_usage_survives_a_start_that_cannot_read_it(
         await second.load()
         second.ledger.add(*ended())
         await second.save()
-    await until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
+    await wait_until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
     await second.close()
     third = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await third.load()
@@ -164,10 +171,10 @@ async def test_stored_usage_survives_a_start_that_cannot_read_it(
 
 async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> None:
     ledger = UsageLedger("m")
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin(usage_ledger=ledger)
-    gateway = await world.gateway()
-    await world.replica()
+    control_plane = ControlPlane(scheduler_settings(), FAST)
+    await control_plane.begin(usage_ledger=ledger)
+    gateway = await control_plane.gateway()
+    await control_plane.replica()
     usage = Usage(prompt_tokens=30, output_tokens=7, cached_tokens=16)
     await granted(gateway, "r1", key=key("k1"))
     gateway.finish("r1", Outcome.COMPLETED, usage)
@@ -176,11 +183,11 @@ async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> Non
     await granted(gateway, "r3")
     gateway.finish("r3", Outcome.COMPLETED, usage)
     await rejected(gateway, "r4", model="unknown", key=key("k2"))
-    await until(lambda: len(world.live.core) == 0, "all have ended")
+    await wait_until(lambda: len(control_plane.live.core) == 0, "all have ended")
     (row,) = ledger.rows()
     assert (row["key"], row["requests"]) == ("k1", 2)
     # A cancelled answer counts with its estimate.
     assert row["prompt_tokens"] > 30
     assert row["cached_tokens"] == 16
     assert row["generated_tokens"] > 7
-    await world.close()
+    await control_plane.close()

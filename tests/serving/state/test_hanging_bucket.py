@@ -12,7 +12,7 @@ from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, S
 from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.settings import ParameterTuningSettings
-from tests.serving.channel.harness import FAST, scheduler_settings, until
+from tests.serving.channel.harness import FAST, scheduler_settings, wait_until
 from tests.serving.scheduler.test_actor import Claims
 from tests.serving.state.bucket import Bucket, reached_by_this_process
 
@@ -51,8 +51,8 @@ async def test_a_scheduler_starts_without_a_bucket_that_hangs_and_saves_once_it_
         await actor.endpoint("gateway")
         assert time.monotonic() - began < SOON_S
         await actor.check_health()
-    await until(lambda: "ewsjf_state_saved_timestamp_seconds" in metrics_of(actor))
-    await until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)
+    await wait_until(lambda: "ewsjf_state_saved_timestamp_seconds" in metrics_of(actor))
+    await wait_until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)
     await actor.close()
 
 
@@ -63,7 +63,7 @@ def metrics_of(actor: SchedulerActor) -> str:
 async def test_the_loop_of_a_scheduler_continues_while_its_bucket_hangs(uri: str, bucket: Bucket) -> None:
     actor = scheduler(uri)
     await actor.endpoint("gateway")
-    await until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)
+    await wait_until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)
     with bucket.hanging():
         longest_s = 0.0
         until_s = time.monotonic() + 2.0
@@ -100,8 +100,8 @@ async def test_a_watcher_starts_without_a_bucket_that_hangs_and_catches_up(
         assert time.monotonic() - began < SOON_S
         now.add(OTHER, found=True)
         assert not await now.save(), "nothing is written over what could not be read"
-    await until(lambda: now.added == {ADDED})
-    assert now.removed == {FOUND}, "what was chosen meanwhile holds"
+    await wait_until(lambda: now.added == {ADDED})
+    assert now.removed == {FOUND}, "the later choice wins"
 
     async def kept() -> set[str]:
         return (await choices(uri)).removed

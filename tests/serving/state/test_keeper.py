@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.serving import state as state_keeper
 from serve_app.serving.state import StateError, StatePersister, StateStore
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 
 
 class FlakyStore(StateStore):
@@ -61,13 +61,13 @@ async def test_a_changed_state_is_saved_periodically(store: FlakyStore) -> None:
     kept = keeper(store, document, 0.01)
     kept.start()
     kept.start()
-    await until(lambda: Path(store.path).exists())
+    await wait_until(lambda: Path(store.path).exists())
     written_at = store.written_at()
     calls = store.calls
-    await until(lambda: store.calls > calls + 2)
+    await wait_until(lambda: store.calls > calls + 2)
     assert store.written_at() == written_at, "nothing had changed"
     document["n"] = 2
-    await until(lambda: (store.load() or {}).get("n") == 2)
+    await wait_until(lambda: (store.load() or {}).get("n") == 2)
     await kept.close()
     assert sample(kept, "ewsjf_state_saved_timestamp_seconds{") > 1.7e9
 
@@ -124,7 +124,7 @@ async def test_a_store_that_hangs_delays_nothing(store: FlakyStore, monkeypatch:
 async def test_a_state_that_cannot_be_written_as_json_is_a_failure_and_no_crash(store: FlakyStore) -> None:
     kept = keeper(store, {"n": object()}, 0.01)
     kept.start()
-    await until(lambda: sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') > 1)
+    await wait_until(lambda: sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') > 1)
     await kept.close()
 
 
@@ -132,7 +132,7 @@ async def test_a_rejected_state_is_set_aside_in_the_background(store: FlakyStore
     kept = keeper(store, {"n": 1})
     await kept.save()
     kept.rejected("it makes no sense")
-    await until(lambda: Path(f"{store.path}.rejected").exists())
+    await wait_until(lambda: Path(f"{store.path}.rejected").exists())
     assert await kept.load() is None
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="restore"}') == 1
 
@@ -142,7 +142,7 @@ async def test_close_waits_for_a_running_save(store: FlakyStore) -> None:
     kept = keeper(store, document, 0.01)
     store.gate.clear()
     kept.start()
-    await until(lambda: store.calls == 1)
+    await wait_until(lambda: store.calls == 1)
     document["n"] = 2
     asyncio.get_running_loop().call_later(0.05, store.gate.set)
     await kept.close()

@@ -17,7 +17,7 @@ from serve_app.serving.tuner.actor import TunerActor
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, submission, until
+from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings, submission, wait_until
 
 QUICK = TunerSettings(learn_from=40)
 
@@ -31,7 +31,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 class SimulatedCalls:
     """Tuner calls answered by the current scheduler."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: ControlPlane) -> None:
         self._simulation = simulation
         self.is_cut = False
 
@@ -54,15 +54,15 @@ class SimulatedCalls:
 
 
 @pytest_asyncio.fixture
-async def simulation() -> AsyncIterator[Simulation]:
-    simulation = Simulation(scheduler_settings(policy="ewsjf"), FAST)
+async def simulation() -> AsyncIterator[ControlPlane]:
+    simulation = ControlPlane(scheduler_settings(policy="ewsjf"), FAST)
     await simulation.begin()
     yield simulation
     await simulation.close()
 
 
 @pytest_asyncio.fixture
-async def start(simulation: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
+async def start(simulation: ControlPlane) -> AsyncIterator[Callable[[], TunerActor]]:
     tuners: list[TunerActor] = []
 
     def begin() -> TunerActor:
@@ -74,8 +74,8 @@ async def start(simulation: Simulation) -> AsyncIterator[Callable[[], TunerActor
         tuner.stop()
 
 
-async def ask(
-    simulation: Simulation, client: GatewayClient, count: int = 40
+async def send_request(
+    simulation: ControlPlane, client: GatewayClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
     """Submit requests that wait, because there is no replica: four of five have 10 tokens, the rest 500."""
     there = len(simulation.live.core)
@@ -84,17 +84,17 @@ async def ask(
         shape = PromptShape(text_bytes=0, prompt_tokens=500 if number % 5 == 0 else 10)
         wanted = submission(f"r{number}", shape=shape)
         tasks.append(asyncio.get_running_loop().create_task(client.acquire(wanted)))
-    await until(lambda: len(simulation.live.core) == there + count)
+    await wait_until(lambda: len(simulation.live.core) == there + count)
     return tasks
 
 
-def queue_names(simulation: Simulation) -> set[str]:
+def queue_names(simulation: ControlPlane) -> set[str]:
     return simulation.live.core.queue.queue_names()
 
 
 @pytest.mark.parametrize("is_trying", [False, True])
 async def test_the_interval_is_shorter_during_a_trial_only(
-    simulation: Simulation,
+    simulation: ControlPlane,
     start: Callable[[], TunerActor],
     monkeypatch: pytest.MonkeyPatch,
     is_trying: bool,
@@ -102,20 +102,20 @@ async def test_the_interval_is_shorter_during_a_trial_only(
     monkeypatch.setattr(actor, "_PULL_INTERVAL_S" if is_trying else "_TRIAL_INTERVAL_S", 1_000.0)
     monkeypatch.setattr(ParameterTuner, "is_trying", is_trying)
     start()
-    await ask(simulation, await simulation.gateway())
-    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await send_request(simulation, await simulation.gateway())
+    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
 
 
 async def test_queues_are_learned_and_waiting_requests_are_queued_again(
-    simulation: Simulation, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
+    simulation: ControlPlane, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
     gateway = await simulation.gateway()
     with caplog.at_level(logging.INFO, "ray.serve"):
-        await ask(simulation, gateway, 39)
+        await send_request(simulation, gateway, 39)
         assert queue_names(simulation) == {"1-31", "256-511"}
-        await ask(simulation, gateway, 1)
-        await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+        await send_request(simulation, gateway, 1)
+        await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     assert len(simulation.live.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=learned queues=2 shortest=10" in caplog.text
     page = await simulation.live.exposition()
@@ -126,14 +126,14 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
 
 
 async def test_a_new_scheduler_gets_the_current_queues(
-    simulation: Simulation, start: Callable[[], TunerActor]
+    simulation: ControlPlane, start: Callable[[], TunerActor]
 ) -> None:
     start()
     gateway = await simulation.gateway()
-    await ask(simulation, gateway)
-    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await send_request(simulation, gateway)
+    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     await simulation.restart()
-    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     assert len(simulation.live.core.queue) == 40
     page = await simulation.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
@@ -141,21 +141,21 @@ async def test_a_new_scheduler_gets_the_current_queues(
 
 
 async def test_a_dead_tuner_changes_nothing_for_requests(
-    simulation: Simulation, start: Callable[[], TunerActor]
+    simulation: ControlPlane, start: Callable[[], TunerActor]
 ) -> None:
     tuner = start()
-    tasks = await ask(simulation, await simulation.gateway())
-    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    tasks = await send_request(simulation, await simulation.gateway())
+    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     tuner.stop()
     await simulation.replica("s1")
-    await until(lambda: any(task.done() for task in tasks))
+    await wait_until(lambda: any(task.done() for task in tasks))
     granted = [task.result() for task in tasks if task.done()]
     assert {grant.dispatch.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
     assert queue_names(simulation) == {"10-10", "500-500"}
 
 
 async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
-    simulation: Simulation, caplog: pytest.LogCaptureFixture
+    simulation: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = SimulatedCalls(simulation)
     calls.is_cut = True
@@ -165,8 +165,8 @@ async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
     assert caplog.text.count("event=tuner_scheduler_unreachable model=m") == 1
     await tuner.check_health()
     calls.is_cut = False
-    await ask(simulation, await simulation.gateway())
-    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await send_request(simulation, await simulation.gateway())
+    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     tuner.stop()
 
 
@@ -199,7 +199,7 @@ class ScriptedCalls:
 async def test_an_update_that_got_lost_is_sent_again() -> None:
     scheduler = ScriptedCalls([10] * 40, loses_the_first=True)
     tuner = TunerActor("m", QUICK, scheduler)
-    await until(lambda: len(scheduler.updates) == 2)
+    await wait_until(lambda: len(scheduler.updates) == 2)
     await asyncio.sleep(0.05)
     tuner.stop()
     assert len(scheduler.updates) == 2
@@ -210,6 +210,6 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
 async def test_a_tuner_that_cannot_continue_is_unhealthy() -> None:
     tuner = TunerActor("m", QUICK, ScriptedCalls(["long"]))
     await tuner.check_health()
-    await until(tuner._task.done)
+    await wait_until(tuner._task.done)
     with pytest.raises(TypeError):
         await tuner.check_health()

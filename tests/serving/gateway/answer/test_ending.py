@@ -7,9 +7,10 @@ import pytest
 
 from serve_app.request import TurnEnd, Usage
 from serve_app.serving.gateway.answer.stream import StreamScanner, counts_of
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway import builders
-from tests.serving.gateway.builders import MODEL, chat, emulated, eventually, streams, usage_json
-from tests.serving.gateway.conftest import Stage, staged
+from tests.serving.gateway.builders import MODEL, chat, emulated, streams, usage_json
+from tests.serving.gateway.conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -32,11 +33,11 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
-async def ending(stage: Stage, path: str, **fields: Any) -> TurnEnd | None:
+async def ending(harness: GatewayHarness, path: str, **fields: Any) -> TurnEnd | None:
     """Send a request, and return the end of its answer as it was reported."""
-    answer = await stage.http.post(path, json={**ASKED[path], **fields})
+    answer = await harness.http.post(path, json={**ASKED[path], **fields})
     assert answer.status_code == 200, answer.text
-    usage = stage.dispatcher.events[-1][2]
+    usage = harness.dispatcher.events[-1][2]
     assert isinstance(usage, Usage)
     return usage.ending
 
@@ -44,35 +45,38 @@ async def ending(stage: Stage, path: str, **fields: Any) -> TurnEnd | None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", ASKED)
 async def test_answers_end_by_themselves_at_a_limit_or_with_calls_of_tools(path: str, stream: bool) -> None:
-    async with emulated(profile="laptop", speed_up=200.0) as engine, staged(engine=engine.app) as stage:
-        assert await ending(stage, path, stream=stream) is TurnEnd.DONE
+    async with (
+        emulated(profile="laptop", speed_up=200.0) as engine,
+        running_gateway(engine=engine.app) as harness,
+    ):
+        assert await ending(harness, path, stream=stream) is TurnEnd.DONE
         limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-        assert await ending(stage, path, stream=stream, **{limit: 3}) is TurnEnd.OTHER
+        assert await ending(harness, path, stream=stream, **{limit: 3}) is TurnEnd.OTHER
         if path in TOOLS:
-            assert await ending(stage, path, stream=stream, **TOOLS[path]) is TurnEnd.TOOLS
+            assert await ending(harness, path, stream=stream, **TOOLS[path]) is TurnEnd.TOOLS
 
 
 async def test_an_assembled_answer_has_the_end_of_its_stream() -> None:
-    async with staged(assemble_answers=True) as stage:
-        assert await ending(stage, CHAT, max_tokens=3) is TurnEnd.DONE
-        assert b'"stream":true' in stage.engine.bodies[0]
+    async with running_gateway(assemble_answers=True) as harness:
+        assert await ending(harness, CHAT, max_tokens=3) is TurnEnd.DONE
+        assert b'"stream":true' in harness.engine.bodies[0]
 
 
 async def test_a_client_that_leaves_its_stream_reports_no_end() -> None:
-    async with staged() as stage:
-        stage.engine.token_delay_s = 0.02
-        asked = {**ASKED[CHAT], "max_tokens": 500, "stream": True}
-        async with stage.http.stream("POST", CHAT, json=asked) as answer:
+    async with running_gateway() as harness:
+        harness.engine.token_delay_s = 0.02
+        request_body = {**ASKED[CHAT], "max_tokens": 500, "stream": True}
+        async with harness.http.stream("POST", CHAT, json=request_body) as answer:
             await anext(answer.aiter_lines())
-        await eventually(stage.dispatcher.outcomes)
-        assert stage.dispatcher.events[-1][2] is None
+        await wait_until(harness.dispatcher.outcomes)
+        assert harness.dispatcher.events[-1][2] is None
 
 
 async def test_a_stream_without_usage_reports_no_end() -> None:
-    async with staged() as stage:
-        stage.engine.answers.append(streams(builders.chunk("hi", finish_reason="stop")))
-        await stage.http.post(CHAT, json=chat(stream=True))
-        assert stage.dispatcher.events[-1][2] is None
+    async with running_gateway() as harness:
+        harness.engine.answers.append(streams(builders.chunk("hi", finish_reason="stop")))
+        await harness.http.post(CHAT, json=chat(stream=True))
+        assert harness.dispatcher.events[-1][2] is None
 
 
 def chunk(*reasons: str | None, usage: bool = False) -> bytes:

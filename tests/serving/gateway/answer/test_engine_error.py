@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.serving.gateway.answer.client_api import in_openai_shape
 from tests.serving.gateway.builders import chat, error_json, replies
-from tests.serving.gateway.conftest import Stage
+from tests.serving.gateway.conftest import GatewayHarness
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -62,9 +62,11 @@ def test_an_answer_or_an_openai_error_is_forwarded_unchanged(status: int) -> Non
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/embeddings", "/v1/responses"])
-async def test_every_route_that_is_passed_on_has_its_errors_in_shape(stage: Stage, path: str) -> None:
-    stage.engine.answers.append(replies(404, {"detail": "Not Found"}))
-    answer = await stage.http.post(path, json=chat(prompt="x", input="x"))
+async def test_every_route_that_is_passed_on_has_its_errors_in_shape(
+    harness: GatewayHarness, path: str
+) -> None:
+    harness.engine.answers.append(replies(404, {"detail": "Not Found"}))
+    answer = await harness.http.post(path, json=chat(prompt="x", input="x"))
     assert answer.status_code == 404
     assert answer.headers["content-length"] == str(len(answer.content))
     assert path in answer.json()["error"]["message"]

@@ -16,7 +16,8 @@ from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.batches.store import BatchStore
-from tests.serving.gateway.builders import MODEL, Engine, call, chat, eventually, reply_json
+from tests.serving.channel.harness import wait_until
+from tests.serving.gateway.builders import MODEL, Engine, call, chat, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 CHATS: Any = "/v1/chat/completions"
@@ -364,12 +365,12 @@ async def test_a_cancelled_batch_ends_with_what_it_has(tmp_path: Path) -> None:
             endpoint=CHATS,
             completion_window="24h",
         )
-        await eventually(lambda: len(engine.bodies) > 8)
+        await wait_until(lambda: len(engine.bodies) > 8)
         cancelled = await client.batches.cancel(created.id)
         assert cancelled.status == "cancelling"
         batch = await ended(client, created.id)
         assert batch.status == "cancelled"
-        await eventually(lambda: engine.running == 0)
+        await wait_until(lambda: engine.running == 0)
         outputs = await read_lines(client, batch.output_file_id)
         errors = await read_lines(client, batch.error_file_id)
         assert len(outputs) + len(errors) == 300

@@ -24,7 +24,7 @@ from serve_app.serving.gateway.batches.runner import BatchRunner, _Pace
 from serve_app.serving.gateway.batches.storage import Storage
 from serve_app.serving.gateway.batches.store import BatchStore, Result, StoreError
 from serve_app.serving.gateway.keys import Caller
-from tests.serving.gateway.builders import eventually
+from tests.serving.channel.harness import wait_until
 
 CHATS = "/v1/chat/completions"
 
@@ -180,7 +180,7 @@ async def test_a_runner_that_was_suspended_stores_nothing(tmp_path: Path) -> Non
     storage, slow, quick = Storage(tmp_path), Gateway(delay_s=1.2), Gateway()
     batch_id = await add_batch(storage, 3)
     async with running(Storage(tmp_path), slow, "slow") as first:
-        await eventually(lambda: slow.running == 3)
+        await wait_until(lambda: slow.running == 3)
         # It no longer extends its lease, but its requests go on.
         assert first._task is not None
         first._task.cancel()
@@ -188,7 +188,7 @@ async def test_a_runner_that_was_suspended_stores_nothing(tmp_path: Path) -> Non
         async with running(storage, quick, "quick"):
             record = await final(storage, batch_id)
             assert record.completed == 3
-            await eventually(lambda: slow.running == 0)
+            await wait_until(lambda: slow.running == 0)
             await asyncio.sleep(0.2)
             assert await storage(BatchStore.batch, batch_id, "t") == record
     assert len(custom_ids(storage, record)) == 3
@@ -201,7 +201,7 @@ async def test_a_stopped_runner_hands_over_at_once(
     gateway = Gateway(delay_s=0.05)
     batch_id = await add_batch(storage, 200)
     async with running(storage, gateway, "g1"):
-        await eventually(lambda: len(gateway.served) > 20)
+        await wait_until(lambda: len(gateway.served) > 20)
     assert gateway.running == 0
     async with running(Storage(tmp_path), gateway, "g2"):
         record = await final(storage, batch_id)
@@ -231,7 +231,7 @@ async def test_a_full_disk_delays_results_and_loses_none(
 
     monkeypatch.setattr(BatchStore, "add_results", add_results)
     async with running(storage, gateway):
-        await eventually(lambda: len(gateway.served) > 10)
+        await wait_until(lambda: len(gateway.served) > 10)
         is_full = True
         await asyncio.sleep(1.0)
         served = len(gateway.served)
@@ -304,7 +304,7 @@ async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(stora
     gateway = Gateway(delay_s=0.05)
     batch_id = await add_batch(storage, 300)
     async with running(storage, gateway):
-        await eventually(lambda: len(gateway.served) > 20)
+        await wait_until(lambda: len(gateway.served) > 20)
         await asyncio.sleep(0.2)
     storage.contents.delete("file-in")
     async with running(storage, Gateway()):
@@ -354,7 +354,7 @@ async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successo
     batch_id = await add_batch(storage, 5)
     monkeypatch.setattr(Writer, "write", write)
     async with running(Storage(tmp_path), Gateway(), "slow") as first:
-        await eventually(lambda: writes == 1)
+        await wait_until(lambda: writes == 1)
         assert first._task is not None
         first._task.cancel()
         await asyncio.sleep(0.6)
@@ -428,7 +428,7 @@ async def test_expired_files_are_deleted(
         writer.close()
         await storage(BatchStore.put_file, record)
     async with running(storage, Gateway()):
-        await eventually(lambda: len(list((tmp_path / "files").iterdir())) == 1)
+        await wait_until(lambda: len(list((tmp_path / "files").iterdir())) == 1)
     assert [each.name for each in (tmp_path / "files").iterdir()] == ["b"]
 
 

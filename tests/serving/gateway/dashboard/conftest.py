@@ -7,12 +7,12 @@ import pytest
 
 from tests.browser import BrowserPage, open_page, running_browser
 
-from .stage import PageStage, page_stage
+from .harness import DashboardHarness, running_dashboard
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[PageStage]:
-    async with page_stage(tmp_path / "keys.json") as made:
+async def harness(tmp_path: Path) -> AsyncIterator[DashboardHarness]:
+    async with running_dashboard(tmp_path / "keys.json") as made:
         yield made
 
 
@@ -24,8 +24,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-async def page(stage: PageStage, browser: str) -> AsyncIterator[BrowserPage]:
-    async with open_page(browser, f"{stage.url}/dashboard") as opened:
+async def page(harness: DashboardHarness, browser: str) -> AsyncIterator[BrowserPage]:
+    async with open_page(browser, f"{harness.url}/dashboard") as opened:
         await opened.emulate()
         await opened.becomes("document.querySelectorAll('[role=tab]').length > 0")
         yield opened

@@ -5,7 +5,7 @@ import json
 from tests.browser import BrowserPage
 from tests.serving.gateway.builders import MODEL
 
-from .stage import KEY
+from .harness import KEY
 
 TABS = ("overview", "queues", "fleet", "tenants", "batches", "keys", "tuner", "request", "playground")
 

@@ -5,10 +5,10 @@ import pytest
 
 from tests.accessibility import barriers, needs_axe
 from tests.browser import BrowserPage, needs_browser
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL
 
-from .stage import KEY, PageStage
+from .harness import KEY, DashboardHarness
 from .steps import TABS, choose, live, shows, tile
 
 pytestmark = needs_browser
@@ -36,13 +36,13 @@ async def test_nothing_of_it_runs_beside_its_own_scripts(page: BrowserPage) -> N
 
 @needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme: str) -> None:
+async def test_no_view_has_a_barrier(harness: DashboardHarness, page: BrowserPage, scheme: str) -> None:
     await page.emulate(scheme=scheme)
     assert await barriers(page) == []
     await live(page)
-    await stage.hold()
+    await harness.pause_dispatch()
     for number in range(5):
-        stage.submit(f"r{number}", tenant=f"t{number % 3}")
+        harness.submit(f"r{number}", tenant=f"t{number % 3}")
     await page.becomes(f"{tile('Waiting')} === '5'")
     for tab in TABS:
         await choose(page, tab)
@@ -50,9 +50,9 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     await page.evaluate("location.hash = '#request/r1'")
     await shows(page, "request", "r1: waiting")
     assert await barriers(page) == []
-    stage.release()
-    await until(lambda: not stage.fleet.core.find("r1").queued)
-    stage.end("r1")
+    harness.resume_dispatch()
+    await wait_until(lambda: not harness.fleet.core.find("r1").queued)
+    harness.end("r1")
     await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
     await shows(page, "request", "r1: completed")
     await shows(page, "request", "Requests dispatched to pool")
@@ -65,32 +65,32 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
             assert await barriers(page) == [], tab
 
 
-async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserPage) -> None:
+async def test_nothing_is_wider_than_the_window(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
-    await stage.hold()
-    stage.submit("r1", tenant="a-tenant-with-quite-a-long-name" * 4)
+    await harness.pause_dispatch()
+    harness.submit("r1", tenant="a-tenant-with-quite-a-long-name" * 4)
     await page.becomes(f"{tile('Waiting')} === '1'")
     for tab in TABS:
         await choose(page, tab)
-        await stage.next_frames()
+        await harness.next_frames()
         for width in (400, 1280):
             await page.emulate(width=width)
             assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-async def chart_of(stage: PageStage, page: BrowserPage) -> None:
+async def chart_of(harness: DashboardHarness, page: BrowserPage) -> None:
     """Sign in, and show the charts of one streamed answer."""
     await live(page)
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
     admin = {"authorization": f"Bearer {KEY}"}
     headers = {**admin, "x-priority": "interactive", "x-tenant": "a-tenant-with-a-long-name"}
-    async with httpx.AsyncClient(base_url=stage.url, timeout=20, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=harness.url, timeout=20, headers=headers) as http:
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     await page.becomes("document.querySelectorAll('#panel-overview svg[role=img]').length === 2")
 
 
-async def test_no_label_of_a_chart_covers_another(stage: PageStage, page: BrowserPage) -> None:
-    await chart_of(stage, page)
+async def test_no_label_of_a_chart_covers_another(harness: DashboardHarness, page: BrowserPage) -> None:
+    await chart_of(harness, page)
     # The least space between two labels on one line, in pixels.
     space = """Math.min(...[...document.querySelectorAll('svg')].flatMap((chart) => {
         const boxes = [...chart.querySelectorAll('.grid text')].map((each) => each.getBoundingClientRect());
@@ -99,12 +99,12 @@ async def test_no_label_of_a_chart_covers_another(stage: PageStage, page: Browse
       }))"""
     for width in (390, 700, 960, 1400, 1900):
         await page.emulate(width=width)
-        await stage.next_frames()
+        await harness.next_frames()
         assert await page.evaluate(space) >= 8, width
 
 
-async def test_the_legend_of_lines_has_their_dashes(stage: PageStage, page: BrowserPage) -> None:
-    await chart_of(stage, page)
+async def test_the_legend_of_lines_has_their_dashes(harness: DashboardHarness, page: BrowserPage) -> None:
+    await chart_of(harness, page)
     dashes = (
         "[...document.querySelectorAll('#ttft-card .legend svg line')]"
         ".map((each) => getComputedStyle(each).strokeDasharray)"
@@ -119,8 +119,8 @@ async def test_the_legend_of_lines_has_their_dashes(stage: PageStage, page: Brow
     assert len(set(found)) == 1
 
 
-async def test_no_text_of_the_tiles_is_cut(stage: PageStage, page: BrowserPage) -> None:
-    await chart_of(stage, page)
+async def test_no_text_of_the_tiles_is_cut(harness: DashboardHarness, page: BrowserPage) -> None:
+    await chart_of(harness, page)
     cut = (
         "[...document.querySelectorAll('.tile > *')].filter((each) => each.scrollHeight > each.clientHeight"
         " || each.scrollWidth > each.clientWidth).map((each) => each.innerText)"
@@ -130,7 +130,7 @@ async def test_no_text_of_the_tiles_is_cut(stage: PageStage, page: BrowserPage) 
         assert await page.evaluate(cut) == [], width
 
 
-async def test_empty_queues_do_not_look_like_a_backlog(stage: PageStage, page: BrowserPage) -> None:
+async def test_empty_queues_do_not_look_like_a_backlog(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
     await choose(page, "queues")
     await shows(page, "queues", "No request is queued; the limit is")
@@ -139,8 +139,8 @@ async def test_empty_queues_do_not_look_like_a_backlog(stage: PageStage, page: B
     assert set(fills) == {"none"}
 
 
-async def test_tables_fit_into_a_wide_window(stage: PageStage, page: BrowserPage) -> None:
-    await chart_of(stage, page)
+async def test_tables_fit_into_a_wide_window(harness: DashboardHarness, page: BrowserPage) -> None:
+    await chart_of(harness, page)
     await page.emulate(width=1400)
     cut = (
         "[...document.querySelectorAll('[role=tabpanel]:not([hidden]) .scroll')]"
@@ -148,7 +148,7 @@ async def test_tables_fit_into_a_wide_window(stage: PageStage, page: BrowserPage
     )
     for tab in TABS:
         await choose(page, tab)
-        await stage.next_frames()
+        await harness.next_frames()
         assert await page.evaluate(cut) == [], tab
 
 

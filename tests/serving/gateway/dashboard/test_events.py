@@ -16,8 +16,9 @@ import pytest
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, UpstreamSettings
 from serve_app.serving.gateway.dashboard import pages
-from tests.serving.gateway.builders import MODEL, Answers, eventually
-from tests.serving.gateway.conftest import staged
+from tests.serving.channel.harness import wait_until
+from tests.serving.gateway.builders import MODEL, Answers
+from tests.serving.gateway.conftest import running_gateway
 from tests.serving.test_api_keys import record
 
 EVENTS = "/dashboard/events"
@@ -50,7 +51,7 @@ class CountedOverview:
 
 
 @dataclass
-class DashboardStage:
+class DashboardServer:
     http: httpx.AsyncClient
     looks: CountedOverview
     app: Gateway
@@ -60,30 +61,30 @@ class DashboardStage:
 
 
 @asynccontextmanager
-async def dashboard_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[DashboardStage]:
+async def dashboard_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[DashboardServer]:
     looks, path = CountedOverview(), tmp_path / "keys.json"
     found, secret = record(admin=True)
     changed_keys(path, lambda _: [found])
-    async with staged(
+    async with running_gateway(
         keys=(ApiKey(tenant="ops", key="k1", admin=True),),
         keys_file=str(path),
         queries=Answers(overview=looks.overview),
         upstream=UpstreamSettings(**upstream),
-    ) as stage:
-        app = stage.gateway
+    ) as harness:
+        app = harness.gateway
         app._dashboard._frames._interval_s = INTERVAL_S
-        yield DashboardStage(stage.http, looks, app, stage.port, path, secret)
+        yield DashboardServer(harness.http, looks, app, harness.port, path, secret)
 
 
 @pytest.fixture
-async def dashboard(tmp_path: Path) -> AsyncIterator[DashboardStage]:
+async def dashboard(tmp_path: Path) -> AsyncIterator[DashboardServer]:
     async with dashboard_of(tmp_path) as made:
         yield made
 
 
 @asynccontextmanager
 async def watching(
-    dashboard: DashboardStage, headers: dict[str, str] | None = None
+    dashboard: DashboardServer, headers: dict[str, str] | None = None
 ) -> AsyncIterator[AsyncIterator[Any]]:
     async with dashboard.http.stream("GET", EVENTS, headers=headers or ADMIN) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -99,7 +100,7 @@ async def frames_of(answer: httpx.Response) -> AsyncIterator[Any]:
 
 
 async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(
-    dashboard: DashboardStage,
+    dashboard: DashboardServer,
 ) -> None:
     page = await dashboard.http.get("/dashboard")
     named = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
@@ -123,7 +124,7 @@ async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(
             assert f"/dashboard/{name}" in modules, (path, name)
 
 
-async def test_a_browser_with_a_cached_file_gets_not_modified(dashboard: DashboardStage) -> None:
+async def test_a_browser_with_a_cached_file_gets_not_modified(dashboard: DashboardServer) -> None:
     first = await dashboard.http.get("/dashboard/main.js")
     again = await dashboard.http.get("/dashboard/main.js", headers={"if-none-match": first.headers["etag"]})
     other = await dashboard.http.get("/dashboard/dom.js", headers={"if-none-match": first.headers["etag"]})
@@ -132,14 +133,14 @@ async def test_a_browser_with_a_cached_file_gets_not_modified(dashboard: Dashboa
     assert first.headers["content-type"] == "text/javascript; charset=utf-8"
 
 
-async def test_the_page_with_a_slash_is_the_page(dashboard: DashboardStage) -> None:
+async def test_the_page_with_a_slash_is_the_page(dashboard: DashboardServer) -> None:
     answer = await dashboard.http.get("/dashboard/")
     assert (answer.status_code, answer.headers["location"]) == (308, "../dashboard")
     assert (await dashboard.http.get("/dashboard/", follow_redirects=True)).text.startswith("<!doctype html>")
 
 
 async def test_all_watchers_share_the_reads_and_nothing_is_read_before_or_after(
-    dashboard: DashboardStage,
+    dashboard: DashboardServer,
 ) -> None:
     assert dashboard.looks.count == 0
     async with watching(dashboard) as one, watching(dashboard) as other:
@@ -151,14 +152,14 @@ async def test_all_watchers_share_the_reads_and_nothing_is_read_before_or_after(
         shown = (await anext(one))["gateway"]
         assert (shown["id"][:2], shown["watchers"]) == ("gw", 2)
     frames = dashboard.app._dashboard._frames
-    await eventually(lambda: frames.watchers == 0)
+    await wait_until(lambda: frames.watchers == 0)
     looked = dashboard.looks.count
     await asyncio.sleep(3 * INTERVAL_S)
     assert dashboard.looks.count == looked
 
 
 async def test_a_scheduler_that_fails_or_hangs_is_named_until_it_recovers(
-    dashboard: DashboardStage, monkeypatch: pytest.MonkeyPatch
+    dashboard: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_RESPONSE_TIMEOUT_S", 0.5)
     async with watching(dashboard) as frames:
@@ -184,16 +185,16 @@ async def test_a_browser_that_stops_reading_blocks_no_other_and_is_disconnected(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         writer.write(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n\r\n".encode())
         frames = dashboard.app._dashboard._frames
-        await eventually(lambda: frames.watchers == 1)
+        await wait_until(lambda: frames.watchers == 1)
         async with watching(dashboard) as others:
             for _ in range(3):
                 assert (await anext(others))["models"][0]["padding"]
-        await eventually(lambda: frames.watchers == 0, within_s=10)
+        await wait_until(lambda: frames.watchers == 0, within_s=10)
         writer.close()
         assert not reader.at_eof()
 
 
-async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(dashboard: DashboardStage) -> None:
+async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(dashboard: DashboardServer) -> None:
     dashboard.app._dashboard._max_watchers = 2
     assert pages.MAX_WATCHERS == 20
     async with watching(dashboard) as one, watching(dashboard) as other:
@@ -202,18 +203,18 @@ async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(dashbo
         rejected = await dashboard.http.get(EVENTS, headers=ADMIN)
         assert rejected.status_code == 429
         assert "2 dashboard connections are open" in rejected.json()["error"]["message"]
-    await eventually(lambda: dashboard.app._dashboard._frames.watchers == 0)
+    await wait_until(lambda: dashboard.app._dashboard._frames.watchers == 0)
     async with watching(dashboard) as again:
         await anext(again)
 
 
-async def test_a_key_in_the_address_or_a_cookie_opens_nothing(dashboard: DashboardStage) -> None:
+async def test_a_key_in_the_address_or_a_cookie_opens_nothing(dashboard: DashboardServer) -> None:
     answer = await dashboard.http.get(f"{EVENTS}?key=k1&access_token=k1", headers={"cookie": "key=k1"})
     assert answer.status_code == 401
     assert dashboard.looks.count == 0
 
 
-async def test_a_key_that_is_revoked_sees_no_further_frame(dashboard: DashboardStage) -> None:
+async def test_a_key_that_is_revoked_sees_no_further_frame(dashboard: DashboardServer) -> None:
     headers = {"authorization": f"Bearer {dashboard.secret}"}
     async with watching(dashboard, headers) as frames, asyncio.timeout(20):
         await anext(frames)
@@ -223,14 +224,14 @@ async def test_a_key_that_is_revoked_sees_no_further_frame(dashboard: DashboardS
     assert (await dashboard.http.get(EVENTS, headers=headers)).status_code == 401
 
 
-async def test_a_gateway_that_drains_ends_the_streams(dashboard: DashboardStage) -> None:
+async def test_a_gateway_that_drains_ends_the_streams(dashboard: DashboardServer) -> None:
     async with watching(dashboard) as frames, asyncio.timeout(10):
         await anext(frames)
         assert await dashboard.app.drain(5.0, 1.0) == 0
         assert [frame async for frame in frames] == []
 
 
-async def test_a_head_request_gets_no_stream(dashboard: DashboardStage) -> None:
+async def test_a_head_request_gets_no_stream(dashboard: DashboardServer) -> None:
     answer = await dashboard.http.head(EVENTS, headers=ADMIN)
     assert (answer.status_code, answer.content) == (200, b"")
     assert dashboard.looks.count <= 1

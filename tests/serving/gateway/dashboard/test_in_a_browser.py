@@ -10,24 +10,24 @@ import pytest
 
 from serve_app.serving.api_keys import read_keys
 from tests.browser import BrowserPage, needs_browser
-from tests.serving.channel.harness import until
+from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.batches.test_api import line, run_batch
 from tests.serving.gateway.builders import MODEL, Answers, chat, replies
 
-from .stage import KEY, PageStage
+from .harness import KEY, DashboardHarness
 from .steps import TABS, choose, live, open_playground, plain, shows, sign_in, text, tile
 
 pytestmark = needs_browser
 
 
 async def test_it_opens_without_a_key_and_requests_only_its_gateway(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     views = "['tabs', 'panels'].map((id) => document.getElementById(id).checkVisibility())"
     assert await page.evaluate(views) == [False, False]
     await live(page)
     assert await page.evaluate(views) == [True, True]
-    assert all(url.startswith(stage.url) for url in page.requests)
+    assert all(url.startswith(harness.url) for url in page.requests)
     assert KEY not in "".join(page.requests)
     assert await page.evaluate("document.cookie") == ""
     assert await page.evaluate("document.getElementById('door').hidden")
@@ -48,11 +48,13 @@ async def test_a_wrong_key_is_reported_and_another_can_be_entered(
     assert await text(page, "#door-error") == ""
 
 
-async def test_a_link_to_a_receipt_opens_it_after_the_sign_in(stage: PageStage, page: BrowserPage) -> None:
+async def test_a_link_to_a_receipt_opens_it_after_the_sign_in(
+    harness: DashboardHarness, page: BrowserPage
+) -> None:
     await page.evaluate("location.hash = '#request/r9'")
-    await stage.hold()
-    stage.submit("r9", tenant="search")
-    await until(lambda: stage.fleet.core.find("r9") is not None)
+    await harness.pause_dispatch()
+    harness.submit("r9", tenant="search")
+    await wait_until(lambda: harness.fleet.core.find("r9") is not None)
     await live(page)
     assert "search, default" in await shows(page, "request", "r9: waiting")
 
@@ -70,28 +72,28 @@ async def test_nothing_that_an_admin_has_seen_remains_after_the_sign_out(page: B
 
 
 async def test_what_is_wrong_is_shown_above_all_views_with_the_next_step(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     findings = "document.getElementById('findings').innerText"
     await live(page)
     await page.becomes(f"{findings} === 'No problems found.'")
-    await stage.hold(waiting=3, kv_usage_ratio=0.99)
-    stage.submit("r1")
+    await harness.pause_dispatch(waiting=3, kv_usage_ratio=0.99)
+    harness.submit("r1")
     await page.becomes(f"{findings}.includes('all 1 replicas are saturated')")
     assert "RISK model " in await page.evaluate(findings)
     assert "Next: if it lasts, add replicas" in await page.evaluate(findings)
-    stage.release()
+    harness.resume_dispatch()
     await page.becomes(f"{findings} === 'No problems found.'")
 
 
 async def test_it_shows_waiting_requests_with_causes_and_updates_live(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
     assert await page.evaluate(tile("Waiting")) == "0"
-    await stage.hold()
+    await harness.pause_dispatch()
     for number in range(3):
-        stage.submit(f"r{number}", tenant="search")
+        harness.submit(f"r{number}", tenant="search")
     await page.becomes(f"{tile('Waiting')} === '3'")
     rows = "[...document.querySelectorAll('#panel-overview tbody tr')]"
     row = f"{rows}.find((row) => row.textContent.startsWith('32-63'))"
@@ -102,35 +104,35 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     await shows(page, "queues", "Bars show queued requests")
     drawn = "document.querySelector('#panel-queues svg').textContent"
     assert "32-63 tokens: 3 queued requests" in await page.becomes(drawn)
-    stage.release()
+    harness.resume_dispatch()
     await page.becomes(f"{tile('Waiting')} === '0'")
     await page.becomes(f"{tile('In flight')} === '3'")
     await choose(page, "fleet")
     assert "3" in await page.becomes("document.querySelector('#panel-fleet tbody').innerText")
 
 
-async def test_the_head_of_a_queue_leads_to_its_receipt(stage: PageStage, page: BrowserPage) -> None:
+async def test_the_head_of_a_queue_leads_to_its_receipt(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
-    await stage.hold()
-    stage.submit("r0", tenant="search")
+    await harness.pause_dispatch()
+    harness.submit("r0", tenant="search")
     for tab in ("queues", "overview"):
         await choose(page, tab)
         links = f"[...document.querySelectorAll('#panel-{tab} tbody a')]"
         assert await page.becomes(f"{links}.length && {links}.map((link) => link.hash)") == ["#request/r0"]
     await page.evaluate(f"{links}[0].click()")
     assert "search, default" in await shows(page, "request", "r0: waiting")
-    stage.release()
+    harness.resume_dispatch()
 
 
 async def test_a_request_that_is_lost_among_many_is_not_rounded_away(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
-    await stage.hold()
-    stage.submit("r0", queue_timeout_s=0.2)
+    await harness.pause_dispatch()
+    harness.submit("r0", queue_timeout_s=0.2)
     await page.becomes(f"{tile('Rejected / failed')} === '1 / 0'")
     assert "1 no replica" in await text(page, "#tiles")
-    stage.release()
+    harness.resume_dispatch()
     shown = "import('./dashboard/format.js').then(({ percent }) => [0.9997, 0.996, 0.98, 1, 0].map(percent))"
     assert [plain(each) for each in await page.evaluate(shown)] == [
         "99.9 %",
@@ -153,11 +155,11 @@ async def test_whole_minutes_and_hours_have_no_zeros(page: BrowserPage) -> None:
 
 
 async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
     assert "No request has ended" in await text(page, "#panel-overview")
-    async with httpx.AsyncClient(base_url=stage.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=harness.url, timeout=20) as http:
         for tenant in ("search", "search", "chat"):
             headers = {"authorization": f"Bearer {KEY}", "x-tenant": tenant, "x-priority": "interactive"}
             body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
@@ -198,11 +200,11 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     assert {line.split(",")[3] for line in lines[1:]} == {"search", "chat"}
 
 
-async def test_batches_show_their_progress(stage: PageStage, page: BrowserPage) -> None:
+async def test_batches_show_their_progress(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
     await choose(page, "batches")
     await shows(page, "batches", "There are no batches.")
-    client = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="sk-app", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key="sk-app", max_retries=0)
     lines = [*map(line, range(7)), line(7, body=chat(model="unknown"))]
     batch = await run_batch(client, lines)
     shown = await shows(page, "batches", f"{batch.id[-14:]}\tapp\tcompleted")
@@ -227,30 +229,30 @@ async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: Browser
 
 
 async def test_an_update_leaves_the_focus_and_the_choice_where_they_are(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
     await choose(page, "queues")
     await page.evaluate("document.querySelector('#panel-queues .scroll').focus()")
     was = "document.activeElement === document.querySelector('#panel-queues .scroll')"
-    await stage.next_frames()
+    await harness.next_frames()
     assert await page.evaluate(was)
 
 
-async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPage) -> None:
+async def test_a_pause_holds_the_figures_still(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
     await page.evaluate("document.getElementById('pause').click()")
     assert await text(page, "#state") == "paused"
-    await stage.hold()
-    stage.submit("r1")
-    await stage.next_frames()
+    await harness.pause_dispatch()
+    harness.submit("r1")
+    await harness.next_frames()
     assert await page.evaluate(tile("Waiting")) == "0"
     await page.evaluate("document.getElementById('pause').click()")
     await page.becomes(f"{tile('Waiting')} === '1'")
 
 
 async def test_a_request_of_the_playground_is_scheduled_as_any_other(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await open_playground(page)
     await page.evaluate(
@@ -264,15 +266,17 @@ async def test_a_request_of_the_playground_is_scheduled_as_any_other(
     assert "measured in this browser" in shown_text
     assert "7 prompt, 5 output" in shown_text
     assert "w0 w1 w2 w3 w4" in shown_text
-    (body,) = [json.loads(each) for each in stage.engine.bodies]
+    (body,) = [json.loads(each) for each in harness.engine.bodies]
     assert (body["stream"], body["max_tokens"]) == (True, 5)
     assert len(body["messages"][0]["content"].split()) == 120
     await page.evaluate("form.text.value = 'What is a queue?'; form.requestSubmit()")
-    await until(lambda: len(stage.engine.bodies) == 2)
-    assert json.loads(stage.engine.bodies[1])["messages"] == [{"role": "user", "content": "What is a queue?"}]
+    await wait_until(lambda: len(harness.engine.bodies) == 2)
+    assert json.loads(harness.engine.bodies[1])["messages"] == [
+        {"role": "user", "content": "What is a queue?"}
+    ]
 
 
-async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: BrowserPage) -> None:
+async def test_keys_are_created_changed_and_revoked(harness: DashboardHarness, page: BrowserPage) -> None:
     await live(page)
     await choose(page, "keys")
     await shows(page, "keys", "The file has no keys yet.")
@@ -288,7 +292,7 @@ async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: Brow
         "form.requestSubmit()"
     )
     secret = await page.becomes("document.querySelector('#panel-keys .secret')?.innerText")
-    (kept,) = read_keys(stage.keys)
+    (kept,) = read_keys(harness.keys)
     assert (kept.tenant, kept.cost_per_day, kept.models) == ("app", 2.5, (MODEL,))
     assert secret.startswith(f"ewsjf_{kept.id}_")
     await shows(page, "keys", "per day")
@@ -302,29 +306,29 @@ async def test_keys_are_created_changed_and_revoked(stage: PageStage, page: Brow
     changed = "form.cost_per_day.value = ''; form.tokens_per_day.value = '900'; form.requestSubmit()"
     await page.evaluate(f"{form} {changed}")
     await shows(page, "keys", "900 tokens per day")
-    (kept,) = read_keys(stage.keys)
+    (kept,) = read_keys(harness.keys)
     assert (kept.cost_per_day, kept.tokens_per_day, kept.models) == (None, 900, (MODEL,))
 
     await page.evaluate("window.confirm = () => true")
     await page.evaluate(f"document.querySelector('[aria-label=\"Revoke key {kept.id}\"]').click()")
     await shows(page, "keys", "revoked")
-    assert read_keys(stage.keys)[0].status() == "revoked"
+    assert read_keys(harness.keys)[0].status() == "revoked"
     await page.evaluate(f"{form} form.tenant.value = 'two words'; form.requestSubmit()")
     await shows(page, "keys", "tenant must be a short printable name")
 
 
-async def test_a_request_that_waited_has_a_receipt(stage: PageStage, page: BrowserPage) -> None:
+async def test_a_request_that_waited_has_a_receipt(harness: DashboardHarness, page: BrowserPage) -> None:
     await open_playground(page)
-    await stage.hold()
+    await harness.pause_dispatch()
     await page.evaluate("document.querySelector('#panel-playground form').requestSubmit()")
     await shows(page, "playground", "1 request")
-    (own,) = stage.fleet.world.live._gateways.book
+    (own,) = harness.fleet.control_plane.live._gateways.book
     await page.evaluate(f"location.hash = '#request/{own}'")
     shown_text = await shows(page, "request", "waiting")
     assert "1 of 1 in pool short" in shown_text
     assert "the replicas did not report or were draining" in shown_text
     await page.evaluate("location.hash = '#playground'")
-    stage.release()
+    harness.resume_dispatch()
     await shows(page, "playground", "completed (200)")
 
     await page.evaluate("document.querySelector('#panel-playground a[href^=\"#request/\"]').click()")
@@ -338,14 +342,14 @@ async def test_a_request_that_waited_has_a_receipt(stage: PageStage, page: Brows
 
 
 async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_that_waits(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await open_playground(page)
     form = "document.querySelector('#panel-playground form')"
-    stage.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
+    harness.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
     await page.evaluate(f"{form}.stream.checked = false; {form}.requestSubmit()")
     assert "rejected (400)" in await shows(page, "playground", "no such thing")
-    await stage.hold()
+    await harness.pause_dispatch()
     await page.evaluate(f"{form}.requestSubmit()")
     await shows(page, "playground", "1 request")
     await page.evaluate(f"{form}.stop.click()")
@@ -354,28 +358,28 @@ async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_t
 
 
 async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
-    await stage.hold()
-    stage.submit("r1")
+    await harness.pause_dispatch()
+    harness.submit("r1")
     await page.becomes(f"{tile('Waiting')} === '1'")
-    stage.fleet.world.kill()
+    harness.fleet.control_plane.kill()
     notice = "document.querySelector('#panel-overview .notice')"
     shown_text = await page.becomes(f"{notice} && {notice}.innerText")
     assert "its scheduler does not respond" in shown_text
     assert "Data shown is from" in shown_text
     assert await page.evaluate(tile("Waiting")) == "1"
-    await stage.fleet.world.begin()
+    await harness.fleet.control_plane.begin()
     await page.becomes(f"!{notice} && {tile('Waiting')} === '1'")
     assert await text(page, "#state") == "live"
 
 
 async def test_a_lost_gateway_is_shown_and_a_returning_one_is_watched_again(
-    stage: PageStage, page: BrowserPage
+    harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
-    frames = stage.app._dashboard._frames
+    frames = harness.app._dashboard._frames
     frames.close()
     await page.becomes("document.getElementById('state').textContent.includes('retrying in')")
     assert not await page.evaluate("document.getElementById('tiles').hidden")
@@ -383,12 +387,14 @@ async def test_a_lost_gateway_is_shown_and_a_returning_one_is_watched_again(
     await page.becomes("document.getElementById('state').textContent === 'live'")
 
 
-async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, page: BrowserPage) -> None:
+async def test_names_that_tenants_give_themselves_stay_text(
+    harness: DashboardHarness, page: BrowserPage
+) -> None:
     await live(page)
-    await stage.hold()
+    await harness.pause_dispatch()
     name = "<img/src=x/onerror=document.title='owned'>"
-    stage.submit("r1", tenant=name)
-    stage.submit("r2", tenant="</td><script>alert(1)</script>")
+    harness.submit("r1", tenant=name)
+    harness.submit("r2", tenant="</td><script>alert(1)</script>")
     await shows(page, "overview", "<img/src=x")
     for tab in TABS:
         await choose(page, tab)
@@ -398,11 +404,11 @@ async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, pa
     assert page.problems == []
 
 
-async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPage) -> None:
+async def test_one_of_several_models_is_chosen(harness: DashboardHarness, page: BrowserPage) -> None:
     async def other() -> dict[str, Any]:
         raise ConnectionError("gone")
 
-    queries = stage.app._dashboard._frames._queries
+    queries = harness.app._dashboard._frames._queries
     assert isinstance(queries, dict)
     queries["other"] = Answers(overview=other)
     await live(page)

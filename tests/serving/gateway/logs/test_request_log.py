@@ -25,9 +25,10 @@ from serve_app.serving.gateway.request_log import (
     json_fields,
     text_line,
 )
+from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, chat, eventually, rejection
-from ..conftest import Stage, staged
+from ..builders import MODEL, chat, rejection
+from ..conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
 
@@ -35,18 +36,18 @@ CHAT = "/v1/chat/completions"
 async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    async with staged(keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),)) as stage:
+    async with running_gateway(keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),)) as harness:
         key = {"authorization": "Bearer s3cret-of-acme"}
         traced = {
             "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
             "x-forwarded-for": "9.9.9.9, 8.8.8.8",
         }
-        streamed = await stage.http.post(CHAT, json=chat(stream=True), headers={**key, **traced})
+        streamed = await harness.http.post(CHAT, json=chat(stream=True), headers={**key, **traced})
         assert streamed.status_code == 200
-        stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
-        assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
-        assert (await stage.http.post(CHAT, json=chat())).status_code == 401
-        stage.gateway.telemetry.flush_log()
+        harness.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+        assert (await harness.http.post(CHAT, json=chat(), headers=key)).status_code == 429
+        assert (await harness.http.post(CHAT, json=chat())).status_code == 401
+        harness.gateway.telemetry.flush_log()
     served, full, unknown = (each.getMessage() for each in caplog.records if "concluded" in each.getMessage())
     assert "outcome=completed status=200 " in served
     assert " tenant=acme key=config/acme client=127.0.0.1 forwarded_for=9.9.9.9,8.8.8.8 " in served
@@ -60,20 +61,22 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
     assert "s3cret" not in caplog.text
 
 
-async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_long_error_is_cut_in_the_log(
+    harness: GatewayHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
-    answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
+    answer = await harness.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
     assert answer.status_code in (400, 404)
-    stage.dispatcher.script.append(rejection(Outcome.REJECTED_INVALID, "z" * 10_000))
-    assert len((await stage.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
-    stage.gateway.telemetry.flush_log()
+    harness.dispatcher.script.append(rejection(Outcome.REJECTED_INVALID, "z" * 10_000))
+    assert len((await harness.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
+    harness.gateway.telemetry.flush_log()
     lines = [each.getMessage() for each in caplog.records if "event=concluded" in each.getMessage()]
     assert len(lines) == 2
     assert max(map(len, lines)) < 1_000
 
 
-async def unused(message: Any = None) -> Any:
-    raise AssertionError("nobody reads or answers")
+async def not_called(message: Any = None) -> Any:
+    raise AssertionError("no request is read or answered")
 
 
 def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: Any) -> ConcludedRequest:
@@ -81,8 +84,8 @@ def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: An
     headers = scope.pop("headers", [])
     incoming = IncomingRequest(
         scope={"headers": headers, **scope},
-        receive=unused,
-        send=ClientStream(unused, CollectingExchange()),
+        receive=not_called,
+        send=ClientStream(not_called, CollectingExchange()),
         path=CHAT,
         api=OPENAI,
         headers=dict(headers),
@@ -226,7 +229,7 @@ async def test_lines_are_written_soon_in_order_and_formatted_one_by_one(
     for each in made:
         log.add(each)
     assert file.read_text() == ""
-    await eventually(lambda: file.read_text().count("\n") == 4)
+    await wait_until(lambda: file.read_text().count("\n") == 4)
     assert file.read_text().splitlines() == ["INFO before", *(f"INFO {text_line(each)}" for each in made)]
 
 
@@ -312,7 +315,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
         if number % 3 == 0:
             log.add(concluded(number))
     log.add(concluded(0, Outcome.FAILED))
-    await eventually(lambda: "log_suppressed" in file.read_text())
+    await wait_until(lambda: "log_suppressed" in file.read_text())
     entries = documents(file)
     lines = [each["outcome"] for each in entries if each["event"] == "concluded"]
     assert lines.count("completed") == 1_000

@@ -120,11 +120,11 @@ def test_the_engines_own_connection_headers_do_not_return() -> None:
 async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     replica = ReplicaAddress(replica_id="r", pool="short", host="fe80::1", port=7, token="t")
 
-    async def unused(*_: object) -> NoReturn:
+    async def not_called(*_: object) -> NoReturn:
         raise AssertionError("nothing is read or sent")
 
-    client = ClientStream(unused, CollectingExchange())
-    incoming = IncomingRequest({"method": "POST"}, unused, client, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
+    client = ClientStream(not_called, CollectingExchange())
+    incoming = IncomingRequest({"method": "POST"}, not_called, client, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
     assert headers.upstream_head(incoming, b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: g1-1\r\ncontent-length: 5\r\na: b\r\n\r\n"

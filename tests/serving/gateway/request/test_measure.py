@@ -112,12 +112,12 @@ def test_the_hashes_of_a_chat_are_those_of_its_roles_and_texts(
 @given(role_texts, texts, st.booleans())
 def test_other_apis_hash_their_texts_alike(turns: list[tuple[str, str]], system: str, escaped: bool) -> None:
     items = [{"role": role, "content": text} for role, text in turns]
-    asked: Pairs = [("model", "m"), ("instructions", system), ("input", items)]
-    parsed = SCHEDULED[RESPONSES].parse(written(asked, escaped=escaped, indent=None))
+    pairs: Pairs = [("model", "m"), ("instructions", system), ("input", items)]
+    parsed = SCHEDULED[RESPONSES].parse(written(pairs, escaped=escaped, indent=None))
     text = f"\0system\0{system}" + "".join(f"\0{role}\0{text}" for role, text in turns)
     assert hashes(parsed) == hashes_of(text.encode(), parsed.opening)
-    asked = [("model", "m"), ("max_tokens", 5), ("system", system), ("messages", items)]
-    parsed = SCHEDULED[MESSAGES].parse(written(asked, escaped=escaped, indent=None))
+    pairs = [("model", "m"), ("max_tokens", 5), ("system", system), ("messages", items)]
+    parsed = SCHEDULED[MESSAGES].parse(written(pairs, escaped=escaped, indent=None))
     text = f"\0system\0{system}" + "".join(f"\0{role}\0\0text\0{text}" for role, text in turns)
     assert hashes(parsed) == hashes_of(text.encode(), parsed.opening)
 

@@ -103,8 +103,8 @@ def test_responses_take_a_text_or_items_and_instructions() -> None:
 
 def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
     assert parse(CHAT, messages=[], stream=True).usage_requested is False
-    asked = parse(CHAT, messages=[], stream=True, stream_options={"include_usage": True})
-    assert asked.usage_requested
+    parsed_chat = parse(CHAT, messages=[], stream=True, stream_options={"include_usage": True})
+    assert parsed_chat.usage_requested
     other = parse(CHAT, messages=[], stream=True, stream_options={"continuous_usage_stats": False})
     assert other.has_stream_options
     assert not other.usage_requested

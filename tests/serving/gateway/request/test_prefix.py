@@ -116,13 +116,15 @@ def test_prompts_that_a_model_reads_differently_do_not_match() -> None:
 
 
 def test_a_response_continues_where_another_has_ended() -> None:
-    asked = [{"role": "user", "content": "q" * 700}]
-    went_on = [*asked, {"type": "function_call", "arguments": "a" * 600, "name": "f", "call_id": "1"}]
+    question = [{"role": "user", "content": "q" * 700}]
+    went_on = [*question, {"type": "function_call", "arguments": "a" * 600, "name": "f", "call_id": "1"}]
     output = [*went_on, {"type": "function_call_output", "output": "o" * 600, "call_id": "1"}]
-    lengths = [len(responses(input_, instructions="Be kind.")) for input_ in (asked, went_on, output)]
+    lengths = [len(responses(input_, instructions="Be kind.")) for input_ in (question, went_on, output)]
     assert lengths == [1, 2, 3]
-    assert common(responses(asked, instructions="Be kind."), responses(output, instructions="Be kind.")) == 1
-    assert common(responses(asked), responses(asked, instructions="Be kind.")) == 0
+    assert (
+        common(responses(question, instructions="Be kind."), responses(output, instructions="Be kind.")) == 1
+    )
+    assert common(responses(question), responses(question, instructions="Be kind.")) == 0
 
 
 def test_all_gateways_compute_the_same_hashes() -> None:

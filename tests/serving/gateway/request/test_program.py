@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.request import ProgramHint
 from tests.serving.gateway.builders import MODEL, chat
-from tests.serving.gateway.conftest import Stage
+from tests.serving.gateway.conftest import GatewayHarness
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -25,21 +25,21 @@ GEN_AI = "gen_ai.conversation.id"
 
 
 async def hint(
-    stage: Stage, path: str = CHAT, headers: dict[str, Any] | None = None, **fields: Any
+    harness: GatewayHarness, path: str = CHAT, headers: dict[str, Any] | None = None, **fields: Any
 ) -> ProgramHint | None:
     """Send a request, and return the program in its submission."""
     body = json.dumps({**BODIES[path], **fields})
-    answer = await stage.http.post(path, content=body, headers=headers)
+    answer = await harness.http.post(path, content=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    return stage.dispatcher.submissions[-1].program
+    return harness.dispatcher.submissions[-1].program
 
 
-async def test_a_request_without_an_id_states_no_program(stage: Stage) -> None:
+async def test_a_request_without_an_id_states_no_program(harness: GatewayHarness) -> None:
     for path in BODIES:
-        assert await hint(stage, path) is None, path
+        assert await hint(harness, path) is None, path
 
 
-async def test_a_header_states_the_session(stage: Stage) -> None:
+async def test_a_header_states_the_session(harness: GatewayHarness) -> None:
     for name in (
         "x-session-id",
         "x-session-affinity",
@@ -49,24 +49,24 @@ async def test_a_header_states_the_session(stage: Stage) -> None:
         "thread-id",
         "session-id",
     ):
-        assert await hint(stage, headers={name: "s 1"}) == ProgramHint(session="s 1"), name
-        assert name.encode() not in stage.engine.heads[-1]
-    assert await hint(stage, headers={"x-session-id": "é".encode()}) == ProgramHint(session="é")
+        assert await hint(harness, headers={name: "s 1"}) == ProgramHint(session="s 1"), name
+        assert name.encode() not in harness.engine.heads[-1]
+    assert await hint(harness, headers={"x-session-id": "é".encode()}) == ProgramHint(session="é")
 
 
-async def test_headers_state_the_program_and_the_parent(stage: Stage) -> None:
+async def test_headers_state_the_program_and_the_parent(harness: GatewayHarness) -> None:
     for name in ("x-parent-session-id", "x-dynamo-parent-session-id", "x-codex-parent-thread-id"):
         headers: dict[str, Any] = {"x-session-id": "s", "x-program-id": "p", name: "above"}
         expected = ProgramHint(session="s", program="p", parent="above")
-        assert await hint(stage, headers=headers) == expected, name
-        assert await hint(stage, headers={name: "above"}) is None, name
+        assert await hint(harness, headers=headers) == expected, name
+        assert await hint(harness, headers={name: "above"}) is None, name
 
 
-async def test_a_program_alone_is_also_the_session(stage: Stage) -> None:
-    assert await hint(stage, headers={"x-program-id": "p"}) == ProgramHint(session="p", program="p")
+async def test_a_program_alone_is_also_the_session(harness: GatewayHarness) -> None:
+    assert await hint(harness, headers={"x-program-id": "p"}) == ProgramHint(session="p", program="p")
 
 
-async def test_a_body_states_the_session(stage: Stage) -> None:
+async def test_a_body_states_the_session(harness: GatewayHarness) -> None:
     stated: list[tuple[str, dict[str, Any], str]] = [
         *((path, {"session_id": "s"}, "s") for path in (CHAT, COMPLETIONS, RESPONSES)),
         *((path, {"prompt_cache_key": "k"}, "k") for path in (CHAT, COMPLETIONS, RESPONSES)),
@@ -78,41 +78,41 @@ async def test_a_body_states_the_session(stage: Stage) -> None:
         (MESSAGES, {"metadata": {"user_id": '{"device_id": "d", "session_id": "s"}'}}, "s"),
     ]
     for path, fields, session in stated:
-        assert await hint(stage, path, **fields) == ProgramHint(session=session), (path, fields)
+        assert await hint(harness, path, **fields) == ProgramHint(session=session), (path, fields)
 
 
-async def test_the_first_source_counts(stage: Stage) -> None:
+async def test_the_first_source_counts(harness: GatewayHarness) -> None:
     headers: dict[str, Any] = {"x-dynamo-session-id": "3", "x-session-affinity": "2"}
     fields: dict[str, Any] = {"metadata": {GEN_AI: "6"}, "prompt_cache_key": "5", "session_id": "4"}
     for first in ("2", "3"):
-        found = await hint(stage, headers=headers, **fields)
+        found = await hint(harness, headers=headers, **fields)
         assert found == ProgramHint(session=first)
         headers = {"x-dynamo-session-id": "3"}
     for first in ("4", "5", "6", "7"):
-        found = await hint(stage, headers={"x-program-id": "7"}, **fields)
+        found = await hint(harness, headers={"x-program-id": "7"}, **fields)
         assert found == ProgramHint(session=first, program="7")
         if fields:
             fields.popitem()
 
 
 @pytest.mark.parametrize("value", ["", "x" * 257, "a\tb", b"a\x85b"])
-async def test_unusable_ids_in_headers_are_ignored(stage: Stage, value: str | bytes) -> None:
+async def test_unusable_ids_in_headers_are_ignored(harness: GatewayHarness, value: str | bytes) -> None:
     headers: dict[str, Any] = {"x-session-id": value, "x-parent-session-id": value}
-    assert await hint(stage, headers=headers) is None
-    assert await hint(stage, headers={**headers, "x-session-affinity": "s"}) == ProgramHint(session="s")
+    assert await hint(harness, headers=headers) is None
+    assert await hint(harness, headers={**headers, "x-session-affinity": "s"}) == ProgramHint(session="s")
 
 
 @pytest.mark.parametrize("value", ["", "x" * 257, "a\n", 5, None, True, ["s"], {"session_id": "s"}])
-async def test_unusable_ids_in_bodies_are_ignored(stage: Stage, value: object) -> None:
+async def test_unusable_ids_in_bodies_are_ignored(harness: GatewayHarness, value: object) -> None:
     fields: dict[str, Any] = {"session_id": value, "prompt_cache_key": value, "metadata": {GEN_AI: value}}
     for path in (CHAT, COMPLETIONS, RESPONSES):
-        assert await hint(stage, path, **fields) is None
-        assert await hint(stage, path, metadata=value) is None
-    assert await hint(stage, RESPONSES, conversation={"id": value}) is None
-    assert await hint(stage, **{**fields, "prompt_cache_key": "k"}) == ProgramHint(session="k")
+        assert await hint(harness, path, **fields) is None
+        assert await hint(harness, path, metadata=value) is None
+    assert await hint(harness, RESPONSES, conversation={"id": value}) is None
+    assert await hint(harness, **{**fields, "prompt_cache_key": "k"}) == ProgramHint(session="k")
 
 
-async def test_a_user_id_without_a_session_is_no_hint(stage: Stage) -> None:
+async def test_a_user_id_without_a_session_is_no_hint(harness: GatewayHarness) -> None:
     users = (
         "maria",
         "team_session_5",
@@ -123,4 +123,4 @@ async def test_a_user_id_without_a_session_is_no_hint(stage: Stage) -> None:
         "{}",
     )
     for user in users:
-        assert await hint(stage, MESSAGES, metadata={"user_id": user}) is None, user
+        assert await hint(harness, MESSAGES, metadata={"user_id": user}) is None, user

@@ -28,7 +28,7 @@ pieces = st.lists(
 )
 
 
-async def unused(_: Any) -> None:
+async def not_called(_: Any) -> None:
     raise AssertionError
 
 
@@ -45,16 +45,16 @@ def reader_of(
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    client = ClientStream(unused, CollectingExchange())
+    client = ClientStream(not_called, CollectingExchange())
     return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
 
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:
     """Return the collected body, and the bytes that the reader holds for it."""
     reader, incoming = reader_of(sent)
-    held = await reader.body(incoming)
-    body, held_bytes = held.data, reader.bodies.held_bytes
-    held.release()
+    buffered = await reader.body(incoming)
+    body, held_bytes = buffered.data, reader.bodies.held_bytes
+    buffered.release()
     reader.close()
     return body, held_bytes
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from tests.serving.channel.harness import FAST, RawPeer, Simulation, hello, scheduler_settings, until
+from tests.serving.channel.harness import FAST, ControlPlane, RawPeer, hello, scheduler_settings, wait_until
 from tests.serving.gateway.builders import Engine, chat, http_client, serving
 from tests.serving.gateway.fleet import _place
 
@@ -23,7 +23,7 @@ NAMES = ("g1", "g2", "g3")
 class Gateways:
     """Three gateways of one scheduler, each with its own address."""
 
-    world: Simulation
+    control_plane: ControlPlane
     http: dict[str, httpx.AsyncClient]
 
     async def requests(self, scraped_gateway: str) -> dict[str, float]:
@@ -40,22 +40,22 @@ class Gateways:
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Gateways]:
-    world = Simulation(scheduler_settings(model=MODEL), FAST)
+    control_plane = ControlPlane(scheduler_settings(model=MODEL), FAST)
     async with AsyncExitStack() as stack:
-        await world.begin()
-        stack.push_async_callback(world.close)
+        await control_plane.begin()
+        stack.push_async_callback(control_plane.close)
         engine = Engine()
         port = await stack.enter_async_context(serving(engine))
-        await world.replica("s1", prepare=lambda double: _place(double, engine, port))
+        await control_plane.replica("s1", prepare=lambda double: _place(double, engine, port))
         http = {}
         for name in NAMES:
             settings = GatewaySettings(models=(ServedModel(name=MODEL),))
-            app = Gateway(settings, {MODEL: await world.gateway(name)}, name)
+            app = Gateway(settings, {MODEL: await control_plane.gateway(name)}, name)
             http[name] = await stack.enter_async_context(http_client(app))
-        yield Gateways(world, http)
+        yield Gateways(control_plane, http)
 
 
-async def shows(fleet: Gateways, scraped_gateway: str, counts: dict[str, float]) -> None:
+async def wait_for_counts(fleet: Gateways, scraped_gateway: str, counts: dict[str, float]) -> None:
     """Wait until a scrape of one gateway shows these counts: pages are cached briefly."""
     async with asyncio.timeout(20):
         while await fleet.requests(scraped_gateway) != counts:  # noqa: ASYNC110 - asking is what is tested
@@ -68,7 +68,7 @@ async def test_each_gateway_shows_the_counts_of_all(fleet: Gateways) -> None:
             answer = await fleet.http[name].post("/v1/chat/completions", json=chat())
             assert answer.status_code == 200
     for scraped_gateway in NAMES:
-        await shows(fleet, scraped_gateway, {"g1": 1, "g2": 2, "g3": 3})
+        await wait_for_counts(fleet, scraped_gateway, {"g1": 1, "g2": 2, "g3": 3})
 
 
 async def test_counts_never_fall_while_scrapes_reach_one_gateway_after_the_other(
@@ -95,9 +95,9 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
 ) -> None:
     for name in NAMES:
         await fleet.http[name].post("/v1/chat/completions", json=chat())
-    endpoint = fleet.world.endpoint()
+    endpoint = fleet.control_plane.endpoint()
     silent = await RawPeer.at(endpoint)
     silent.send(hello(endpoint, peer_id="silent"))
-    await until(lambda: fleet.world.live._gateways.connected_count == 4)
-    await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
+    await wait_until(lambda: fleet.control_plane.live._gateways.connected_count == 4)
+    await wait_for_counts(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
     silent.leave()

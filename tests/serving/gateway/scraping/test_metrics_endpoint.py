@@ -13,7 +13,7 @@ from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.scheduler.gauges import Figures
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
+from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings
 from tests.serving.gateway.builders import FakeDispatcher, gateway, http_client
 
 SCRAPER = MetricsKey(key="scraper")
@@ -43,13 +43,13 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
     monkeypatch.setattr(SchedulerMetrics, "exposition", counted)
     # A flood on a busy machine delays heartbeats.
     patient = replace(FAST, dead_after_s=30.0, stuck_after_s=60.0)
-    world = Simulation(scheduler_settings(), patient)
-    await world.begin()
-    client = await world.gateway()
+    control_plane = ControlPlane(scheduler_settings(), patient)
+    await control_plane.begin()
+    client = await control_plane.gateway()
     app = gateway(client, models=(ServedModel(name="m"),))
     async with http_client(app, limits=httpx.Limits(max_connections=50)) as http:
         pages = await asyncio.gather(*(http.get("/metrics") for _ in range(120)))
-    await world.close()
+    await control_plane.close()
     assert all('ewsjf_gateways_connected{model="m"} 1.0' in page.text for page in pages)
     assert len(threads) < 30
     assert threading.get_ident() not in threads

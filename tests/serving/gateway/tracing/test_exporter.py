@@ -9,8 +9,9 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.tracing.request_trace import check_tracing, make_tracer
+from tests.serving.channel.harness import wait_until
 
-from ..builders import Engine, FakeDispatcher, chat, eventually, gateway
+from ..builders import Engine, FakeDispatcher, chat, gateway
 from ..fleet import fleet_of
 from .collector import Collector
 
@@ -28,10 +29,10 @@ async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
         for _ in range(20):
             answer = await fleet.http.post(CHAT, json=chat(stream=True))
             assert answer.text.endswith("data: [DONE]\n\n")
-        await eventually(lambda: "event=traces_lost" in caplog.text)
+        await wait_until(lambda: "event=traces_lost" in caplog.text)
         collector.status = 200
         await fleet.http.post(CHAT, json=chat())
-        await eventually(lambda: "event=traces_exported" in caplog.text)
+        await wait_until(lambda: "event=traces_exported" in caplog.text)
     assert caplog.text.count("event=traces_lost") == 1
 
 

@@ -9,8 +9,9 @@ import pytest
 from serve_app.core.commands import Revoke
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED
+from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, Engine, FakeDispatcher, chat, error_json, eventually, gateway, reply_json
+from ..builders import MODEL, Engine, FakeDispatcher, chat, error_json, gateway, reply_json
 from ..fleet import fleet_of
 from .collector import CLIENT, ERROR, SERVER, Collector
 
@@ -28,7 +29,7 @@ def received_parent(engine: Engine, number: int = -1) -> tuple[str, str, str]:
 
 
 async def spans_of(collector: Collector, count: int) -> None:
-    await eventually(lambda: len(collector.spans) >= count)
+    await wait_until(lambda: len(collector.spans) >= count)
     await asyncio.sleep(0.1)
     assert len(collector.spans) == count, [each.name for each in collector.spans]
 
@@ -129,10 +130,10 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
 async def test_a_revocation_shows_as_an_attempt_without_an_error(collector: Collector) -> None:
     engine = Engine(token_delay_s=0.02)
     async with fleet_of([engine], tracing=True) as fleet:
-        asked = fleet.http.post(CHAT, json=chat(max_tokens=20), headers={"x-priority": "batch"})
-        request = asyncio.create_task(asked)
-        await eventually(lambda: engine.running)
-        sessions = fleet.world.live._gateways
+        pending = fleet.http.post(CHAT, json=chat(max_tokens=20), headers={"x-priority": "batch"})
+        request = asyncio.create_task(pending)
+        await wait_until(lambda: engine.running)
+        sessions = fleet.control_plane.live._gateways
         (request_id,) = sessions.book
         sessions.revoke(Revoke(request_id=request_id, gateway_id="g1", replica_id="s0"))
         assert (await request).status_code == 200
@@ -160,7 +161,7 @@ async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None
 async def test_a_client_that_leaves_the_queue_shows_only_its_wait(collector: Collector) -> None:
     async with fleet_of([], tracing=True) as fleet:
         waiting = asyncio.create_task(fleet.http.post(CHAT, json=chat()))
-        await eventually(lambda: fleet.gateway.open_requests)
+        await wait_until(lambda: fleet.gateway.open_requests)
         waiting.cancel()
         await spans_of(collector, 2)
     assert collector.only(ROOT).attributes["http.response.status_code"] == 499

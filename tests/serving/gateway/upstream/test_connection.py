@@ -9,7 +9,8 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
-from tests.serving.gateway.builders import RawReplica, eventually
+from tests.serving.channel.harness import wait_until
+from tests.serving.gateway.builders import RawReplica
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-Thing: a\r\n\r\nok"
 
@@ -34,7 +35,7 @@ def writes(*pieces: bytes, pause_s: float = 0.0, close: bool = False) -> RawRepl
     return RawReplica(script)
 
 
-async def ask(pool: UpstreamPool, port: int, body: bytes = b"") -> tuple[int, bytes]:
+async def send_request(pool: UpstreamPool, port: int, body: bytes = b"") -> tuple[int, bytes]:
     response = await pool.send(address(port), head(body), body)
     try:
         return response.status, await response.read()
@@ -46,7 +47,7 @@ async def test_a_connection_is_kept_alive_and_reused() -> None:
     pool, replica = UpstreamPool(UpstreamSettings()), writes(OK)
     async with replica.listening() as port:
         for _ in range(3):
-            assert await ask(pool, port) == (200, b"ok")
+            assert await send_request(pool, port) == (200, b"ok")
         assert (pool.connects, replica.connections) == (1, 1)
         assert repr(pool) == "<UpstreamPool busy=0 idle=1 connects=1>"
         pool.close()
@@ -86,7 +87,7 @@ async def test_an_answer_with_endless_framing_fails_at_the_limit_of_a_head(
         with pytest.raises(
             UpstreamError, match="the head or chunk framing of the replica's answer exceeds 65536 bytes"
         ):
-            await ask(pool, port)
+            await send_request(pool, port)
         pool.close()
 
 
@@ -108,8 +109,8 @@ async def test_an_idle_connection_that_the_replica_closed_is_replaced_transparen
 
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         assert (pool.connects, pool.stale_retries) == (2, 1)
         pool.close()
 
@@ -124,9 +125,9 @@ async def test_a_replica_that_dies_with_a_request_on_a_reused_connection_is_lost
 
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         with pytest.raises(UpstreamError) as caught:
-            await ask(pool, port)
+            await send_request(pool, port)
         assert caught.value.failure is DispatchFailure.LOST
 
 
@@ -143,9 +144,9 @@ async def test_a_reused_connection_that_breaks_during_a_request_is_lost_and_not_
     monkeypatch.setattr("serve_app.serving.gateway.upstream._STALE_WINDOW_S", 0.05)
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         with pytest.raises(UpstreamError) as caught:
-            await ask(pool, port)
+            await send_request(pool, port)
         assert caught.value.failure is DispatchFailure.LOST
         assert (len(replica.requests), pool.stale_retries) == (2, 0)
 
@@ -157,9 +158,9 @@ async def test_a_reused_connection_that_stays_silent_is_not_retried() -> None:
 
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings(silence_timeout_s=0.1))
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         with pytest.raises(UpstreamError, match="sent nothing"):
-            await ask(pool, port)
+            await send_request(pool, port)
         assert len(replica.requests) == 2
 
 
@@ -169,7 +170,7 @@ async def test_a_rejected_connection_is_unreachable() -> None:
         port = free.getsockname()[1]
     pool = UpstreamPool(UpstreamSettings())
     with pytest.raises(UpstreamError) as caught:
-        await ask(pool, port)
+        await send_request(pool, port)
     assert caught.value.failure is DispatchFailure.UNREACHABLE
 
 
@@ -194,7 +195,7 @@ async def test_a_broken_answer_is_lost_and_never_taken_for_whole(
     pool, replica = UpstreamPool(UpstreamSettings()), writes(*pieces, close=True)
     async with replica.listening() as port:
         with pytest.raises(UpstreamError, match=words) as caught:
-            await ask(pool, port)
+            await send_request(pool, port)
         assert caught.value.failure is DispatchFailure.LOST
         assert replica.connections == 1
         assert repr(pool) == "<UpstreamPool busy=0 idle=0 connects=1>"
@@ -206,7 +207,7 @@ async def test_interim_answers_are_passed_over() -> None:
     async with replica.listening() as port:
         response = await pool.send(address(port), head(), b"")
         assert (response.status, response.header(b"link"), await response.read()) == (200, b"", b"ok")
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         assert pool.connects == 1
         pool.close()
 
@@ -217,8 +218,8 @@ async def test_an_unsolicited_answer_never_reaches_the_next_request() -> None:
 
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         assert pool.connects == 2
         pool.close()
 
@@ -227,14 +228,14 @@ async def test_a_connection_with_close_is_not_reused() -> None:
     replica = writes(OK.replace(b"X-Thing: a", b"connection: close"))
     pool = UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port) == (200, b"ok")
+        assert await send_request(pool, port) == (200, b"ok")
         assert repr(pool) == "<UpstreamPool busy=0 idle=0 connects=1>"
 
 
 async def test_idle_connections_are_limited() -> None:
     replica, pool = writes(OK), UpstreamPool(UpstreamSettings(max_idle_per_replica=2))
     async with replica.listening() as port:
-        await asyncio.gather(*(ask(pool, port) for _ in range(5)))
+        await asyncio.gather(*(send_request(pool, port) for _ in range(5)))
         assert repr(pool) == "<UpstreamPool busy=0 idle=2 connects=5>"
         pool.close()
 
@@ -242,9 +243,9 @@ async def test_idle_connections_are_limited() -> None:
 async def test_idle_connections_are_closed_in_time() -> None:
     replica, pool = writes(OK), UpstreamPool(UpstreamSettings(idle_expiry_s=0.1))
     async with replica.listening() as port:
-        await ask(pool, port)
-        await eventually(lambda: "idle=0" in repr(pool))
-        assert await ask(pool, port) == (200, b"ok")
+        await send_request(pool, port)
+        await wait_until(lambda: "idle=0" in repr(pool))
+        assert await send_request(pool, port) == (200, b"ok")
         pool.close()
 
 
@@ -252,7 +253,7 @@ async def test_a_silent_replica_is_given_up() -> None:
     replica, pool = writes(), UpstreamPool(UpstreamSettings(silence_timeout_s=0.1))
     async with replica.listening() as port:
         with pytest.raises(UpstreamError, match="sent nothing for") as caught:
-            await ask(pool, port)
+            await send_request(pool, port)
         assert caught.value.failure is DispatchFailure.LOST
 
 
@@ -266,8 +267,8 @@ async def test_a_large_body_arrives_whole() -> None:
     body = bytes(range(256)) * 20_000
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        assert await ask(pool, port, body) == (200, b"ok")
-        assert await ask(pool, port, body) == (200, b"ok")
+        assert await send_request(pool, port, body) == (200, b"ok")
+        assert await send_request(pool, port, body) == (200, b"ok")
         assert seen == [body, body]
         assert pool.connects == 1
         pool.close()
@@ -284,7 +285,7 @@ async def test_an_answer_to_half_a_request_ends_the_connection() -> None:
 
     server = await asyncio.start_server(early, "127.0.0.1", 0)
     pool = UpstreamPool(UpstreamSettings())
-    status, body = await ask(pool, server.sockets[0].getsockname()[1], b"x" * 50_000_000)
+    status, body = await send_request(pool, server.sockets[0].getsockname()[1], b"x" * 50_000_000)
     assert (status, body) == (413, b"no")
     assert "idle=0" in repr(pool)
     answered.set()
@@ -358,8 +359,8 @@ async def test_closing_an_unfinished_answer_cuts_the_connection() -> None:
 async def test_a_cancelled_request_leaves_no_connection_behind() -> None:
     replica, pool = writes(), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
-        task = asyncio.create_task(ask(pool, port))
-        await eventually(lambda: replica.requests)
+        task = asyncio.create_task(send_request(pool, port))
+        await wait_until(lambda: replica.requests)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -35,7 +35,7 @@ async def any_engine(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _staged(app: Gateway, dispatcher: FakeDispatcher) -> AsyncIterator[int]:
+async def _running_gateway(app: Gateway, dispatcher: FakeDispatcher) -> AsyncIterator[int]:
     with tempfile.TemporaryDirectory() as folder:
         async with serving(any_engine) as engine, serving(app) as port:
             dispatcher.ports.append(engine)
@@ -55,7 +55,7 @@ def gateway_in_a_thread() -> Iterator[str]:
 
     async def run() -> None:
         dispatcher = FakeDispatcher([])
-        async with _staged(gateway(dispatcher, log_requests=False), dispatcher) as port:
+        async with _running_gateway(gateway(dispatcher, log_requests=False), dispatcher) as port:
             found.append(f"http://127.0.0.1:{port}")
             started.set()
             await stop.wait()

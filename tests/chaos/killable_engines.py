@@ -22,7 +22,7 @@ from serve_app.errors import EngineError
 FILE_VARIABLE = "EWSJF_TEST_ENGINES_ARE_DEAD"
 
 
-class MortalEngine(EmulatedEngine):
+class KillableEngine(EmulatedEngine):
     """Engine that dies when the file appears, and stays dead."""
 
     def __init__(self, settings: EmulatedEngineSettings) -> None:
@@ -34,10 +34,10 @@ class MortalEngine(EmulatedEngine):
         if self._fatal.exists():
             raise EngineError("the GPU has fallen off the bus")
         limits = await super().start()
-        self._watch = asyncio.get_running_loop().create_task(self._die_when_told())
+        self._watch = asyncio.get_running_loop().create_task(self._stop_when_file_exists())
         return limits
 
-    async def _die_when_told(self) -> None:
+    async def _stop_when_file_exists(self) -> None:
         while not self._fatal.exists():  # noqa: ASYNC110 - another process makes the file
             await asyncio.sleep(0.02)
         await super().stop()
@@ -50,19 +50,19 @@ class MortalEngine(EmulatedEngine):
         await super().stop()
 
 
-class MortalPool(deployment.PoolDeployment):
+class KillablePool(deployment.PoolDeployment):
     """Deployment whose replicas import this module, and so the patch below."""
 
 
-def make_mortal(self: EmulatedEngineSettings) -> EmulatedEngine:
+def make_killable(self: EmulatedEngineSettings) -> EmulatedEngine:
     """Replacement for `EmulatedEngineSettings.make`."""
-    return MortalEngine(self)
+    return KillableEngine(self)
 
 
-EmulatedEngineSettings.make = make_mortal  # type: ignore[method-assign]
+EmulatedEngineSettings.make = make_killable  # type: ignore[method-assign]
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """Build the application with mortal engines."""
-    vars(serve_app.app)["PoolDeployment"] = MortalPool
+    """Build the application with killable engines."""
+    vars(serve_app.app)["PoolDeployment"] = KillablePool
     return serve_app.app.build_app(args)

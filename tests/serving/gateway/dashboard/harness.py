@@ -1,4 +1,4 @@
-"""Dashboard test stage: gateway, replaceable live scheduler and engine on one event loop."""
+"""Dashboard test harness: gateway, replaceable live scheduler and engine on one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from serve_app.errors import Outcome
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from tests.serving.channel.harness import scheduler_settings, submission, until
+from tests.serving.channel.harness import scheduler_settings, submission, wait_until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
@@ -26,7 +26,7 @@ _MOST_PLACES = 200
 
 
 @dataclass
-class PageStage:
+class DashboardHarness:
     """The parts behind a dashboard page.
 
     Attributes:
@@ -40,36 +40,36 @@ class PageStage:
     url: str
     app: Gateway
     keys: Path
-    _asked: list[asyncio.Task[Any]] = field(default_factory=list)
+    _submitted: list[asyncio.Task[Any]] = field(default_factory=list)
 
-    async def hold(self, **changes: Any) -> None:
+    async def pause_dispatch(self, **changes: Any) -> None:
         """Make the replica report draining, and wait for it: the scheduler then dispatches nothing to it."""
-        (double,) = self.fleet.doubles
+        (double,) = self.fleet.fake_replicas
         report = ReplicaReport(received=0, waiting=0, running=8, kv_usage_ratio=0.5, draining=True)
         double.counts = lambda: replace(report, received=len(self.engine.bodies), **changes)
-        await until(lambda: (self._report() or {}).get("draining", False))
+        await wait_until(lambda: (self._report() or {}).get("draining", False))
 
     async def fill(self) -> int:
         """Fill the replica with requests `f0`, `f1`, ...; return how many it holds."""
         for number in range(_MOST_PLACES):
             self.submit(f"f{number}")
-            await until(lambda: f"f{number}" in self.fleet.world.live._gateways.book)  # noqa: B023
+            await wait_until(lambda: f"f{number}" in self.fleet.control_plane.live._gateways.book)  # noqa: B023
             if len(self.fleet.core.queue):
                 return number
         raise AssertionError(f"the replica takes {_MOST_PLACES} requests")
 
     def waiting(self, client_request_id: str) -> bool:
         """Return whether the scheduler knows a request with this client ID."""
-        book = self.fleet.world.live._gateways.book
+        book = self.fleet.control_plane.live._gateways.book
         return any(record.client_request_id == client_request_id for record in book.values())
 
     def end(self, request_id: str) -> None:
         """Finish a running request."""
         self.fleet.client.finish(request_id, Outcome.COMPLETED)
 
-    def release(self) -> None:
+    def resume_dispatch(self) -> None:
         """Make the replica report its true state again."""
-        (double,) = self.fleet.doubles
+        (double,) = self.fleet.fake_replicas
         double.counts = lambda: ReplicaReport(
             received=len(self.engine.bodies), waiting=0, running=self.engine.running, kv_usage_ratio=0.1
         )
@@ -78,23 +78,25 @@ class PageStage:
         """Wait until the page has received a frame that shows the present state."""
         frames = self.app._dashboard._frames
         rendered = frames.rendered
-        await until(lambda: frames.rendered >= rendered + 2)
+        await wait_until(lambda: frames.rendered >= rendered + 2)
 
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:
-        """Submit a request in the background; it waits until the stage ends."""
-        asked = submission(request_id, model=MODEL, **changes)
-        shape = replace(asked.spec.shape, prompt_tokens=tokens)
-        asked = replace(asked, spec=replace(asked.spec, shape=shape))
-        self._asked.append(asyncio.create_task(self.fleet.client.acquire(asked)))
+        """Submit a request in the background; it waits until the harness stops."""
+        wanted = submission(request_id, model=MODEL, **changes)
+        shape = replace(wanted.spec.shape, prompt_tokens=tokens)
+        wanted = replace(wanted, spec=replace(wanted.spec, shape=shape))
+        self._submitted.append(asyncio.create_task(self.fleet.client.acquire(wanted)))
 
-    async def forget(self) -> None:
+    async def cancel_submitted(self) -> None:
         """Cancel the requests that still wait."""
-        for task in self._asked:
+        for task in self._submitted:
             task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        await asyncio.gather(*self._submitted, return_exceptions=True)
 
     def _report(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self.fleet.world.live.status()["replicas"].get("s0", {}).get("report")
+        found: dict[str, Any] | None = (
+            self.fleet.control_plane.live.status()["replicas"].get("s0", {}).get("report")
+        )
         return found
 
 
@@ -111,8 +113,8 @@ class _Views:
 
 
 @asynccontextmanager
-async def page_stage(keys: Path) -> AsyncIterator[PageStage]:
-    """Run the stage with one replica, and an empty file of keys."""
+async def running_dashboard(keys: Path) -> AsyncIterator[DashboardHarness]:
+    """Run the harness with one replica, and an empty file of keys."""
     changed_keys(keys, lambda found: found)
     engine = Engine(token_delay_s=0.01)
     settings = scheduler_settings(model=MODEL, policy="ewsjf")
@@ -130,8 +132,8 @@ async def page_stage(keys: Path) -> AsyncIterator[PageStage]:
         app._dashboard._frames._interval_s = 0.2
         async with serving(app) as port:
             app.start_batches(keys.parent / "batches")
-            stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app, keys)
-            yield stage
-            await stage.forget()
+            harness = DashboardHarness(fleet, engine, f"http://127.0.0.1:{port}", app, keys)
+            yield harness
+            await harness.cancel_submitted()
             await app.drain(0.0, 1.0)
         app.close()
