@@ -16,7 +16,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def asks(docstring: str) -> bool:
+def is_question(docstring: str) -> bool:
     return QUESTION.match(docstring) is not None
 
 
@@ -30,13 +30,13 @@ def asks(docstring: str) -> bool:
     ],
 )
 def test_a_question_is_distinguished_from_a_statement(docstring: str, expected: bool) -> None:
-    assert asks(docstring) is expected
+    assert is_question(docstring) is expected
 
 
 def test_every_module_states_what_it_is() -> None:
     docstrings = {name: ast.get_docstring(parsed(path)) for name, path in MODULES.items()}
     assert [name for name, docstring in docstrings.items() if not docstring] == []
-    assert [name for name, docstring in docstrings.items() if docstring and asks(docstring)] == []
+    assert [name for name, docstring in docstrings.items() if docstring and is_question(docstring)] == []
 
 
 def test_every_package_has_a_guide() -> None:

@@ -10,7 +10,6 @@ import yaml
 
 from serve_app.cli.serve.environment import default_settings
 from serve_app.settings.checking import check_file
-from tests.chart.kinds import KUBERNETES, check_object
 from tests.chart.rendered import (
     CHART,
     EXAMPLES,
@@ -25,6 +24,7 @@ from tests.chart.rendered import (
     render,
     values_of,
 )
+from tests.chart.schemas import KUBERNETES, check_object
 
 ROOT = CHART.parents[1]
 ALL = ("default", *EXAMPLES)

@@ -3,7 +3,7 @@
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from tests.docs.documents import ROOT
 from tests.engines.vllm.clients import CHECKS
-from tests.engines.vllm.held import held
+from tests.engines.vllm.compared_requests import compared_paths
 
 
 def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
@@ -21,6 +21,6 @@ def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
     assert set(found) == set(CHECKS)
 
 
-def test_every_scheduled_endpoint_is_held_against_an_engine() -> None:
+def test_every_scheduled_endpoint_is_compared_with_an_engine() -> None:
     """As the endpoints page states; forms contain audio, which no engine of these tests accepts."""
-    assert held() == set(SCHEDULED)
+    assert compared_paths() == set(SCHEDULED)

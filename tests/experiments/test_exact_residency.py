@@ -25,7 +25,7 @@ def blocks(first: int, tokens: int) -> tuple[int, ...]:
     return tuple(range(first, first + tokens // BLOCK))
 
 
-class Stage:
+class EngineWithResidency:
     """An engine, a replica of the same size, and the residency that compares them."""
 
     def __init__(self) -> None:
@@ -59,36 +59,36 @@ class Stage:
 
 
 def test_a_context_that_the_engine_has_evicted_is_on_no_replica() -> None:
-    stage = Stage()
-    first, second = (stage.in_gap(name, blocks(at, 3_200)) for name, at in (("a", 0), ("b", 1_000)))
-    stage.residency.evict(stage.state)
+    setup = EngineWithResidency()
+    first, second = (setup.in_gap(name, blocks(at, 3_200)) for name, at in (("a", 0), ("b", 1_000)))
+    setup.residency.evict(setup.state)
     assert first.replica_id == second.replica_id == "s1"
     # The model does not know of these tokens.
-    stage.compute(blocks(5_000, 4_800))
-    stage.residency.evict(stage.state)
+    setup.compute(blocks(5_000, 4_800))
+    setup.residency.evict(setup.state)
     assert [first.replica_id, second.replica_id] == [None, "s1"]
-    assert stage.residency.locate(first) is None
+    assert setup.residency.locate(first) is None
 
 
 def test_a_context_of_which_the_end_is_evicted_needs_less_room() -> None:
-    stage = Stage()
-    one = stage.in_gap("a", blocks(0, 6_400))
-    before = stage.residency.room(stage.state, 1.0)
-    stage.compute(blocks(5_000, 3_200))
-    after = stage.residency.room(stage.state, 2.0)
+    setup = EngineWithResidency()
+    one = setup.in_gap("a", blocks(0, 6_400))
+    before = setup.residency.room(setup.state, 1.0)
+    setup.compute(blocks(5_000, 3_200))
+    after = setup.residency.room(setup.state, 2.0)
     assert one.replica_id == "s1"
     assert after - before == pytest.approx(1_600, abs=2 * BLOCK)
 
 
 def test_a_context_that_the_model_considers_evicted_is_found_if_its_room_is_free() -> None:
-    stage = Stage()
-    one = stage.in_gap("a", blocks(0, 3_200))
-    stage.residency.evict(stage.state)
-    stage.residency.of("s1").remove(one)
+    setup = EngineWithResidency()
+    one = setup.in_gap("a", blocks(0, 3_200))
+    setup.residency.evict(setup.state)
+    setup.residency.of("s1").remove(one)
     one.replica_id = None
-    assert stage.residency.locate(one) == "s1"
-    stage.residency.of("s1").admitted = KV_TOKENS - 3_000
-    assert stage.residency.locate(one) is None
+    assert setup.residency.locate(one) == "s1"
+    setup.residency.of("s1").admitted = KV_TOKENS - 3_000
+    assert setup.residency.locate(one) is None
 
 
 # Programs

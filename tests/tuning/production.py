@@ -20,7 +20,7 @@ class Production:
         # When values became current, and whether they were the step's.
         self._sides: list[tuple[float, bool]] = []
 
-    def carry_out(self, commands: list[Apply], now: float) -> None:
+    def execute(self, commands: list[Apply], now: float) -> None:
         for command in commands:
             self.values, self.expires_at = command.values, math.inf
             self.applied.append(command.values)
@@ -39,7 +39,7 @@ class Production:
         return self.rollout.tick(now, completed_until, lambda start, _: judge(self._was_step(start)))
 
     def tick(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> None:
-        self.carry_out(self.ticked(now, completed_until, judge), now)
+        self.execute(self.ticked(now, completed_until, judge), now)
 
     def _was_step(self, at: float) -> bool:
         return next((is_step for since, is_step in reversed(self._sides) if since <= at), False)

@@ -36,7 +36,7 @@ def acts(rollout: Rollout) -> list[DecisionKind]:
 
 def proposed(**changes: Any) -> Production:
     production = Production(Rollout(space(), CURRENT, replace(ON, **changes)))
-    production.carry_out(production.rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
+    production.execute(production.rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
     return production
 
 
@@ -57,7 +57,7 @@ def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down()
     assert rollout.propose(BEST, 95.0) == []
     assert "cool-down" in rollout.audit[-1].reason
     for start in range(200, 2_000, 200):
-        production.carry_out(rollout.propose(BEST, start), start)
+        production.execute(rollout.propose(BEST, start), start)
         run(production, start, start + 100, better)
     assert production.values == BEST
 
@@ -112,7 +112,7 @@ def test_off_takes_nothing() -> None:
 def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
     production = proposed()
     run(production, 0, second, better)
-    production.carry_out(production.rollout.freeze(second, "release day"), second)
+    production.execute(production.rollout.freeze(second, "release day"), second)
     assert production.values == CURRENT
     run(production, second, 400, better)
     assert production.rollout.propose(BEST, 1_000.0) == []
@@ -220,7 +220,7 @@ class Guarded(RuleBasedStateMachine):
                 self.never_farther_than_a_step(before, values)
                 assert self.settings.mode == "on"
                 assert not self.rollout.frozen
-        self.production.carry_out(commands, self.now)
+        self.production.execute(commands, self.now)
 
     def never_farther_than_a_step(self, before: Values, after: Values) -> None:
         for parameter in space():

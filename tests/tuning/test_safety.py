@@ -54,7 +54,7 @@ def serve(production: Production, twin: DigitalTwin, slices: int) -> tuple[float
     losses, tried, served = [], 0, list[Reward]()
     for number in range(slices):
         now = 10.0 * number
-        production.carry_out(rollout.tick(now, now, lambda start, _: served[round(start / 10.0)]), now)
+        production.execute(rollout.tick(now, now, lambda start, _: served[round(start / 10.0)]), now)
         reward, usual = (twin.play(values, 1_000 + number).reward for values in (production.values, first))
         served.append(reward)
         assert reward.value is not None

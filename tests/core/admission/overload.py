@@ -85,7 +85,7 @@ class OverloadSimulation:
 
     def feed(self, event: ev.Event) -> None:
         for command in self.scheduler.handle(event, self.now):
-            self.carry_out(command)
+            self.execute(command)
         self.most_waiting = max(self.most_waiting, len(self.scheduler.queue))
         wake_at = self.scheduler.next_wakeup()
         if wake_at is not None and wake_at != self._wake_at:
@@ -96,7 +96,7 @@ class OverloadSimulation:
         self.attempts[request.request_id] = Attempt(request, output_tokens, number)
         self.feed(ev.Arrived(request))
 
-    def carry_out(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         match command:
             case Dispatch():
                 attempt = self.attempts[command.request_id]

@@ -29,7 +29,7 @@ def report(driver: ManualDriver, seconds: int = 1, *, computes: bool | None = No
     return [command for commands in every for command in commands]
 
 
-def let_hang(driver: ManualDriver) -> list[Command]:
+def hang(driver: ManualDriver) -> list[Command]:
     """Dispatch two requests without progress for longer than the limit."""
     for name in ("a", "b"):
         assert dispatched(driver.arrive(name)) == [(name, "e")]
@@ -38,7 +38,7 @@ def let_hang(driver: ManualDriver) -> list[Command]:
 
 def test_an_engine_without_progress_receives_no_requests_and_is_reported_once() -> None:
     driver = watched()
-    silent = [each for each in let_hang(driver) if isinstance(each, EngineSilent)]
+    silent = [each for each in hang(driver) if isinstance(each, EngineSilent)]
     assert [each.replica_id for each in silent] == ["e"]
     assert silent[0].silent_s == pytest.approx(61.0)
     assert dispatched(driver.arrive("c")) == []
@@ -46,7 +46,7 @@ def test_an_engine_without_progress_receives_no_requests_and_is_reported_once() 
 
 def test_a_hang_rejects_no_request() -> None:
     driver = watched()
-    let_hang(driver)
+    hang(driver)
     driver.arrive("c")
     report(driver, 60)
     assert driver.find("c").queued
@@ -55,7 +55,7 @@ def test_a_hang_rejects_no_request() -> None:
 @pytest.mark.parametrize("sign", ["first token", "end", "progress"])
 def test_progress_opens_it_again(sign: str) -> None:
     driver = watched()
-    let_hang(driver)
+    hang(driver)
     driver.arrive("c")
     match sign:
         case "first token":
@@ -110,7 +110,7 @@ def test_time_counts_from_the_first_dispatch_to_an_idle_engine(end: str) -> None
 
 def test_after_its_requests_end_it_receives_one_at_a_time_until_an_answer() -> None:
     driver = watched()
-    let_hang(driver)
+    hang(driver)
     driver.feed(Cancelled("a"))
     driver.arrive("c")
     assert driver.find("c").queued
@@ -121,7 +121,7 @@ def test_after_its_requests_end_it_receives_one_at_a_time_until_an_answer() -> N
 
 def test_a_replica_that_joins_again_does_not_count_as_hanging() -> None:
     driver = watched()
-    let_hang(driver)
+    hang(driver)
     driver.feed(ReplicaJoined(spec("e", "only", max_num_seqs=None, stall_timeout_s=LIMIT_S)))
     report(driver)
     assert dispatched(driver.arrive("c")) == [("c", "e")]
@@ -129,5 +129,5 @@ def test_a_replica_that_joins_again_does_not_count_as_hanging() -> None:
 
 def test_a_hosted_engine_is_watched_too() -> None:
     driver = watched(stall_timeout_s=None)
-    let_hang(driver)
+    hang(driver)
     assert dispatched(driver.arrive("c")) == [("c", "e")]

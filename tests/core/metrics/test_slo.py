@@ -1,6 +1,7 @@
+from functools import partial
+
 import pytest
 
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.core.metrics.targets import ClassTarget, ClassTargets, Miss
 from serve_app.errors import Outcome
@@ -37,17 +38,9 @@ def test_a_limit_that_nothing_can_meet_is_rejected_by_name_and_value(limit: floa
 TARGETS = ClassTargets(default=ClassTarget(ttft_s=1.0, long_ttft_s=10.0, tpot_s=0.1))
 
 
-def class_record(**changes: object) -> RequestRecord:
-    fields: dict[str, object] = {
-        "request_id": "r1",
-        "arrived_at": 0.0,
-        "first_token_at": 0.5,
-        "finished_at": 1.4,
-        "outcome": Outcome.COMPLETED,
-        "prompt_tokens": 10,
-        "output_tokens": 10,
-    }
-    return RequestRecord(**{**fields, **changes})  # type: ignore[arg-type]
+class_record = partial(
+    record, arrived_at=0.0, first_token_at=0.5, finished_at=1.4, prompt_tokens=10, output_tokens=10
+)
 
 
 def test_a_request_may_miss_both_latencies() -> None:

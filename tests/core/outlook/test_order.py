@@ -55,10 +55,10 @@ def test_no_request_passes_one_that_is_ahead_in_its_sub_queue() -> None:
 
 def test_turns_that_wait_for_room_are_placed_as_if_they_had_it() -> None:
     driver = fleet("s1", fairness=NO_SHARES)
-    driver.take_turn("running", "a")
-    driver.take_turn("b1", "b")
+    driver.start_turn("running", "a")
+    driver.start_turn("b1", "b")
     driver.arrive("between")
-    driver.take_turn("c1", "c")
+    driver.start_turn("c1", "c")
     assert driver.find("b1").parked
     assert ordered(driver.scheduler, driver.now) == ["b1", "between", "c1"]
 

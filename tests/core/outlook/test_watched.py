@@ -263,8 +263,8 @@ def test_one_call_sends_a_bounded_number_of_updates_and_the_next_the_rest(
 
 def test_a_turn_that_waits_for_room_gets_updates() -> None:
     driver = fleet("s1")
-    driver.take_turn("a1", "a")
-    driver.take_turn("b1", "b")
+    driver.start_turn("a1", "a")
+    driver.start_turn("b1", "b")
     watched = WatchedRequests(driver.scheduler)
     assert driver.find("b1").parked
     assert watched.watch("b1", driver.now)

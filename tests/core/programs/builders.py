@@ -26,7 +26,7 @@ class ProgramDriver(ManualDriver):
     def join_fleet(self, replica_id: str, kv_tokens: int | None = KV_TOKENS) -> list[Command]:
         return self.join(replica_id, "only", max_model_len=_MAX_MODEL_LEN, kv_tokens=kv_tokens)
 
-    def take_turn(
+    def start_turn(
         self,
         request_id: str,
         session: str,

@@ -80,7 +80,7 @@ def hidden() -> ProgramDriver:
 def turn(driver: ProgramDriver, name: str, number: int, context: int, cached: int) -> None:
     """Play a turn of a conversation whose prompt extends the last one."""
     prefix = tuple(hash((name, block)) for block in range(10 + number))
-    driver.take_turn(f"{name}{number}", name, prompt_tokens=context, prefix=prefix, messages=2 + 2 * number)
+    driver.start_turn(f"{name}{number}", name, prompt_tokens=context, prefix=prefix, messages=2 + 2 * number)
     while driver.programs.parked:
         driver.wake()
     usage = Usage(prompt_tokens=context, output_tokens=10, cached_tokens=cached, ending=TurnEnd.TOOLS)

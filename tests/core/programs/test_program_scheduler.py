@@ -44,7 +44,7 @@ LONG = ProgramsSettings(retention=100.0)
 def full(**changes: object) -> ProgramDriver:
     """Return one replica whose cache has room for the running turn of program `a` only."""
     driver = fleet("s1", **changes)  # type: ignore[arg-type]
-    assert dispatched(driver.take_turn("a1", "a")) == [("a1", "s1")]
+    assert dispatched(driver.start_turn("a1", "a")) == [("a1", "s1")]
     driver.feed(FirstToken("a1"))
     return driver
 
@@ -52,7 +52,7 @@ def full(**changes: object) -> ProgramDriver:
 def parked(**changes: object) -> ProgramDriver:
     """Return one replica whose cache has no room for the parked turn of program `b`."""
     driver = full(**changes)
-    assert driver.take_turn("b1", "b") == []
+    assert driver.start_turn("b1", "b") == []
     assert driver.find("b1").parked
     return driver
 
@@ -60,10 +60,10 @@ def parked(**changes: object) -> ProgramDriver:
 def bound() -> ProgramDriver:
     """Return a busy replica `s1` for which turn `a2` waits, and an idle replica `s2`."""
     driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a", prompt_tokens=40_000)
+    driver.start_turn("a1", "a", prompt_tokens=40_000)
     driver.end_turn("a1", context=40_000)
     fill(driver, bound_to="s1")
-    assert driver.take_turn("a2", "a", prompt_tokens=45_000) == []
+    assert driver.start_turn("a2", "a", prompt_tokens=45_000) == []
     assert driver.find("a2").home == "s1"
     return driver
 
@@ -84,11 +84,13 @@ def assert_nothing_is_left(driver: ProgramDriver) -> None:
 
 def test_a_turn_goes_to_the_replica_of_its_context_even_if_another_is_freer() -> None:
     driver = fleet("s1", "s2")
-    ((_, home),) = dispatched(driver.take_turn("a1", "a", prompt_tokens=40_000))
+    ((_, home),) = dispatched(driver.start_turn("a1", "a", prompt_tokens=40_000))
     driver.end_turn("a1", context=40_000)
     driver.arrive("other", prompt_tokens=30_000, bound_to=home)
     for number in range(2, 5):
-        assert dispatched(driver.take_turn(f"a{number}", "a", prompt_tokens=41_000)) == [(f"a{number}", home)]
+        assert dispatched(driver.start_turn(f"a{number}", "a", prompt_tokens=41_000)) == [
+            (f"a{number}", home)
+        ]
         driver.end_turn(f"a{number}", context=41_000)
     assert driver.conversation("a").replica_id == home
     assert driver.programs.moved == 0
@@ -96,9 +98,9 @@ def test_a_turn_goes_to_the_replica_of_its_context_even_if_another_is_freer() ->
 
 def test_the_context_counts_as_cached_if_the_prompt_extends_it() -> None:
     driver = fleet("s1")
-    driver.take_turn("a1", "a", prompt_tokens=40_000, prefix=(1,), messages=2)
+    driver.start_turn("a1", "a", prompt_tokens=40_000, prefix=(1,), messages=2)
     driver.end_turn("a1", context=40_000)
-    driver.take_turn("a2", "a", prompt_tokens=41_000, prefix=(1, 2), messages=4)
+    driver.start_turn("a2", "a", prompt_tokens=41_000, prefix=(1, 2), messages=4)
     assert driver.find("a2").cached_tokens == 40_000
     assert driver.find("a2").hold.prefill_tokens == 1_000
 
@@ -122,10 +124,10 @@ def test_a_turn_waits_for_a_busy_replica_as_long_as_computing_its_context_takes(
 
 def test_it_waits_no_longer_than_computing_what_is_cached_takes() -> None:
     driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a", prompt_tokens=20_000, prefix=(1,), messages=2)
+    driver.start_turn("a1", "a", prompt_tokens=20_000, prefix=(1,), messages=2)
     driver.end_turn("a1", context=20_000)
     fill(driver, bound_to="s1")
-    driver.take_turn("a2", "a", prompt_tokens=45_000, prefix=(1, 2), messages=4)
+    driver.start_turn("a2", "a", prompt_tokens=45_000, prefix=(1, 2), messages=4)
     recompute_s = driver.scheduler.prefill_costs.of("only").seconds(20_000)
     assert driver.programs.next_at() == pytest.approx(recompute_s)
 
@@ -146,10 +148,10 @@ def test_the_context_of_a_lost_replica_is_forgotten_and_its_turns_go_elsewhere()
 
 def test_a_context_moves_if_its_replica_accepts_nothing() -> None:
     driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     driver.end_turn("a1")
     driver.report("s1", draining=True)
-    assert dispatched(driver.take_turn("a2", "a")) == [("a2", "s2")]
+    assert dispatched(driver.start_turn("a2", "a")) == [("a2", "s2")]
     conversation = driver.conversation("a")
     assert not driver.contexts("s1").holds(conversation)
     driver.end_turn("a2")
@@ -159,7 +161,7 @@ def test_a_context_moves_if_its_replica_accepts_nothing() -> None:
 
 def test_a_turn_that_ends_on_a_lost_replica_leaves_no_context() -> None:
     driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     driver.feed(ReplicaLost("s1"))
     driver.feed(Resumed(driver.find("a1").request, "s2", started=False))
     driver.feed(ReplicaLost("s2"))
@@ -175,10 +177,10 @@ def test_a_turn_that_ends_on_a_lost_replica_leaves_no_context() -> None:
 
 def test_a_first_turn_is_dispatched_at_once_if_there_is_room() -> None:
     driver = fleet("s1", "s2")
-    assert dispatched(driver.take_turn("a1", "a")) == [("a1", "s1")]
+    assert dispatched(driver.start_turn("a1", "a")) == [("a1", "s1")]
     # The other replica has more room.
-    assert dispatched(driver.take_turn("b1", "b", prompt_tokens=20_000)) == [("b1", "s2")]
-    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s2")]
+    assert dispatched(driver.start_turn("b1", "b", prompt_tokens=20_000)) == [("b1", "s2")]
+    assert dispatched(driver.start_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s2")]
 
 
 def test_it_goes_where_most_of_its_prompt_is_cached() -> None:
@@ -186,7 +188,7 @@ def test_it_goes_where_most_of_its_prompt_is_cached() -> None:
     driver.arrive("first", prompt_tokens=30_000, prefix=(1, 2, 3), messages=3, bound_to="s2")
     driver.feed(Finished("first", Outcome.COMPLETED))
     driver.arrive("busy", prompt_tokens=10_000, bound_to="s2")
-    turn = driver.take_turn("a1", "a", prompt_tokens=40_000, prefix=(1, 2, 3, 4), messages=5)
+    turn = driver.start_turn("a1", "a", prompt_tokens=40_000, prefix=(1, 2, 3, 4), messages=5)
     assert dispatched(turn) == [("a1", "s2")]
 
 
@@ -205,7 +207,7 @@ def test_a_turn_without_room_is_parked_until_a_context_need_not_be_retained() ->
 
 def test_a_parked_turn_is_released_when_a_turn_ends_and_it_fits() -> None:
     driver = full()
-    driver.take_turn("b1", "b", prompt_tokens=50_000)
+    driver.start_turn("b1", "b", prompt_tokens=50_000)
     assert driver.find("b1").parked
     assert dispatched(driver.end_turn("a1", context=30_000)) == [("b1", "s1")]
     assert driver.conversation("a").replica_id == "s1"
@@ -213,7 +215,7 @@ def test_a_parked_turn_is_released_when_a_turn_ends_and_it_fits() -> None:
 
 def test_a_turn_that_does_not_fit_does_not_block_those_behind_it() -> None:
     driver = parked()
-    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s1")]
+    assert dispatched(driver.start_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s1")]
     assert driver.find("b1").parked
 
 
@@ -222,19 +224,19 @@ def test_turns_are_not_tried_one_by_one_while_none_fits(monkeypatch: pytest.Monk
     tried = Mock(side_effect=driver.programs.residency.room)
     monkeypatch.setattr(driver.programs.residency, "room", tried)
     for number in range(20):
-        driver.take_turn(f"c{number}", f"c{number}", tenant=f"t{number}")
+        driver.start_turn(f"c{number}", f"c{number}", tenant=f"t{number}")
     # Each event compares the largest room with the smallest turn.
     assert tried.call_count == 20
 
 
 def test_an_unused_replica_accepts_a_turn_of_any_size() -> None:
     driver = fleet("s1", kv_tokens=20_000)
-    assert dispatched(driver.take_turn("a1", "a", prompt_tokens=60_000)) == [("a1", "s1")]
+    assert dispatched(driver.start_turn("a1", "a", prompt_tokens=60_000)) == [("a1", "s1")]
 
 
 def test_a_turn_that_was_parked_without_a_replica_is_dispatched_when_one_reports() -> None:
     driver = fleet()
-    assert driver.take_turn("a1", "a") == []
+    assert driver.start_turn("a1", "a") == []
     driver.feed(ReplicaJoined(spec("s1", "only", max_model_len=90_000, kv_tokens=KV_TOKENS)))
     assert dispatched(driver.report("s1")) == [("a1", "s1")]
 
@@ -242,14 +244,14 @@ def test_a_turn_that_was_parked_without_a_replica_is_dispatched_when_one_reports
 def test_a_turn_that_was_parked_beside_a_draining_replica_is_dispatched_when_it_recovers() -> None:
     driver = fleet("s1")
     driver.report("s1", draining=True)
-    assert driver.take_turn("a1", "a") == []
+    assert driver.start_turn("a1", "a") == []
     assert dispatched(driver.report("s1")) == [("a1", "s1")]
 
 
 def test_a_turn_that_may_not_wait_is_dispatched_if_there_is_room() -> None:
     driver = fleet("s1")
-    assert dispatched(driver.take_turn("a1", "a", no_wait=True)) == [("a1", "s1")]
-    assert concluded(driver.take_turn("b1", "b", no_wait=True)) == [("b1", "rejected_queue_full")]
+    assert dispatched(driver.start_turn("a1", "a", no_wait=True)) == [("a1", "s1")]
+    assert concluded(driver.start_turn("b1", "b", no_wait=True)) == [("b1", "rejected_queue_full")]
     driver.feed(Cancelled("a1"))
     assert_nothing_is_left(driver)
 
@@ -257,9 +259,9 @@ def test_a_turn_that_may_not_wait_is_dispatched_if_there_is_room() -> None:
 def test_small_contexts_are_never_parked() -> None:
     driver = parked()
     small = KV_TOKENS // 64 - 20
-    assert dispatched(driver.take_turn("c1", "c", prompt_tokens=small)) == [("c1", "s1")]
+    assert dispatched(driver.start_turn("c1", "c", prompt_tokens=small)) == [("c1", "s1")]
     assert driver.find("c1").home is None
-    assert driver.take_turn("d1", "d", prompt_tokens=KV_TOKENS // 2) == []
+    assert driver.start_turn("d1", "d", prompt_tokens=KV_TOKENS // 2) == []
     assert driver.find("d1").parked
 
 
@@ -274,30 +276,30 @@ def test_what_requests_without_a_program_hold_takes_room() -> None:
     driver = fleet("s1")
     driver.arrive("other", prompt_tokens=60_000)
     driver.feed(FirstToken("other"))
-    assert driver.take_turn("a1", "a") == []
+    assert driver.start_turn("a1", "a") == []
     assert dispatched(driver.feed(Finished("other", Outcome.COMPLETED))) == [("a1", "s1")]
 
 
 def test_without_residency_no_turn_is_parked() -> None:
     driver = full(programs=ProgramsSettings(residency=False))
-    driver.take_turn("b1", "b", prompt_tokens=50_000)
+    driver.start_turn("b1", "b", prompt_tokens=50_000)
     assert not driver.find("b1").parked
 
 
 def test_a_turn_whose_prompt_is_computed_at_once_is_never_parked() -> None:
     driver = full()
-    driver.take_turn("fills the rest", "d", prompt_tokens=35_000)
-    driver.take_turn("cheap", "b", prompt_tokens=8_000)
+    driver.start_turn("fills the rest", "d", prompt_tokens=35_000)
+    driver.start_turn("cheap", "b", prompt_tokens=8_000)
     assert not driver.find("cheap").parked
-    driver.take_turn("dear", "c", prompt_tokens=12_000)
+    driver.start_turn("dear", "c", prompt_tokens=12_000)
     assert driver.find("dear").parked
 
 
 def test_without_staying_no_turn_is_bound() -> None:
     driver = fleet("s1", "s2", programs=ProgramsSettings(stay=False))
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     driver.end_turn("a1")
-    driver.take_turn("a2", "a")
+    driver.start_turn("a2", "a")
     assert driver.find("a2").home is None
     driver.end_turn("a2")
     assert_nothing_is_left(driver)
@@ -305,7 +307,7 @@ def test_without_staying_no_turn_is_bound() -> None:
 
 def test_disabled_scheduling_of_programs_recognises_no_turn() -> None:
     driver = full(programs=ProgramsSettings(enabled=False))
-    commands = driver.take_turn("b1", "b", prompt_tokens=30_000)
+    commands = driver.start_turn("b1", "b", prompt_tokens=30_000)
     assert dispatched(commands) == [("b1", "s1")]
     assert driver.find("b1").turn is None
     assert driver.programs.table.programs() == []
@@ -327,7 +329,7 @@ def test_a_parked_turn_is_admitted_at_its_bound() -> None:
 
 def test_few_turns_are_admitted_at_their_bound() -> None:
     driver = parked(programs=LONG)
-    driver.take_turn("c1", "c")
+    driver.start_turn("c1", "c")
     driver.end_turn("a1")
     assert dispatched(driver.feed(Woke(), after_s=60.0)) == [("b1", "s1")]
     assert driver.programs.forced == 1
@@ -339,7 +341,7 @@ def test_few_turns_are_admitted_at_their_bound() -> None:
     # Nine turns of 60,000 tokens are not ten times the prompt of the first forced one.
     served = 0
     while driver.find("c1").parked and served < 20:
-        driver.take_turn(f"b{served + 2}", "b")
+        driver.start_turn(f"b{served + 2}", "b")
         driver.end_turn(f"b{served + 2}", after_s=1.0)
         served += 1
     assert 7 <= served <= 10
@@ -348,8 +350,8 @@ def test_few_turns_are_admitted_at_their_bound() -> None:
 
 def test_service_of_other_requests_lets_parked_turns_be_admitted_at_their_bound() -> None:
     driver = full()
-    driver.take_turn("b1", "b")
-    driver.take_turn("c1", "c")
+    driver.start_turn("b1", "b")
+    driver.start_turn("c1", "c")
     driver.now += 61.0
     driver.feed(Woke())
     assert driver.programs.forced == 1
@@ -367,9 +369,9 @@ def test_service_is_saved_up_for_few_turns() -> None:
     for number in range(300):
         driver.arrive(f"other {number}", prompt_tokens=20_000)
         driver.feed(Finished(f"other {number}", Outcome.COMPLETED))
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     for number in range(8):
-        driver.take_turn(f"p{number}", f"p{number}")
+        driver.start_turn(f"p{number}", f"p{number}")
     driver.feed(Woke(), after_s=61.0)
     assert driver.programs.forced == 4
 
@@ -378,8 +380,8 @@ def test_a_turn_without_a_usable_replica_does_not_stop_those_behind_it() -> None
     driver = full(programs=LONG)
     driver.join("lora", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",))
     driver.report("lora", draining=True)
-    driver.take_turn("first", "b", adapter="x")
-    driver.take_turn("second", "c")
+    driver.start_turn("first", "b", adapter="x")
+    driver.start_turn("second", "c")
     assert driver.find("first").parked
     driver.feed(Woke(), after_s=61.0)
     assert driver.find("first").parked
@@ -393,7 +395,7 @@ def test_overdue_turns_are_tried_again_when_the_usable_replicas_change(
     driver.join("lora", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",))
     driver.report("lora", draining=True)
     for number in range(20):
-        driver.take_turn(f"b{number}", f"b{number}", adapter="x")
+        driver.start_turn(f"b{number}", f"b{number}", adapter="x")
     tried = Mock(side_effect=driver.scheduler.ledger.of_pool)
     monkeypatch.setattr(driver.scheduler.ledger, "of_pool", tried)
     driver.feed(Woke(), after_s=61.0)
@@ -411,7 +413,7 @@ def test_overdue_turns_are_tried_again_when_the_usable_replicas_change(
 def test_turns_that_have_left_are_forgotten_before_their_bound() -> None:
     driver = parked()
     for number in range(500):
-        driver.take_turn(f"c{number}", f"c{number}")
+        driver.start_turn(f"c{number}", f"c{number}")
         driver.feed(Cancelled(f"c{number}"))
     assert len(driver.programs._overdue._heap) < 100
 
@@ -420,7 +422,7 @@ def test_an_overdue_turn_is_tried_again_when_its_engine_answers_after_a_hang() -
     driver = fleet("s1", programs=LONG)
     driver.join("e", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",), stall_timeout_s=20.0)
     driver.arrive("long", prompt_tokens=60_000, adapter="x")
-    driver.take_turn("late", "a", adapter="x")
+    driver.start_turn("late", "a", adapter="x")
     driver.report("e", after_s=61.0)
     assert driver.find("late").parked
     driver.feed(FirstToken("long"))
@@ -429,7 +431,7 @@ def test_an_overdue_turn_is_tried_again_when_its_engine_answers_after_a_hang() -
 
 def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
     driver = full(programs=LONG)
-    driver.take_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
+    driver.start_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
     driver.end_turn("a1")
     assert driver.programs.next_at() == 15.0
 
@@ -443,13 +445,13 @@ def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
 def test_programs_are_admitted_by_their_start_or_by_their_service(order: ProgramOrder, expected: str) -> None:
     """The turn of the program that started first arrives late."""
     driver = fleet("s1", programs=ProgramsSettings(order=order))
-    driver.take_turn("x1", "x", prompt_tokens=60_000)
+    driver.start_turn("x1", "x", prompt_tokens=60_000)
     driver.end_turn("x1")
     driver.feed(ReplicaLost("s1"), after_s=1.0)
     driver.join_fleet("s1")
-    driver.take_turn("a1", "a")
-    driver.take_turn("early", "y")
-    driver.take_turn("late", "x")
+    driver.start_turn("a1", "a")
+    driver.start_turn("early", "y")
+    driver.start_turn("late", "x")
     assert len(driver.programs.parked) == 2
     driver.feed(Cancelled("a1"))
     driver.wake()
@@ -459,11 +461,11 @@ def test_programs_are_admitted_by_their_start_or_by_their_service(order: Program
 
 def test_the_last_sub_agent_of_a_program_is_admitted_first() -> None:
     driver = full()
-    driver.take_turn("b1", "b", tenant="t2")
-    driver.take_turn("agent", "agent", parent="c", tenant="t2")
-    driver.take_turn("root", "c", prompt_tokens=1_000, tenant="t2")
+    driver.start_turn("b1", "b", tenant="t2")
+    driver.start_turn("agent", "agent", parent="c", tenant="t2")
+    driver.start_turn("root", "c", prompt_tokens=1_000, tenant="t2")
     driver.end_turn("root", context=1_000)
-    driver.take_turn("last", "last", parent="c", tenant="t2")
+    driver.start_turn("last", "last", parent="c", tenant="t2")
     driver.feed(Cancelled("agent"))
     assert len(driver.programs.parked) == 2
     driver.end_turn("a1")
@@ -476,7 +478,7 @@ def test_the_last_sub_agent_of_a_program_is_admitted_first() -> None:
 @pytest.mark.parametrize("event", [Cancelled("b1"), GatewayLost("gone"), Woke()])
 def test_a_parked_turn_that_ends_leaves_nothing(event: Event) -> None:
     driver = full()
-    assert driver.take_turn("b1", "b", gateway_id="gone", expires_at=30.0) == []
+    assert driver.start_turn("b1", "b", gateway_id="gone", expires_at=30.0) == []
     ended = driver.feed(event, after_s=30.0)
     assert [request_id for request_id, _ in concluded(ended)] == ["b1"]
     assert causes(ended) == {"residency": 30.0}
@@ -486,7 +488,7 @@ def test_a_parked_turn_that_ends_leaves_nothing(event: Event) -> None:
 
 def test_an_expired_turn_reports_that_the_caches_had_no_room() -> None:
     driver = full()
-    driver.take_turn("b1", "b", expires_at=30.0)
+    driver.start_turn("b1", "b", expires_at=30.0)
     message = only_conclusion(driver.feed(Woke(), after_s=30.0)).message
     assert "main cause: the KV caches had no room for the context of its program" in message
 
@@ -494,7 +496,7 @@ def test_an_expired_turn_reports_that_the_caches_had_no_room() -> None:
 def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> None:
     driver = fleet("s1")
     fill(driver, bound_to="s1")
-    assert driver.take_turn("a1", "a", prompt_tokens=40_000) == []
+    assert driver.start_turn("a1", "a", prompt_tokens=40_000) == []
     assert driver.find("a1").home == "s1"
     driver.feed(Cancelled("a1"))
     assert_nothing_is_left(driver)
@@ -505,7 +507,7 @@ def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> Non
 @pytest.mark.parametrize("failure", list(DispatchFailure))
 def test_a_turn_that_was_put_back_is_placed_again(failure: DispatchFailure) -> None:
     driver = fleet("s1", "s2")
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     commands = driver.feed(DispatchFailed("a1", "s1", failure))
     commands += driver.report("s1", after_s=1.0)
     if concluded(commands):
@@ -523,7 +525,7 @@ def test_a_parked_turn_that_was_put_back_is_admitted_once() -> None:
     driver = fleet("s1")
     for _ in range(3):
         if driver.scheduler.find("a1") is None:
-            driver.take_turn("a1", "a", prompt_tokens=30_000)
+            driver.start_turn("a1", "a", prompt_tokens=30_000)
         driver.feed(DispatchFailed("a1", "s1", DispatchFailure.BUSY))
         driver.report("s1", after_s=1.0)
     assert driver.find("a1").replica_id == "s1"
@@ -534,7 +536,7 @@ def test_a_parked_turn_that_was_put_back_is_admitted_once() -> None:
 
 def test_a_turn_in_backoff_waits_for_its_end_and_for_room() -> None:
     driver = full()
-    driver.take_turn("b1", "b", prompt_tokens=10_000)
+    driver.start_turn("b1", "b", prompt_tokens=10_000)
     for _ in range(2):
         driver.feed(DispatchFailed("b1", "s1", DispatchFailure.BUSY))
     again = driver.find("b1")
@@ -585,9 +587,9 @@ def test_requests_that_are_never_continued_do_not_shorten_retention() -> None:
         driver.feed(Finished(f"chat{number}", Outcome.COMPLETED))
     driver.now += 7 * 3_600.0
     driver.report("s1")
-    driver.take_turn("a1", "a")
+    driver.start_turn("a1", "a")
     assert len(driver.programs.table) == 1
-    driver.take_turn("b1", "b")
+    driver.start_turn("b1", "b")
     driver.end_turn("a1")
     assert driver.programs.next_at() == pytest.approx(driver.now + RETENTION_S)
 

@@ -16,8 +16,8 @@ def rows_of(driver: ProgramDriver) -> dict[str, dict[str, Any]]:
 
 def test_a_program_is_running_waiting_or_in_a_gap() -> None:
     driver = fleet("s1")
-    driver.take_turn("a1", "a")
-    driver.take_turn("b1", "b", tenant="t2")
+    driver.start_turn("a1", "a")
+    driver.start_turn("b1", "b", tenant="t2")
     driver.now = 5.0
     rows = rows_of(driver)
     assert (rows["a"]["state"], rows["a"]["replicas"], rows["a"]["turns"]) == ("running", ("s1",), 0)
@@ -33,9 +33,9 @@ def test_the_document_counts_recent_programs_and_shows_the_last_ones(
 ) -> None:
     driver = fleet("s1")
     for number in range(4):
-        driver.take_turn(f"r{number}", f"p{number}", prompt_tokens=1_000)
+        driver.start_turn(f"r{number}", f"p{number}", prompt_tokens=1_000)
         driver.end_turn(f"r{number}", context=1_000, after_s=1.0)
-    driver.take_turn("again", "p2", prompt_tokens=1_500)
+    driver.start_turn("again", "p2", prompt_tokens=1_500)
     driver.end_turn("again", context=1_500, after_s=3.0)
     document = programs_document(driver.programs, driver.now, 2)
     assert (document["known"], document["recent_by_state"], document["turns"]) == (4, {"in a gap": 4}, 5)

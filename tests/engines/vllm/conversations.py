@@ -34,7 +34,7 @@ class AgentTurn:
     prompt_tokens: int
     output_tokens: int
 
-    def kinds(self) -> list[str]:
+    def block_types(self) -> list[str]:
         return [block["type"] for block in self.content]
 
 

@@ -10,11 +10,11 @@ import anthropic
 import pytest
 import pytest_asyncio
 
-from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
+from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, client_harness
+from tests.engines.vllm.compared_requests import GENERATED, same_answer
 from tests.engines.vllm.conversations import TURNS, converse
-from tests.engines.vllm.held import GENERATED, same_answer
-from tests.engines.vllm.in_front import in_front_of
 from tests.engines.vllm.real import ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.serving_stack import serving_stack
 from tests.engines.vllm.weights.scripted import make_scripted
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
@@ -50,21 +50,21 @@ class TestAgentEngine:
     async def test_a_client_supports_what_the_documentation_states(
         self, agent: Running, client: str, feature: str
     ) -> None:
-        async with counter(str(agent.client.base_url)) as at:
+        async with client_harness(str(agent.client.base_url)) as at:
             await CHECKS[client, feature](at)
 
     @pytest.mark.parametrize(("path", "body"), GENERATED)
     async def test_its_answers_are_forwarded_unchanged(
         self, agent: Running, path: str, body: dict[str, Any]
     ) -> None:
-        async with in_front_of(agent.engine, agent.limits) as front:
-            await same_answer((front.http, agent.client), path, body)
+        async with serving_stack(agent.engine, agent.limits) as stack:
+            await same_answer((stack.http, agent.client), path, body)
 
     async def test_conversations_at_once_are_answered_as_each_alone_by_the_engine(
         self, agent: Running
     ) -> None:
         tasks = [f"Repair module {number}, and say what it was." for number in range(CONVERSATIONS)]
-        async with in_front_of(agent.engine, agent.limits) as front, client_of(front.http.base_url) as ours:
+        async with serving_stack(agent.engine, agent.limits) as stack, client_of(stack.http.base_url) as ours:
             through = await asyncio.gather(*(converse(ours, task) for task in tasks))
         async with client_of(agent.client.base_url) as theirs:
             straight = [await converse(theirs, task) for task in tasks]
@@ -73,7 +73,7 @@ class TestAgentEngine:
         assert len(turns) == CONVERSATIONS * TURNS
         # Both ends occur, and every answer begins with reasoning.
         assert {turn.stop_reason for turn in turns} == {"tool_use", "end_turn"}
-        assert {tuple(turn.kinds()) for turn in turns} == {
+        assert {tuple(turn.block_types()) for turn in turns} == {
             ("thinking", "text"),
             ("thinking", "text", "tool_use"),
         }

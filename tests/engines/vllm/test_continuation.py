@@ -14,8 +14,8 @@ from serve_app.core.events import DispatchFailed
 from serve_app.serving.gateway.answer.continuation import ContinuableAssembly
 from serve_app.serving.gateway.request.incoming import AS_STREAM, append_fields
 from tests.engines.servers import until
-from tests.engines.vllm.in_front import Front, in_front_of
 from tests.engines.vllm.real import ARGS, QUICK_START, SMOLLM2, Running, running
+from tests.engines.vllm.serving_stack import ServingStack, serving_stack
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -94,11 +94,11 @@ async def interrupted(
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_revoked_request_is_continued_behind_the_gateway(engine: Running, path: str) -> None:
     body = body_of(path, PROMPTS[0], max_tokens=100, ignore_eos=True)
-    async with in_front_of(engine.engine, engine.limits) as front:
-        plain = (await front.http.post(path, json=body)).json()
+    async with serving_stack(engine.engine, engine.limits) as stack:
+        plain = (await stack.http.post(path, json=body)).json()
         batch = {"x-priority": "batch"}
-        request = asyncio.create_task(front.http.post(path, json=body, headers=batch))
-        tokens = [await revoked(front) for _ in range(2)]
+        request = asyncio.create_task(stack.http.post(path, json=body, headers=batch))
+        tokens = [await revoked(stack) for _ in range(2)]
         answer = (await request).json()
     assert 0 < tokens[0] < tokens[1] < 100
     assert text_of(answer) == text_of(plain)
@@ -106,9 +106,9 @@ async def test_a_revoked_request_is_continued_behind_the_gateway(engine: Running
     assert "token_ids" not in json.dumps(answer)
 
 
-async def revoked(front: Front) -> int:
+async def revoked(stack: ServingStack) -> int:
     """Revoke the running request after some tokens; return the number with which it continues."""
-    live, events = front.control_plane.live, list[DispatchFailed]()
+    live, events = stack.control_plane.live, list[DispatchFailed]()
     book = live._gateways.book
     await until(lambda: is_true(any(record.started for record in book.values())), 60.0)
     await asyncio.sleep(0.4)

@@ -9,25 +9,36 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.vllm.held import EMBED, EMBEDDED, QUERY, RANK, RANKED, SCORE, TEXTS, same_answer
-from tests.engines.vllm.in_front import Front, in_front_of
+from tests.engines.vllm.compared_requests import (
+    EMBED,
+    EMBEDDED,
+    QUERY,
+    RANK,
+    RANKED,
+    SCORE,
+    TEXTS,
+    same_answer,
+)
 from tests.engines.vllm.real import ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.serving_stack import ServingStack, serving_stack
 from tests.engines.vllm.weights.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
 
 @contextlib.asynccontextmanager
-async def pooled(make: Callable[[Path, Path], Path], folder: Path) -> AsyncIterator[tuple[Running, Front]]:
+async def pooled(
+    make: Callable[[Path, Path], Path], folder: Path
+) -> AsyncIterator[tuple[Running, ServingStack]]:
     args = {**ARGS, "max_model_len": MAX_TOKENS}
     async with (
         running(make(folder, TINY), args=args, env=QUICK_START) as started,
-        in_front_of(started.engine, started.limits) as front,
+        serving_stack(started.engine, started.limits) as stack,
     ):
-        yield started, front
+        yield started, stack
 
 
-Pair = tuple[Running, Front]
+Pair = tuple[Running, ServingStack]
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
@@ -44,8 +55,8 @@ async def embedding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
 
 async def both(pair: Pair, path: str, body: dict[str, Any]) -> Any:
     """Return the answer through the gateway, which must equal the engine's own."""
-    started, front = pair
-    return await same_answer((front.http, started.client), path, body)
+    started, stack = pair
+    return await same_answer((stack.http, started.client), path, body)
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -66,9 +77,9 @@ class TestRankingEngine:
     async def test_many_at_once_are_answered_as_each_alone(self, ranking: Pair) -> None:
         bodies = [{"query": f"{QUERY} {number}", "documents": TEXTS} for number in range(12)]
         alone = [await both(ranking, "/rerank", body) for body in bodies]
-        _, front = ranking
+        _, stack = ranking
         at_once = await asyncio.gather(
-            *(front.http.post("/rerank", json={"model": "m", **body}) for body in bodies)
+            *(stack.http.post("/rerank", json={"model": "m", **body}) for body in bodies)
         )
         for answer, expected in zip(at_once, alone, strict=True):
             found = [
@@ -78,8 +89,8 @@ class TestRankingEngine:
             assert found == [(item["index"], item["relevance_score"]) for item in expected["results"]]
 
     async def test_a_text_that_is_too_long_is_rejected_with_a_reason(self, ranking: Pair) -> None:
-        _, front = ranking
-        answer = await front.http.post("/rerank", json={"model": "m", **RANK, "documents": ["word " * 900]})
+        _, stack = ranking
+        answer = await stack.http.post("/rerank", json={"model": "m", **RANK, "documents": ["word " * 900]})
         assert answer.status_code == 400
         assert "maximum context length" in answer.json()["error"]["message"]
 

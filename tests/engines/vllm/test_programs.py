@@ -9,8 +9,8 @@ import pytest
 from serve_app.core.programs import program_scheduler
 from serve_app.core.programs.settings import ProgramsSettings
 from tests.engines.vllm.conversations import unique_text
-from tests.engines.vllm.in_front import in_front_of
 from tests.engines.vllm.real import ANSWER_TIMEOUT_S, ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.serving_stack import serving_stack
 from tests.vllm_server import counter_total
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
@@ -64,9 +64,9 @@ async def run_agents(started: Running, label: str, *, enabled: bool) -> float:
     """Let all agents converse at once. Return the prompt tokens that the engine computed for them."""
     before = await computed_tokens(started)
     programs = ProgramsSettings(enabled=enabled)
-    async with in_front_of(started.engine, started.limits, programs=programs) as front:
+    async with serving_stack(started.engine, started.limits, programs=programs) as stack:
         client = openai.AsyncOpenAI(
-            base_url=f"{front.http.base_url}/v1", api_key="none", max_retries=0, timeout=ANSWER_TIMEOUT_S
+            base_url=f"{stack.http.base_url}/v1", api_key="none", max_retries=0, timeout=ANSWER_TIMEOUT_S
         )
         async with client:
             last = await asyncio.gather(*(converse(client, f"{label} {n}") for n in range(AGENTS)))

@@ -21,7 +21,7 @@ from serve_app.serving.gateway.answer.stream import AnswerAssembly
 from serve_app.serving.gateway.request.incoming import append_fields, priority_field
 from tests.builders import request
 from tests.engines.servers import served, until
-from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
+from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, client_harness
 from tests.engines.vllm.clients.plain_http import small_questions
 from tests.engines.vllm.conformance import (
     ANSWERED,
@@ -32,7 +32,6 @@ from tests.engines.vllm.conformance import (
     choice_form,
     without_ids,
 )
-from tests.engines.vllm.in_front import ClientView, Front, in_front_of
 from tests.engines.vllm.real import (
     ANSWER_TIMEOUT_S,
     ARGS,
@@ -52,6 +51,7 @@ from tests.engines.vllm.real import (
     runs,
     unshared_prompt,
 )
+from tests.engines.vllm.serving_stack import ClientView, ServingStack, serving_stack
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -218,11 +218,11 @@ class TestTinyEngine:
     async def test_a_client_supports_what_the_documentation_states(
         self, tiny: Running, client: str, feature: str
     ) -> None:
-        async with counter(str(tiny.client.base_url)) as at:
+        async with client_harness(str(tiny.client.base_url)) as at:
             await CHECKS[client, feature](at)
 
     async def test_small_questions_are_answered_through_the_gateway(self, tiny: Running) -> None:
-        async with counter(str(tiny.client.base_url)) as at:
+        async with client_harness(str(tiny.client.base_url)) as at:
             await small_questions(at)
 
     async def test_an_answer_assembled_from_a_stream_equals_the_whole_one(self, tiny: Running) -> None:
@@ -272,28 +272,28 @@ class TestTinyEngine:
 
     async def test_responses_are_stored_under_the_names_that_the_gateway_assigns(self, tiny: Running) -> None:
         path, body = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
-        async with in_front_of(tiny.engine, tiny.limits) as front:
-            first = (await front.http.post(path, json=body)).json()
+        async with serving_stack(tiny.engine, tiny.limits) as stack:
+            first = (await stack.http.post(path, json=body)).json()
             assert re.fullmatch("resp_[0-9a-f]{40}", first["id"])
-            again = (await front.http.get(f"{path}/{first['id']}")).json()
+            again = (await stack.http.get(f"{path}/{first['id']}")).json()
             assert (again["id"], again["output"]) == (first["id"], first["output"])
-            then = await front.http.post(path, json={**body, "previous_response_id": first["id"]})
+            then = await stack.http.post(path, json={**body, "previous_response_id": first["id"]})
             assert then.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 8, then.text
             long = {**body, "max_output_tokens": 400, "ignore_eos": True, "background": True}
-            queued = (await front.http.post(path, json=long)).json()
+            queued = (await stack.http.post(path, json=long)).json()
             assert queued["status"] == "queued"
-            assert front.control_plane.live.status()["replicas"]["r"]["in_flight"] == 1
-            ended = await front.http.post(f"{path}/{queued['id']}/cancel")
+            assert stack.control_plane.live.status()["replicas"]["r"]["in_flight"] == 1
+            ended = await stack.http.post(f"{path}/{queued['id']}/cancel")
             assert ended.json()["status"] == "cancelled", ended.text
-            await until(lambda: is_free(front))
-            queued = (await front.http.post(path, json={**long, "max_output_tokens": 20})).json()
-            await until(lambda: is_free(front))
-            found = (await front.http.get(f"{path}/{queued['id']}")).json()
+            await until(lambda: is_free(stack))
+            queued = (await stack.http.post(path, json={**long, "max_output_tokens": 20})).json()
+            await until(lambda: is_free(stack))
+            found = (await stack.http.get(f"{path}/{queued['id']}")).json()
             assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 20)
-            streamed = await front.http.post(path, json={**body, "background": True, "stream": True})
+            streamed = await stack.http.post(path, json={**body, "background": True, "stream": True})
             events_before = typed_events(streamed)
             response_id = events_before[0]["response"]["id"]
-            replayed = await front.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
+            replayed = await stack.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
             assert typed_events(replayed) == events_before[2:]
 
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
@@ -309,9 +309,9 @@ class TestTinyEngine:
         # Two blocks each, and soon a third: three sequences are too many.
         prompts = [unshared_prompt(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
         lengths = range(20, 32)
-        async with in_front_of(tiny.engine, tiny.limits) as front:
+        async with serving_stack(tiny.engine, tiny.limits) as stack:
             answers = [
-                front.start(stream=bool(length % 2), tokens=length, prompt=prompt)
+                stack.start(stream=bool(length % 2), tokens=length, prompt=prompt)
                 for length, prompt in zip(lengths, prompts[2:], strict=True)
             ]
             await until(begun, ANSWER_TIMEOUT_S)
@@ -324,9 +324,9 @@ class TestTinyEngine:
     async def test_a_hanging_engine_gets_nothing_more_and_continues_where_it_was(self, tiny: Running) -> None:
         # The replica leaves while its engine hangs and then returns: requests that arrive in between wait for
         # it.
-        async with in_front_of(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as front:
+        async with serving_stack(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as stack:
             # More tokens than are computed before the engine is stopped.
-            tasks = [front.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
+            tasks = [stack.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
             await until(lambda: runs(tiny, 2))
             core = engine_core()
             core.suspend()
@@ -334,11 +334,11 @@ class TestTinyEngine:
                 await until(lambda: hangs(tiny.engine), timeout_s=60.0)
                 # Ray replaces the replica after three such checks.
                 with pytest.raises(EngineError, match="hangs: it has 2 requests"):
-                    await front.replica.check_health()
+                    await stack.replica.check_health()
                 # The scheduler learns of it from the next report.
-                await until(front.has_no_replica)
-                tasks.append(front.start(stream=True, tokens=5))
-                await until(front.waits)
+                await until(stack.has_no_replica)
+                tasks.append(stack.start(stream=True, tokens=5))
+                await until(stack.waits)
             finally:
                 core.resume()
             views = [await each for each in tasks]
@@ -347,9 +347,9 @@ class TestTinyEngine:
     async def test_a_dead_engine_is_unhealthy_and_every_client_gets_an_error(self, tiny: Running) -> None:
         """The engine is dead afterwards, so this is its last test."""
         body = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
-        async with in_front_of(tiny.engine, tiny.limits) as front:
+        async with serving_stack(tiny.engine, tiny.limits) as stack:
             pending = asyncio.create_task(tiny.post("/v1/completions", **body))
-            begun, whole = (front.start(stream=stream, tokens=500) for stream in (True, False))
+            begun, whole = (stack.start(stream=stream, tokens=500) for stream in (True, False))
             await until(lambda: runs(tiny, 3))
             engine_core().kill()
             assert (await asyncio.wait_for(pending, 30)).status_code == 500
@@ -357,7 +357,7 @@ class TestTinyEngine:
             # It had begun, or it was dispatched again like the other one.
             assert views.end in ("error event", "no_replica")
             assert await asyncio.wait_for(whole, 30) == ClientView("no_replica")
-            assert await asyncio.wait_for(front.ask(stream=True, tokens=5), 30) == ClientView("no_replica")
+            assert await asyncio.wait_for(stack.ask(stream=True, tokens=5), 30) == ClientView("no_replica")
         with pytest.raises(EngineError, match="is dead"):
             await tiny.engine.check_health()
         with pytest.raises(EngineError, match="is dead"):
@@ -371,5 +371,5 @@ def typed_events(answer: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-async def is_free(front: Front) -> bool:
-    return bool(front.control_plane.live.status()["replicas"]["r"]["in_flight"] == 0)
+async def is_free(stack: ServingStack) -> bool:
+    return bool(stack.control_plane.live.status()["replicas"]["r"]["in_flight"] == 0)

@@ -14,7 +14,6 @@ import pytest
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.errors import EngineError
 from tests.engines.servers import free_port, until
-from tests.engines.vllm.in_front import in_front_of
 from tests.engines.vllm.real import (
     ARGS,
     ENV,
@@ -28,6 +27,7 @@ from tests.engines.vllm.real import (
     open_streams,
     running,
 )
+from tests.engines.vllm.serving_stack import serving_stack
 from tests.engines.vllm.weights.adapters import write_adapter
 from tests.serving.remote.servers import WatchedFleet, watched
 
@@ -66,27 +66,27 @@ async def test_adapters_are_listed_used_loaded_and_unloaded(tmp_path: Path) -> N
     }
     env = {**QUICK_START, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     body = {"prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
-    async with running(TINY, args=args, env=env) as tiny, in_front_of(tiny.engine, tiny.limits) as front:
+    async with running(TINY, args=args, env=env) as tiny, serving_stack(tiny.engine, tiny.limits) as stack:
 
         async def lists(*names: str) -> bool:
-            found = (await front.http.get("/v1/models")).json()["data"]
+            found = (await stack.http.get("/v1/models")).json()["data"]
             return [model["id"] for model in found] == ["m", *names]
 
         await until(lambda: lists("sql"))
-        base = await front.http.post("/v1/completions", json={**body, "model": "m"})
-        adapted = await front.http.post("/v1/completions", json={**body, "model": "sql"})
+        base = await stack.http.post("/v1/completions", json={**body, "model": "m"})
+        adapted = await stack.http.post("/v1/completions", json={**body, "model": "sql"})
         assert adapted.status_code == 200, adapted.text
         assert adapted.json()["model"] == "sql"
         assert adapted.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
         later = {"lora_name": "later", "lora_path": str(tmp_path / "later")}
         assert (await tiny.client.post("/v1/load_lora_adapter", json=later)).status_code == 200
         await until(lambda: lists("later", "sql"))
-        answer = await front.http.post("/v1/completions", json={**body, "model": "later"})
+        answer = await stack.http.post("/v1/completions", json={**body, "model": "later"})
         assert answer.status_code == 200, answer.text
         gone = {"lora_name": "sql"}
         assert (await tiny.client.post("/v1/unload_lora_adapter", json=gone)).status_code == 200
         await until(lambda: lists("later"))
-        answer = await front.http.post("/v1/completions", json={**body, "model": "sql"})
+        answer = await stack.http.post("/v1/completions", json={**body, "model": "sql"})
         assert answer.status_code == 404
 
 

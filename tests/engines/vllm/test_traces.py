@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engines.servers import until
-from tests.engines.vllm.in_front import in_front_of
 from tests.engines.vllm.real import ARGS, QUICK_START, TINY, running
+from tests.engines.vllm.serving_stack import serving_stack
 from tests.serving.gateway.tracing.collector import Collector, collecting
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
@@ -28,16 +28,16 @@ async def test_the_span_of_the_engine_is_a_child_of_ours_and_absent_without(
         options = {**ARGS, "otlp_traces_endpoint": endpoint}
         async with (
             running(TINY, args=options, env=environment) as engine,
-            in_front_of(engine.engine, engine.limits, tracing=True) as front,
+            serving_stack(engine.engine, engine.limits, tracing=True) as stack,
         ):
             body = {"model": "m", "prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
             for flags in ("01", "00"):
                 headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
-                answer = await front.http.post("/v1/completions", json=body, headers=headers)
+                answer = await stack.http.post("/v1/completions", json=body, headers=headers)
                 assert answer.status_code == 200
 
             # This request is sampled, so all spans of the second one were exported before its own.
-            await front.http.post("/v1/completions", json=body)
+            await stack.http.post("/v1/completions", json=body)
             await until(lambda: there(collector, "llm_request"), 30.0)
             await until(lambda: there(collector, "text_completion m"), 30.0)
     ours, forward = collector.only_of(TRACE, "text_completion m"), collector.only_of(TRACE, "ewsjf.forward")

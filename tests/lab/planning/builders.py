@@ -8,10 +8,7 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.planning.queueing import LengthMix, PoolModel
 from serve_app.lab.planning.verification import Workload
 from serve_app.lab.simulation.workload import TraceChoice
-
-STEP_TIME = StepTimeModel(
-    decode_base_s=0.02, decode_per_sequence_s=0.0004, prefill_base_s=0.004, prefill_per_token_s=0.0001
-)
+from tests.lab.simulation.builders import STEP_TIME
 
 
 def mix(*lengths: tuple[int, int]) -> LengthMix:

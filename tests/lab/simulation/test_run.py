@@ -10,6 +10,7 @@ from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.lab.simulation.run import RunResult, RunSettings, SloByLength, policy_names, simulate
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+from tests.core.metrics import builders
 
 LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})
 PAPER_MIX = TraceChoice(name="paper-mix", requests=300)
@@ -110,12 +111,10 @@ def test_reports_and_control_latency_are_those_of_the_settings() -> None:
 
 
 def record(prompt_tokens: int, ttft_s: float) -> RequestRecord:
-    return RequestRecord(
-        request_id="r",
+    return builders.record(
         arrived_at=0.0,
         first_token_at=ttft_s,
         finished_at=ttft_s + 0.5,
-        outcome=Outcome.COMPLETED,
         prompt_tokens=prompt_tokens,
         output_tokens=10,
     )

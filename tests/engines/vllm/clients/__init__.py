@@ -1,12 +1,12 @@
 """Client compatibility through a gateway with a real engine: one check per cell of docs/clients.md.
 
-`counter.py` has the gateway and the requests; each other file has the checks of one client.
+`harness.py` has the gateway and the requests; each other file has the checks of one client.
 """
 
 from tests.engines.vllm.clients import anthropic_python, javascript, langchain, openai_python, vllm_bench
-from tests.engines.vllm.clients.counter import Checks, counter
+from tests.engines.vllm.clients.harness import Checks, client_harness
 
-__all__ = ["CHECKS", "WITH_TOOLS", "counter"]
+__all__ = ["CHECKS", "WITH_TOOLS", "client_harness"]
 
 # Client and feature, named as in the documentation's table.
 CHECKS: Checks = {

@@ -6,14 +6,14 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.engines.vllm.clients.counter import (
+from tests.engines.vllm.clients.harness import (
     LONG,
     MODEL,
     QUESTION,
     SCHEMA,
     SCHEMA_TOKENS,
     Checks,
-    Counter,
+    ClientHarness,
     check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
@@ -35,7 +35,7 @@ PLACE: Any = {
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 
 
-async def answers(at: Counter) -> None:
+async def answers(at: ClientHarness) -> None:
     message = await at.anthropic.messages.create(**SHORT, **GREEDY)
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
     cached = message.usage.cache_read_input_tokens or 0
@@ -46,7 +46,7 @@ async def answers(at: Counter) -> None:
     assert message.content[0].text == straight["content"][0]["text"]
 
 
-async def streams(at: Counter) -> None:
+async def streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     async with at.anthropic.messages.stream(**SHORT, **GREEDY) as stream:
         text = "".join([part async for part in stream.text_stream])
@@ -57,7 +57,7 @@ async def streams(at: Counter) -> None:
     assert at.counted.output_tokens == whole.usage.output_tokens == 8
 
 
-async def calls_tools(at: Counter) -> None:
+async def calls_tools(at: ClientHarness) -> None:
     for choice in (CALL["tool_choice"], {"type": "any"}):
         message = await at.anthropic.messages.create(**{**CALL, "tool_choice": choice}, **GREEDY)
         assert message.stop_reason == "tool_use"
@@ -72,7 +72,7 @@ async def calls_tools(at: Counter) -> None:
     assert again.usage.input_tokens + (again.usage.cache_read_input_tokens or 0) > message.usage.input_tokens
 
 
-async def streams_tool_calls(at: Counter) -> None:
+async def streams_tool_calls(at: ClientHarness) -> None:
     before = at.first_tokens()
     whole = await at.anthropic.messages.create(**CALL, **GREEDY)
     async with at.anthropic.messages.stream(**CALL, **GREEDY) as stream:
@@ -91,24 +91,24 @@ def without_id(block: Any) -> dict[str, Any]:
     return found
 
 
-async def keeps_to_a_schema(at: Counter) -> None:
+async def follows_a_schema(at: ClientHarness) -> None:
     message = await at.anthropic.messages.create(**PLACE, **GREEDY)
     assert message.stop_reason == "end_turn"
     assert message.content[0].type == "text"
     check_schema(SCHEMA, message.content[0].text)
 
 
-async def counts_tokens(at: Counter) -> None:
+async def counts_tokens(at: ClientHarness) -> None:
     counted = await at.anthropic.messages.count_tokens(model=MODEL, messages=QUESTION)
     await at.anthropic.messages.create(model=MODEL, messages=QUESTION, max_tokens=1)
     assert counted.input_tokens == at.counted.prompt_tokens
 
 
-async def hears_of_errors(at: Counter) -> None:
+async def receives_errors(at: ClientHarness) -> None:
     with pytest.raises(anthropic.NotFoundError, match="unknown model") as unknown:
         await at.anthropic.messages.create(model="other", messages=QUESTION, max_tokens=1)
     assert unknown.value.response.json()["error"]["type"] == "not_found_error"
-    at.let_be_too_long()
+    at.reject_next_as_too_long()
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
         await at.anthropic.messages.create(model=MODEL, messages=LONG, max_tokens=9)
     # Errors of the engine: vLLM's own error types are not Anthropic's.
@@ -116,7 +116,7 @@ async def hears_of_errors(at: Counter) -> None:
         ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "nobody", "content": "hi"}]}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "nobody", "content": "hi"}]}),
     ):
-        answer = await at.front.post(path, json={"model": MODEL, **body})
+        answer = await at.gateway.post(path, json={"model": MODEL, **body})
         error = answer.json()
         assert (answer.status_code, error["type"]) == (400, "error"), answer.text
         assert error["error"]["type"] == "invalid_request_error"
@@ -127,7 +127,7 @@ async def hears_of_errors(at: Counter) -> None:
         )
 
 
-async def lists_models(at: Counter) -> None:
+async def lists_models(at: ClientHarness) -> None:
     assert [model.id async for model in at.anthropic.models.list()] == [MODEL]
 
 
@@ -136,8 +136,8 @@ CHECKS: Checks = {
     ("`anthropic` (Python)", "streams"): streams,
     ("`anthropic` (Python)", "tools"): calls_tools,
     ("`anthropic` (Python)", "streamed tools"): streams_tool_calls,
-    ("`anthropic` (Python)", "JSON schemas"): keeps_to_a_schema,
+    ("`anthropic` (Python)", "JSON schemas"): follows_a_schema,
     ("`anthropic` (Python)", "counted tokens"): counts_tokens,
-    ("`anthropic` (Python)", "errors"): hears_of_errors,
+    ("`anthropic` (Python)", "errors"): receives_errors,
     ("`anthropic` (Python)", "list of models"): lists_models,
 }

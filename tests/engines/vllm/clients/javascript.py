@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.clients import anthropic_python, openai_python
-from tests.engines.vllm.clients.counter import (
+from tests.engines.vllm.clients.harness import (
     KEY,
     LONG,
     MODEL,
     QUESTION,
     SCHEMA,
     Checks,
-    Counter,
+    ClientHarness,
     check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
@@ -42,7 +42,9 @@ def node() -> str:
     return found
 
 
-async def ask(at: Counter, client: str, method: str, request: Any = None, key: str = KEY) -> dict[str, Any]:
+async def ask(
+    at: ClientHarness, client: str, method: str, request: Any = None, key: str = KEY
+) -> dict[str, Any]:
     """Return the client's answer under `answer`, or its exception under `error`."""
     given = json.dumps({"url": at.url, "key": key, "method": method, "request": request})
     process = await asyncio.create_subprocess_exec(
@@ -54,20 +56,20 @@ async def ask(at: Counter, client: str, method: str, request: Any = None, key: s
     return found
 
 
-async def answer(at: Counter, client: str, method: str, request: Any = None) -> Any:
+async def answer(at: ClientHarness, client: str, method: str, request: Any = None) -> Any:
     found = await ask(at, client, method, request)
     assert "error" not in found, found
     return found["answer"]
 
 
-async def openai_answers(at: Counter) -> None:
+async def openai_answers(at: ClientHarness) -> None:
     found = await answer(at, OPENAI, "create", openai_python.SHORT)
     assert at.counted.output_tokens == found["usage"]["completion_tokens"] == 8
     straight = await at.direct_answer("/v1/chat/completions", max_tokens=8, temperature=0)
     assert found["choices"][0]["message"]["content"] == straight["choices"][0]["message"]["content"]
 
 
-async def openai_streams(at: Counter) -> None:
+async def openai_streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     found = await answer(at, OPENAI, "stream", openai_python.SHORT)
     whole = await answer(at, OPENAI, "create", openai_python.SHORT)
@@ -77,31 +79,31 @@ async def openai_streams(at: Counter) -> None:
     assert at.counted.output_tokens == 8
 
 
-async def openai_calls_tools(at: Counter) -> None:
+async def openai_calls_tools(at: ClientHarness) -> None:
     (choice,) = (await answer(at, OPENAI, "create", openai_python.CALL))["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("stop", TOOL_NAME)
     check_schema(TOOL_SCHEMA, call["function"]["arguments"])
 
 
-async def openai_streams_tool_calls(at: Counter) -> None:
+async def openai_streams_tool_calls(at: ClientHarness) -> None:
     (choice,) = (await answer(at, OPENAI, "stream", openai_python.CALL))["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == TOOL_NAME
     check_schema(TOOL_SCHEMA, call["function"]["arguments"])
 
 
-async def openai_keeps_to_a_schema(at: Counter) -> None:
+async def openai_keeps_to_a_schema(at: ClientHarness) -> None:
     (choice,) = (await answer(at, OPENAI, "create", openai_python.PLACE))["choices"]
     assert choice["finish_reason"] == "stop"
     check_schema(SCHEMA, choice["message"]["content"])
 
 
-async def openai_hears_of_errors(at: Counter) -> None:
+async def openai_hears_of_errors(at: ClientHarness) -> None:
     unknown = await ask(at, OPENAI, "create", {"model": "other", "messages": QUESTION})
     assert (unknown["error"]["name"], unknown["error"]["status"]) == ("NotFoundError", 404)
     assert "unknown model" in unknown["error"]["message"]
-    at.let_be_too_long()
+    at.reject_next_as_too_long()
     too_long = await ask(at, OPENAI, "create", {"model": MODEL, "messages": LONG})
     assert (too_long["error"]["name"], too_long["error"]["status"]) == ("BadRequestError", 400)
     assert "maximum context length" in too_long["error"]["message"]
@@ -109,17 +111,17 @@ async def openai_hears_of_errors(at: Counter) -> None:
     assert (wrong["error"]["name"], wrong["error"]["status"]) == ("AuthenticationError", 401)
 
 
-async def openai_lists_models(at: Counter) -> None:
+async def openai_lists_models(at: ClientHarness) -> None:
     assert await answer(at, OPENAI, "models") == [MODEL]
 
 
-async def openai_runs_batches(at: Counter) -> None:
+async def openai_runs_batches(at: ClientHarness) -> None:
     found = await answer(at, OPENAI, "batch", openai_python.BATCH)
     straight = await at.direct_answer("/v1/chat/completions", **openai_python.SHORT)
     openai_python.check_batch(list(map(json.loads, found["lines"])), straight)
 
 
-async def anthropic_answers(at: Counter) -> None:
+async def anthropic_answers(at: ClientHarness) -> None:
     message = await answer(at, ANTHROPIC, "create", {**anthropic_python.SHORT, **GREEDY})
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 8)
     straight = await at.direct_answer("/v1/messages", max_tokens=8, temperature=0)
@@ -127,7 +129,7 @@ async def anthropic_answers(at: Counter) -> None:
     assert at.counted.output_tokens == 8
 
 
-async def anthropic_streams(at: Counter) -> None:
+async def anthropic_streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     whole = await answer(at, ANTHROPIC, "stream", {**anthropic_python.SHORT, **GREEDY})
     straight = await at.direct_answer("/v1/messages", max_tokens=8, temperature=0)
@@ -136,38 +138,38 @@ async def anthropic_streams(at: Counter) -> None:
     assert at.counted.output_tokens == whole["usage"]["output_tokens"] == 8
 
 
-async def anthropic_calls_tools(at: Counter) -> None:
+async def anthropic_calls_tools(at: ClientHarness) -> None:
     await _calls_a_tool(at, "create")
 
 
-async def anthropic_streams_tool_calls(at: Counter) -> None:
+async def anthropic_streams_tool_calls(at: ClientHarness) -> None:
     await _calls_a_tool(at, "stream")
 
 
-async def _calls_a_tool(at: Counter, method: str) -> None:
+async def _calls_a_tool(at: ClientHarness, method: str) -> None:
     message = await answer(at, ANTHROPIC, method, {**anthropic_python.CALL, **GREEDY})
     (call,) = [block for block in message["content"] if block["type"] == "tool_use"]
     assert (message["stop_reason"], call["name"]) == ("tool_use", TOOL_NAME)
     check_schema(TOOL_SCHEMA, call["input"])
 
 
-async def anthropic_keeps_to_a_schema(at: Counter) -> None:
+async def anthropic_keeps_to_a_schema(at: ClientHarness) -> None:
     message = await answer(at, ANTHROPIC, "create", {**anthropic_python.PLACE, **GREEDY})
     assert message["stop_reason"] == "end_turn"
     check_schema(SCHEMA, message["content"][0]["text"])
 
 
-async def anthropic_counts_tokens(at: Counter) -> None:
+async def anthropic_counts_tokens(at: ClientHarness) -> None:
     counted = await answer(at, ANTHROPIC, "count", {"model": MODEL, "messages": QUESTION})
     await answer(at, ANTHROPIC, "create", anthropic_python.SHORT)
     assert counted["input_tokens"] == at.counted.prompt_tokens
 
 
-async def anthropic_hears_of_errors(at: Counter) -> None:
+async def anthropic_hears_of_errors(at: ClientHarness) -> None:
     unknown = await ask(at, ANTHROPIC, "create", {**anthropic_python.SHORT, "model": "other"})
     assert (unknown["error"]["name"], unknown["error"]["status"]) == ("NotFoundError", 404)
     assert "not_found_error" in unknown["error"]["message"]
-    at.let_be_too_long()
+    at.reject_next_as_too_long()
     too_long = await ask(at, ANTHROPIC, "create", {**anthropic_python.SHORT, "messages": LONG})
     assert (too_long["error"]["name"], too_long["error"]["status"]) == ("BadRequestError", 400)
     assert "maximum context length" in too_long["error"]["message"]
@@ -175,7 +177,7 @@ async def anthropic_hears_of_errors(at: Counter) -> None:
     assert (wrong["error"]["name"], wrong["error"]["status"]) == ("AuthenticationError", 401)
 
 
-async def anthropic_lists_models(at: Counter) -> None:
+async def anthropic_lists_models(at: ClientHarness) -> None:
     assert await answer(at, ANTHROPIC, "models") == [MODEL]
 
 

@@ -5,14 +5,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engines.vllm.clients.counter import (
+from tests.engines.vllm.clients.harness import (
     KEY,
     LONG,
     MODEL,
     SCHEMA,
     SCHEMA_TOKENS,
     Checks,
-    Counter,
+    ClientHarness,
     check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
@@ -23,21 +23,21 @@ PLACE = {"title": "place", "description": "A place.", **SCHEMA}
 TOOL = {"title": TOOL_NAME, "description": "A place.", **TOOL_SCHEMA}
 
 
-def chat(at: Counter, max_tokens: int = 8, **options: Any) -> Any:
+def chat(at: ClientHarness, max_tokens: int = 8, **options: Any) -> Any:
     """Return LangChain's chat model; skip the test if its package is not installed."""
     package = pytest.importorskip("langchain_openai", reason="run `scripts/setup clients`")
     given = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "max_retries": 0, **options}
     return package.ChatOpenAI(base_url=f"{at.url}/v1", api_key=KEY, **given)
 
 
-async def answers(at: Counter) -> None:
+async def answers(at: ClientHarness) -> None:
     message = await chat(at).ainvoke(ASK)
     straight = await at.direct_answer("/v1/chat/completions", max_tokens=8, temperature=0)
     assert message.content == straight["choices"][0]["message"]["content"]
     assert at.counted.output_tokens == message.usage_metadata["output_tokens"] == 8
 
 
-async def streams(at: Counter) -> None:
+async def streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     whole = await chat(at).ainvoke(ASK)
     pieces = [piece async for piece in chat(at, stream_usage=True).astream(ASK)]
@@ -47,14 +47,14 @@ async def streams(at: Counter) -> None:
     assert at.first_tokens() == before + 1
 
 
-async def calls_tools(at: Counter) -> None:
+async def calls_tools(at: ClientHarness) -> None:
     message = await with_tool(at).ainvoke(ASK)
     (call,) = message.tool_calls
     assert (call["name"], message.invalid_tool_calls) == (TOOL_NAME, [])
     check_schema(TOOL_SCHEMA, call["args"])
 
 
-async def streams_tool_calls(at: Counter) -> None:
+async def streams_tool_calls(at: ClientHarness) -> None:
     whole = await with_tool(at).ainvoke(ASK)
     gathered = None
     async for piece in with_tool(at).astream(ASK):
@@ -65,19 +65,19 @@ async def streams_tool_calls(at: Counter) -> None:
     assert (call["name"], call["args"]) == (TOOL_NAME, whole.tool_calls[0]["args"])
 
 
-def with_tool(at: Counter) -> Any:
+def with_tool(at: ClientHarness) -> Any:
     return chat(at, SCHEMA_TOKENS).bind_tools([TOOL], tool_choice=TOOL_NAME, strict=True)
 
 
-async def keeps_to_a_schema(at: Counter) -> None:
+async def follows_a_schema(at: ClientHarness) -> None:
     model = chat(at, SCHEMA_TOKENS).with_structured_output(PLACE, method="json_schema")
     check_schema(SCHEMA, await model.ainvoke(ASK))
 
 
-async def hears_of_errors(at: Counter) -> None:
+async def receives_errors(at: ClientHarness) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown model"):
         await chat(at, model="other").ainvoke(ASK)
-    at.let_be_too_long()
+    at.reject_next_as_too_long()
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await chat(at).ainvoke(LONG)
 
@@ -87,6 +87,6 @@ CHECKS: Checks = {
     ("`langchain-openai` (Python)", "streams"): streams,
     ("`langchain-openai` (Python)", "tools"): calls_tools,
     ("`langchain-openai` (Python)", "streamed tools"): streams_tool_calls,
-    ("`langchain-openai` (Python)", "JSON schemas"): keeps_to_a_schema,
-    ("`langchain-openai` (Python)", "errors"): hears_of_errors,
+    ("`langchain-openai` (Python)", "JSON schemas"): follows_a_schema,
+    ("`langchain-openai` (Python)", "errors"): receives_errors,
 }

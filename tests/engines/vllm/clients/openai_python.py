@@ -7,14 +7,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engines.vllm.clients.counter import (
+from tests.engines.vllm.clients.harness import (
     LONG,
     MODEL,
     QUESTION,
     SCHEMA,
     SCHEMA_TOKENS,
     Checks,
-    Counter,
+    ClientHarness,
     check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
@@ -36,7 +36,7 @@ PLACE: Any = {
 }
 
 
-async def answers(at: Counter) -> None:
+async def answers(at: ClientHarness) -> None:
     answer = await at.openai.chat.completions.create(**SHORT)
     assert answer.usage is not None
     assert at.counted.output_tokens == answer.usage.completion_tokens == 8
@@ -44,7 +44,7 @@ async def answers(at: Counter) -> None:
     assert answer.choices[0].message.content == straight["choices"][0]["message"]["content"]
 
 
-async def streams(at: Counter) -> None:
+async def streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     stream = await at.openai.chat.completions.create(**SHORT, stream=True)
     assert [chunk async for chunk in stream]
@@ -52,7 +52,7 @@ async def streams(at: Counter) -> None:
     assert at.counted.output_tokens == 8
 
 
-async def calls_tools(at: Counter) -> None:
+async def calls_tools(at: ClientHarness) -> None:
     # A named tool and one that the model must choose: both end as a client expects.
     for choice, reason in ((CALL["tool_choice"], "stop"), ("required", "tool_calls")):
         answer = await at.openai.chat.completions.create(**{**CALL, "tool_choice": choice})
@@ -72,7 +72,7 @@ async def calls_tools(at: Counter) -> None:
     assert at.counted.output_tokens == again.usage.completion_tokens == 8
 
 
-async def streams_tool_calls(at: Counter) -> None:
+async def streams_tool_calls(at: ClientHarness) -> None:
     before = at.first_tokens()
     whole = await at.openai.chat.completions.create(**CALL)
     async with at.openai.chat.completions.stream(**CALL) as stream:
@@ -90,23 +90,23 @@ async def streams_tool_calls(at: Counter) -> None:
     assert at.first_tokens() == before + 1
 
 
-async def keeps_to_a_schema(at: Counter) -> None:
+async def follows_a_schema(at: ClientHarness) -> None:
     answer = await at.openai.chat.completions.create(**PLACE)
     assert answer.choices[0].finish_reason == "stop"
     check_schema(SCHEMA, answer.choices[0].message.content)
 
 
-async def hears_of_errors(at: Counter) -> None:
+async def receives_errors(at: ClientHarness) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown model"):
         await at.openai.chat.completions.create(model="other", messages=QUESTION)
-    at.let_be_too_long()
+    at.reject_next_as_too_long()
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await at.openai.chat.completions.create(model=MODEL, messages=LONG)
     with pytest.raises(openai.AuthenticationError):
         await at.openai.with_options(api_key="wrong").models.list()
 
 
-async def lists_models(at: Counter) -> None:
+async def lists_models(at: ClientHarness) -> None:
     assert [model.id for model in (await at.openai.models.list()).data] == [MODEL]
 
 
@@ -116,7 +116,7 @@ BATCH = "\n".join(
 )
 
 
-async def runs_batches(at: Counter) -> None:
+async def runs_batches(at: ClientHarness) -> None:
     file = await at.openai.files.create(file=("in.jsonl", BATCH.encode()), purpose="batch")
     batch = await at.openai.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -141,8 +141,8 @@ CHECKS: Checks = {
     ("`openai` (Python)", "streams"): streams,
     ("`openai` (Python)", "tools"): calls_tools,
     ("`openai` (Python)", "streamed tools"): streams_tool_calls,
-    ("`openai` (Python)", "JSON schemas"): keeps_to_a_schema,
-    ("`openai` (Python)", "errors"): hears_of_errors,
+    ("`openai` (Python)", "JSON schemas"): follows_a_schema,
+    ("`openai` (Python)", "errors"): receives_errors,
     ("`openai` (Python)", "list of models"): lists_models,
     ("`openai` (Python)", "batches"): runs_batches,
 }

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.errors import Outcome
-from tests.engines.vllm.clients.counter import KEY, MODEL, Checks, Counter
+from tests.engines.vllm.clients.harness import KEY, MODEL, Checks, ClientHarness
 from tests.engines.vllm.real import TINY
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 6, 24, 8
 
 
-async def streams(at: Counter) -> None:
+async def streams(at: ClientHarness) -> None:
     before = at.first_tokens()
     found = await bench(at, "openai-chat", "/v1/chat/completions")
     assert (found["completed"], found["failed"]) == (PROMPTS, 0)
@@ -27,11 +27,11 @@ async def streams(at: Counter) -> None:
     assert counted[-PROMPTS:] == [OUTPUT_TOKENS] * PROMPTS
 
 
-def ended(at: Counter) -> list[tuple[Any, ...]]:
+def ended(at: ClientHarness) -> list[tuple[Any, ...]]:
     return [event for event in at.dispatcher.events if event[0] == "finished"]
 
 
-async def bench(at: Counter, backend: str, endpoint: str) -> Any:
+async def bench(at: ClientHarness, backend: str, endpoint: str) -> Any:
     """Return the result file; print the log if the command fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = {

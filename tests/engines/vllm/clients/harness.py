@@ -38,7 +38,7 @@ SCHEMA_TOKENS = 80
 
 
 @dataclass
-class Counter:
+class ClientHarness:
     """Clients of a gateway, and a direct client of the engine.
 
     Attributes:
@@ -51,7 +51,7 @@ class Counter:
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
     direct: httpx.AsyncClient
-    front: httpx.AsyncClient
+    gateway: httpx.AsyncClient
 
     @property
     def counted(self) -> Usage:
@@ -61,7 +61,7 @@ class Counter:
         found: Usage = usage
         return found
 
-    def let_be_too_long(self) -> None:
+    def reject_next_as_too_long(self) -> None:
         """Reject the next request for good once the engine has found it too long."""
         self.dispatcher.script.extend([self.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG)])
 
@@ -75,12 +75,12 @@ class Counter:
         return answer.json()
 
 
-Check = Callable[[Counter], Awaitable[None]]
+Check = Callable[[ClientHarness], Awaitable[None]]
 Checks = dict[tuple[str, str], Check]
 
 
 @asynccontextmanager
-async def counter(engine_url: str) -> AsyncIterator[Counter]:
+async def client_harness(engine_url: str) -> AsyncIterator[ClientHarness]:
     port = httpx.URL(engine_url).port
     assert port is not None
     dispatcher = FakeDispatcher([port])
@@ -88,16 +88,16 @@ async def counter(engine_url: str) -> AsyncIterator[Counter]:
     settings = GatewaySettings(models=models, keys=(ApiKey(tenant="t", key=KEY),))
     app = Gateway(settings, {MODEL: dispatcher}, "gw")
     with tempfile.TemporaryDirectory() as folder:
-        async with serving(app) as front:
+        async with serving(app) as port_of_gateway:
             app.start_batches(Path(folder))
-            url = f"http://127.0.0.1:{front}"
+            url = f"http://127.0.0.1:{port_of_gateway}"
             async with (
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as first,
                 anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0, timeout=120) as second,
                 httpx.AsyncClient(base_url=engine_url, timeout=120) as direct,
                 httpx.AsyncClient(base_url=url, timeout=120, headers={"x-api-key": KEY}) as own,
             ):
-                yield Counter(dispatcher, url, first, second, direct, own)
+                yield ClientHarness(dispatcher, url, first, second, direct, own)
         await app.drain(1.0, 1.0)
     app.close()
 

@@ -31,8 +31,8 @@ class ClientView:
 
 
 @dataclass(frozen=True)
-class Front:
-    """The processes in front of the engine, and a client."""
+class ServingStack:
+    """Processes in front of the engine, and a client."""
 
     replica: PoolReplica
     control_plane: ControlPlane
@@ -73,14 +73,14 @@ class Front:
 
 
 @contextlib.asynccontextmanager
-async def in_front_of(
+async def serving_stack(
     engine: Engine,
     limits: EngineLimits,
     no_replica_grace_s: float = 1.0,
     *,
     tracing: bool = False,
     **scheduler: Any,
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[ServingStack]:
     """Start gateway, scheduler and replica in front of a running engine, which outlives them.
 
     Args:
@@ -88,9 +88,9 @@ async def in_front_of(
     """
     settings = scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s, **scheduler)
     control_plane = ControlPlane(settings, FAST)
-    async with contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as exits:
         await control_plane.begin()
-        stack.push_async_callback(control_plane.close)
+        exits.push_async_callback(control_plane.close)
         of_replica = PoolReplicaSettings(
             pool="short",
             drain_timeout_s=1.0,
@@ -102,21 +102,21 @@ async def in_front_of(
             "r", "127.0.0.1", of_replica, _Running(engine, limits), control_plane.locate_for_replica
         )
         await replica.start()
-        stack.push_async_callback(replica.stop)
+        exits.push_async_callback(replica.stop)
         served = GatewaySettings(
             models=(ServedModel(name="m", max_model_len=limits.max_model_len),),
             upstream=UpstreamSettings(silence_timeout_s=ANSWER_TIMEOUT_S),
             tracing=tracing,
         )
         gateway = Gateway(served, {"m": await control_plane.gateway()}, "g1")
-        stack.callback(gateway.close)
-        url = await stack.enter_async_context(serving(gateway))
-        http = await stack.enter_async_context(
+        exits.callback(gateway.close)
+        url = await exits.enter_async_context(serving(gateway))
+        http = await exits.enter_async_context(
             httpx.AsyncClient(
                 base_url=url, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
             )
         )
-        yield Front(replica, control_plane, http)
+        yield ServingStack(replica, control_plane, http)
 
 
 @dataclass(frozen=True)

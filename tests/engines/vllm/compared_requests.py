@@ -42,7 +42,7 @@ EMBEDDED: list[Case] = [
 ]
 
 
-def held() -> set[str]:
+def compared_paths() -> set[str]:
     """Return the paths that are compared with an engine."""
     return {path for path, _ in (*GENERATED, *RANKED, *EMBEDDED)}
 
