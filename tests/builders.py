@@ -1,5 +1,6 @@
 """Builders for core values, and a scheduler on a manual clock."""
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -199,6 +200,12 @@ def fill(driver: ManualDriver, name: str = "f", **fields: Any) -> None:
     """Submit three requests whose answers have not begun, which close a replica."""
     for number in range(3):
         driver.arrive(f"{name}{number}", **fields)
+
+
+def requests_in_memory() -> int:
+    """Return the number of admitted requests that anything still refers to."""
+    gc.collect()
+    return sum(isinstance(each, ScheduledRequest) for each in gc.get_objects())
 
 
 def dispatched(commands: Sequence[Command]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from ray.serve import Deployment
+from ray.serve.deployment import deployment_to_schema
 
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
@@ -27,6 +28,12 @@ def emulated(name: str, **changes: Any) -> dict[str, Any]:
 def settings(*models: dict[str, Any], **changes: Any) -> ApplicationSettings:
     default = {"name": "demo", "aliases": ["alias"], "pools": [emulated("short"), emulated("long")]}
     return settings_of({"models": list(models) or [default], **changes})
+
+
+def options(deployment: Deployment) -> dict[str, Any]:
+    """Return the options that the application sets, as a configuration file has them."""
+    found: dict[str, Any] = deployment_to_schema(deployment).model_dump(exclude_unset=True)
+    return found
 
 
 def arguments(deployment: Deployment) -> tuple[Any, ...]:
@@ -65,22 +72,22 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
 
 def test_a_scheduler_is_never_scaled() -> None:
     fixed = settings({"name": "demo", "pools": [emulated("long")], "tuner": {"mode": False}})
-    assert deployments_of(application_of(fixed))["scheduler-demo"].num_replicas == 1
+    assert options(deployments_of(application_of(fixed))["scheduler-demo"])["num_replicas"] == 1
     scaling = scaling_of("scheduler-demo", settings())
-    assert (scaling.min_replicas, scaling.max_replicas) == (1, 1)
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 1)
 
 
 def test_the_tuner_is_started_by_its_scheduler_unless_it_has_a_persisted_state() -> None:
     scaling = scaling_of("tuner-demo", settings())
-    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (0, 0, 1)
-    assert scaling.policy.policy_kwargs == {"scheduler": "scheduler-demo", "pool": TUNER}
+    assert (scaling["min_replicas"], scaling["initial_replicas"], scaling["max_replicas"]) == (0, 0, 1)
+    assert scaling["policy"]["policy_kwargs"] == {"scheduler": "scheduler-demo", "pool": TUNER}
     with_state = deployments_of(application_of(settings(state_uri="/var/lib/ewsjf")))
-    assert with_state["tuner-demo"].num_replicas == 1
+    assert options(with_state["tuner-demo"])["num_replicas"] == 1
 
 
 def scaling_of(deployment: str, found: ApplicationSettings) -> Any:
     """Return Ray Serve's autoscaling settings of a deployment."""
-    return deployments_of(application_of(found))[deployment]._deployment_config.autoscaling_config
+    return options(deployments_of(application_of(found))[deployment])["autoscaling_config"]
 
 
 def test_a_pool_gets_the_resources_in_its_settings() -> None:
@@ -90,14 +97,13 @@ def test_a_pool_gets_the_resources_in_its_settings() -> None:
     )
     found = deployments_of(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found.num_replicas == 3
-    options = found.ray_actor_options or {}
-    assert (options["num_cpus"], options["num_gpus"]) == (2, 4)
-    assert options["resources"]["rack"] == 1
-    assert any("H100" in name for name in options["resources"]) or options["accelerator_type"] == "H100"
-    config = found._deployment_config
+    actor = found.ray_actor_options or {}
+    assert (actor["num_cpus"], actor["num_gpus"]) == (2, 4)
+    assert actor["resources"]["rack"] == 1
+    assert any("H100" in name for name in actor["resources"]) or actor["accelerator_type"] == "H100"
     # The replica drains, then frees its engine; only then may Ray end it.
-    assert config.graceful_shutdown_timeout_s > 100.0
-    assert config.health_check_timeout_s == 50.0
+    assert options(found)["graceful_shutdown_timeout_s"] > 100.0
+    assert options(found)["health_check_timeout_s"] == 50.0
     given = arguments(found)[0]
     assert isinstance(given, PoolReplicaSettings)
     assert given.health_timeout_s < 50.0
@@ -108,40 +114,39 @@ def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
     resources = {"num_cpus": 1, "advanced": {"placement_bundles": bundles}}
     pool = emulated("long", resources=resources)
     found = deployments_of(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
-    assert found._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
+    assert options(found)["placement_group_bundles"] == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
 
 
 def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
     short = emulated("short", autoscaling={"max_replicas": 4})
     found = deployments_of(application_of(settings({"name": "demo", "pools": [short, emulated("long")]})))
-    config = found["short-demo"]._deployment_config.autoscaling_config
-    assert config is not None
-    assert (config.min_replicas, config.max_replicas) == (1, 4)
-    assert config.policy.policy_function == "serve_app.serving.autoscaling:PoolPolicy"
-    assert config.policy.policy_kwargs == {"scheduler": "scheduler-demo", "pool": "short"}
-    scheduler = found["scheduler-demo"]._deployment_config.autoscaling_config
-    assert scheduler is not None
-    assert (scheduler.min_replicas, scheduler.max_replicas) == (1, 1)
-    assert scheduler.policy.policy_kwargs == {"scheduler": "scheduler-demo"}
-    assert found["long-demo"]._deployment_config.autoscaling_config is None
+    pool, scheduler = (
+        options(found[name])["autoscaling_config"] for name in ("short-demo", "scheduler-demo")
+    )
+    assert (pool["min_replicas"], pool["max_replicas"]) == (1, 4)
+    assert pool["policy"]["policy_function"] == "serve_app.serving.autoscaling:PoolPolicy"
+    assert pool["policy"]["policy_kwargs"] == {"scheduler": "scheduler-demo", "pool": "short"}
+    assert (scheduler["min_replicas"], scheduler["max_replicas"]) == (1, 1)
+    assert scheduler["policy"]["policy_kwargs"] == {"scheduler": "scheduler-demo"}
+    assert "autoscaling_config" not in options(found["long-demo"])
 
 
 def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
-    def config(**gateways: Any) -> Any:
-        return deployments_of(application_of(settings(gateways=gateways)))["gateway"]._deployment_config
+    def config(**gateways: Any) -> dict[str, Any]:
+        return options(deployments_of(application_of(settings(gateways=gateways)))["gateway"])
 
-    assert config().num_replicas == 1
-    assert config(replicas=3).num_replicas == 3
-    scaled = config(autoscaling={"min_replicas": 2, "max_replicas": 4}).autoscaling_config
-    assert (scaled.min_replicas, scaled.max_replicas) == (2, 4)
-    assert scaled.policy.policy_function == "serve_app.serving.autoscaling:GatewayPolicy"
+    assert config()["num_replicas"] == 1
+    assert config(replicas=3)["num_replicas"] == 3
+    scaled = config(autoscaling={"min_replicas": 2, "max_replicas": 4})["autoscaling_config"]
+    assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
+    assert scaled["policy"]["policy_function"] == "serve_app.serving.autoscaling:GatewayPolicy"
     with pytest.raises(SettingsError, match="set replicas or autoscaling, not both"):
         config(replicas=1, autoscaling={"max_replicas": 4})
 
 
 def test_a_replaced_process_continues_until_its_successor_serves() -> None:
     found = deployments_of(application_of(settings()))
-    surge = {name: each._deployment_config.max_surge_percent for name, each in found.items()}
+    surge = {name: options(each).get("max_surge_percent", 0) for name, each in found.items()}
     assert surge == {
         "gateway": 100,
         "scheduler-demo": 100,
@@ -154,7 +159,7 @@ def test_a_replaced_process_continues_until_its_successor_serves() -> None:
 def test_dead_processes_are_noticed_within_a_second() -> None:
     found = deployments_of(application_of(settings()))
     # The tuner may be away for longer: nothing waits for it.
-    periods = {name: each._deployment_config.health_check_period_s for name, each in found.items()}
+    periods = {name: options(each).get("health_check_period_s") for name, each in found.items()}
     assert {period for name, period in periods.items() if not name.startswith("tuner")} == {1.0}
 
 
@@ -195,7 +200,7 @@ def test_endpoints_have_one_small_watcher_however_many_they_are() -> None:
     models = ({"name": "far", "pools": [{"name": "long", "engine": {"remote": remote}}]},)
     application = application_of(settings(*models))
     watcher = deployments_of(application)["long-far"]
-    assert watcher._deployment_config.num_replicas == 1
+    assert options(watcher)["num_replicas"] == 1
     assert watcher.ray_actor_options is not None
     assert watcher.ray_actor_options["num_cpus"] == 0.1
     endpoints = arguments(deployments_of(application)["gateway"])[4]

@@ -1,5 +1,6 @@
 """Cancelled requests, lost replicas and gateways, and the state given to a new scheduler."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,9 @@ from tests.builders import (
     concluded,
     dispatched,
     fill,
+    one_replica,
     request,
+    requests_in_memory,
     two_pools,
 )
 
@@ -39,6 +42,22 @@ def test_a_cancelled_request_returns_its_tokens(driver: ManualDriver) -> None:
     assert concluded(driver.feed(Cancelled("f0"))) == [("f0", "cancelled")]
     assert driver.scheduler.ledger["s1"].in_flight == 2
     assert driver.feed(Cancelled("f0")) == []
+
+
+def test_requests_that_have_left_the_queue_use_no_memory() -> None:
+    rng, driver, present = random.Random(5), one_replica(), list[str]()
+    fill(driver)
+    before = requests_in_memory()
+    for number in range(2_000):
+        if present and rng.random() < 0.48:
+            driver.feed(Cancelled(present.pop(rng.randrange(len(present)))))
+        else:
+            present.append(f"r{number}")
+            driver.arrive(present[-1], tenant=f"t{rng.randrange(3)}", prompt_tokens=rng.randrange(1, 900))
+    assert requests_in_memory() - before < len(present) + 100
+    for name in present[1:]:
+        driver.feed(Cancelled(name))
+    assert requests_in_memory() - before < 100
 
 
 def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) -> None:

@@ -1,12 +1,14 @@
 """Waiting requests that are routed again or rejected when a replica joins or leaves."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from serve_app.core.commands import Command
 from serve_app.core.events import Cancelled, ReplicaJoined, ReplicaLost
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.request_routing import RequestRouting
+from serve_app.request import Request
 from tests.builders import ManualDriver, concluded, fill, spec, two_pools
 
 Routed = list[str]
@@ -23,16 +25,15 @@ def driver() -> ManualDriver:
 
 def routed_again(driver: ManualDriver, act: Callable[[], object]) -> Routed:
     """Return the waiting requests that are routed again during an action."""
-    routing, found = driver.scheduler._routing, Routed()
-    route_again = routing.route_again
+    found, route = Routed(), RequestRouting.route
 
-    def note(scheduled: ScheduledRequest, now: float) -> object:
-        found.append(scheduled.request.request_id)
-        return route_again(scheduled, now)
+    def note(routing: RequestRouting, request: Request, *more: Any) -> Any:
+        found.append(request.request_id)
+        return route(routing, request, *more)
 
-    routing.route_again = note  # type: ignore[method-assign, assignment]
-    act()
-    routing.route_again = route_again  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestRouting, "route", note)
+        act()
     return sorted(found)
 
 

@@ -1,5 +1,6 @@
 """Shell lines in documents: checked against the arguments of each program, without running it."""
 
+import argparse
 import contextlib
 import functools
 import io
@@ -14,6 +15,7 @@ from pathlib import Path
 import click
 
 from serve_app import cli
+from serve_app.cli.command import CommandParser
 from serve_app.errors import SettingsError
 from serve_app.settings.loading import load_settings
 from tests.docs.documents import ROOT
@@ -157,10 +159,22 @@ def _check_own(words: list[str]) -> None:
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
-            cli._parser().parse_args(words[1:])
+            parse_own(words[1:])
     except SystemExit as exc:
         if exc.code:
             raise BlockError(message.getvalue().strip().splitlines()[-1]) from exc
+
+
+def parse_own(arguments: list[str]) -> argparse.Namespace:
+    """Parse the arguments of `ewsjf` as it does; exits with a message if they are wrong."""
+    parser = CommandParser(prog="ewsjf")
+    parser.add_argument("--version", action="version", version="")
+    commands = parser.add_subparsers(required=True)
+    for entry in cli.COMMANDS:
+        own = commands.add_parser(entry.name)
+        if entry.name in arguments[:1]:
+            entry.load().configure(own)
+    return parser.parse_args(arguments)
 
 
 def _check_script(words: list[str]) -> None:

@@ -36,7 +36,7 @@ SHOWN = [
 
 
 def written_by(arguments: list[str]) -> list[Path]:
-    parsed = vars(cli._parser().parse_args(arguments))
+    parsed = vars(shell.parse_own(arguments))
     given = (parsed.get(name) for name in _OUTPUTS)
     return [path for path in given if isinstance(path, Path) and not path.is_absolute()]
 

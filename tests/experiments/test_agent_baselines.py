@@ -161,7 +161,8 @@ def test_tool_pause_pauses_the_largest_idle_programs_down_to_its_target() -> Non
     assert sum(run.tokens for run in runs) == 1_600 + 1_400 + 3_300 + 1_000 + 3 * 900
     gate.on_turn_end(runs[2])
     # The largest idle one is enough: 6,700 of 10,000 tokens are left.
-    assert gate._on == {"a": {run for run in runs if run is not runs[2]}}
+    assert gate.place(started(7, 1_801), 2.0) is None
+    assert gate.place(started(8, 1_800), 2.0) == "a"
     # Another start of it would exceed 85 %.
     assert gate.place(runs[2], 3.0) is None
     runs[2].due_at = 3.0
@@ -177,7 +178,7 @@ def test_tool_pause_pauses_nothing_below_its_threshold() -> None:
         run_turn(run, 0, 1.0)
         gate.on_turn_end(run)
     # 92 % are used.
-    assert gate._on["a"] == set(runs)
+    assert gate.place(started(8, 100), 1.0) is None
 
 
 def test_tool_pause_forgets_completed_programs() -> None:

@@ -51,9 +51,17 @@ def experiment() -> EstimatorExperiment:
 
 def test_bodies_come_from_their_half_of_a_text() -> None:
     halves = {"two halves": "a" * 5_000 + "b" * 5_000}
-    bodies = Bodies(halves | {"mt_bench": "a" * 5_000 + "b" * 5_000}, FOUR_BYTES, seeded(0), 400)
-    assert {letter for _ in range(20) for letter in bodies._piece("two halves", 300, 0)} == {"a"}
-    assert {letter for _ in range(20) for letter in bodies._piece("two halves", 300, 1)} == {"b"}
+    read: list[str] = []
+    tokenizer = Tokenizer("records texts", lambda text: read.append(text) or 1, 3, 5)  # type: ignore[func-returns-value]
+    bodies = Bodies(halves | {"mt_bench": "a" * 5_000 + "b" * 5_000}, tokenizer, seeded(0), 400)
+    for half, letter in enumerate("ab"):
+        read.clear()
+        for _ in range(20):
+            bodies.draw(half=half)
+        # The others are the system prompt and the tools.
+        pieces = [text for text in read if set(text) <= set("ab\n")]
+        assert len(pieces) >= 20
+        assert {sign for text in pieces for sign in text.strip()} == {letter, "\n"}
 
 
 def test_a_body_counts_its_text_and_its_template() -> None:

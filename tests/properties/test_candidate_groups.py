@@ -21,9 +21,9 @@ class FullSearch(CandidateGroups):
 
 def compare(one: Scheduler) -> None:
     """Feed the same events to a second scheduler, and require the same decisions from now on."""
-    other = Scheduler(one.settings)
-    dispatcher = other.dispatcher
-    dispatcher._candidates = FullSearch(other.queue, other.ledger, dispatcher._isolation, dispatcher._floors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher_module, "CandidateGroups", FullSearch)
+        other = Scheduler(one.settings)
     decide = one.handle
 
     def handle(event: ev.Event, now: float) -> list[Command]:

@@ -246,15 +246,15 @@ def test_a_revocation_after_the_end_changes_nothing() -> None:
     assert driver.scheduler.find(first) is None
 
 
-def test_a_lost_replica_is_forgotten() -> None:
+def test_a_replica_that_joins_again_is_not_shared() -> None:
     driver = make_driver()
-    run_batch(driver, 2)
+    driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
+    assert len(run_batch(driver, 10)) == 6
+    for name in ("i", *(f"b{number}" for number in range(10))):
+        driver.feed(ev.Cancelled(name))
     driver.feed(ev.ReplicaLost("r1"))
-    for number in range(2):
-        driver.feed(ev.Cancelled(f"b{number}"))
-    driver.join("r2", "only")
-    driver.feed(ev.ReplicaLost("r2"))
-    assert repr(driver.scheduler._backfill) == "<Backfill 0 on 0 replicas>"
+    driver.join("r1", "only", kv_tokens=500_000, max_num_seqs=1_000)
+    assert len(run_batch(driver, 10, "c")) == 10
 
 
 def test_the_duration_of_an_iteration_is_learned_beside_prefills() -> None:

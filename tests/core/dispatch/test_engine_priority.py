@@ -7,6 +7,7 @@ import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Dispatch
+from serve_app.core.dispatch import engine_priority
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.engine_priority import BAND, EnginePriorities, EnginePrioritySettings
 from serve_app.core.events import Cancelled, DispatchFailed, DispatchFailure, Finished, Resumed
@@ -28,12 +29,11 @@ def make_driver() -> ManualDriver:
     return driver
 
 
-def test_the_last_of_a_class_precedes_the_first_of_the_next() -> None:
+def test_the_last_of_a_class_precedes_the_first_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_priority, "BAND", 3)
     pending = EnginePriorities(ON)
-    # As if a tenant had more in flight than any fleet can hold.
-    pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND
-    last = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass]
-    assert last == [BAND - 1, 2 * BAND - 1, 2 * BAND]
+    sent = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass for _ in range(4)]
+    assert sent == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
 
 
 def test_exactly_the_requests_in_engines_are_pending_in_any_order_of_events() -> None:

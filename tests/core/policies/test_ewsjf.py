@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 
 from serve_app.core.events import Finished, FirstToken, PartitionChanged
-from serve_app.core.policies import length_queues
+from serve_app.core.policies import length_queues, make_policy
 from serve_app.core.policies.ewsjf import density_weighted_score, queue_weights
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.settings import ScoreWeights
 from serve_app.errors import Outcome
-from tests.builders import ManualDriver, dispatched, one_replica
+from tests.builders import ManualDriver, dispatched, one_replica, scheduled_request
 
 
 def score(tokens: int, *, waited_s: float, queue_weight: float, prefill_s: float = 1.0) -> float:
@@ -85,8 +85,13 @@ ORDER = ("best", "near", "far")
 FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
 
 
-def score_of(driver: ManualDriver, request_id: str) -> float:
-    return driver.scheduler._policy.score(driver.find(request_id), driver.now)
+def head_score(tokens: int, waited_s: float = 0.0) -> float:
+    """Return the score of a head among `FOUR_QUEUES`."""
+    policy = make_policy("ewsjf-paper")
+    policy.replace_partition(FOUR_QUEUES)
+    head = scheduled_request(prompt_tokens=tokens)
+    head.length_queue = policy.queue_of(head)
+    return policy.score(head, waited_s)
 
 
 @pytest.mark.parametrize(("waited_s", "first"), [(0.0, "short"), (0.14, "short"), (0.4, "longer")])
@@ -102,16 +107,10 @@ def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: f
 
 
 def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
-    driver = saturated("ewsjf-paper")
-    driver.feed(PartitionChanged(FOUR_QUEUES))
-    scores = {}
-    for tokens in (40, 80, 400, 900):
-        driver.arrive(f"r{tokens}", prompt_tokens=tokens)
-        scores[tokens] = score_of(driver, f"r{tokens}")
     # Fresh heads: q / (b + 1) * (1 + w_fair * ln(b + 1)), w_fair of the mean length of the queue.
     for place, (tokens, mean) in enumerate(((40, 25.5), (80, 75.5), (400, 300.5), (900, 750.5))):
         value = 1 + (0.5 - 5e-5 * mean) * math.log(tokens + 1)
-        assert scores[tokens] == pytest.approx((4 - place) / (tokens + 1) * value), tokens
+        assert head_score(tokens) == pytest.approx((4 - place) / (tokens + 1) * value), tokens
 
 
 def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_higher_score() -> None:
@@ -121,8 +120,7 @@ def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_hig
     driver.now += 20.0
     driver.arrive("best", prompt_tokens=40)
     driver.arrive("near", prompt_tokens=80)
-    scores = [score_of(driver, name) for name in ORDER]
-    assert scores[0] > scores[2] > scores[1], "by score alone, the far one would be second"
+    assert head_score(40) > head_score(900, waited_s=20.0) > head_score(80), "by score alone, far is second"
     # All three starts are in one report, so one round dispatches three.
     sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.01))
     assert tuple(request_id for request_id, _ in sent) == ORDER
@@ -149,12 +147,11 @@ def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty(
     driver.arrive("gap", prompt_tokens=1_000)
     (scheduled,) = driver.scheduler.queue
     assert scheduled.length_queue == "~951-1049"
-    queues = driver.scheduler._policy.queues  # type: ignore[attr-defined]
-    assert len(queues) == 3
+    assert len(driver.scheduler.queue_snapshot(driver.now).length_queues) == 3
     assert dispatched(driver.feed(FirstToken("f0"))) == [("gap", "r1")]
     for number in range(6):
         driver.arrive(f"later{number}", prompt_tokens=50)
         driver.feed(FirstToken(f"later{number}"))
         if number < 3:
             driver.feed(FirstToken(f"f{number}"))
-    assert len(queues) == 2
+    assert len(driver.scheduler.queue_snapshot(driver.now).length_queues) == 2

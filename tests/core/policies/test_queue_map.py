@@ -58,8 +58,7 @@ def test_every_length_has_one_queue_and_queues_stay_in_order(lengths: list[int])
         queue = queues.route(length)
         assert queues[queue.name] is queue
         assert queue.min_tokens * 0.9 <= length <= queue.max_tokens * 1.1
-    ordered = queues._queues
-    assert all(a.min_tokens < b.min_tokens for a, b in itertools.pairwise(ordered))
+    assert all(a.min_tokens < b.min_tokens for a, b in itertools.pairwise(queues))
 
 
 def test_the_prior_covers_all_lengths_without_gaps() -> None:

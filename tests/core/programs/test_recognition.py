@@ -299,11 +299,12 @@ def test_the_conversation_that_was_used_least_recently_is_forgotten_first(
     assert first.program in table.programs()
 
 
-def test_a_conversation_that_has_not_returned_for_long_is_forgotten() -> None:
+def test_a_conversation_that_has_not_returned_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognition, "_FORGET_AFTER_S", 60.0)
     table = Table()
     table.arrive((9,))
     conversation = table.complete((1,), ROOT)
-    table.now += recognition._FORGET_AFTER_S
+    table.now += 60.0
     assert [each.first_request for each in table.forget(table.now)] == ["r1"]
     table.now += 0.1
     assert list(table.forget(table.now)) == [conversation]

@@ -110,16 +110,6 @@ def test_a_request_that_leaves_and_returns_is_in_the_queue_once() -> None:
     assert queue.waiting_tokens == 0
 
 
-def test_requests_that_leave_from_the_middle_use_no_memory() -> None:
-    requests = [scheduled(f"r{n}", 50, n) for n in range(1_000)]
-    queue = queue_of(*requests)
-    for one in requests[1:]:
-        queue.remove(one)
-    (sub_queue,) = queue.sub_queues()
-    assert len(sub_queue._heap) < 100
-    assert heads(queue) == ["r0"]
-
-
 def test_shares_order_tenants_across_length_queues_and_scores_decide_among_equals() -> None:
     queue = queue_of(
         *of_tenant("a", 3), scheduled("b", 400, 3, tenant="b"), scheduled("c", 80, 4, tenant="c")

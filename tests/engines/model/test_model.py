@@ -172,14 +172,18 @@ def test_the_answer_of_a_preempted_sequence_is_not_cached() -> None:
 
 
 def test_equal_answers_are_cached_once() -> None:
-    engine = model()
+    engine = model(kv_tokens=4_096)
     for name in ("a", "b"):
         engine.add(sequence(name, 32, 49, hashes=tuple(range(5))), 0.0)
     run_until_idle(engine)
-    kv = engine._batcher.kv
     assert engine.cached_blocks(range(5)) == 5
-    assert kv.free == kv.total
-    assert kv.blank == kv.total - 5
+    assert engine.snapshot(1e9).kv_usage_ratio == 0.0
+    # All other blocks are blank: a prompt that needs all of them evicts none of these, but the next one does.
+    rest = engine.settings.kv_blocks - 5
+    for name, hashes, cached in (("c", range(100, 100 + rest), 5), ("d", range(9_000, 9_001), 4)):
+        engine.add(sequence(name, 16 * len(hashes), 1, hashes=hashes), 1e9)
+        run_until_idle(engine)
+        assert engine.cached_blocks(range(5)) == cached
 
 
 def test_nothing_is_cached_without_prefix_caching() -> None:

@@ -127,8 +127,9 @@ def test_blocks_are_conserved_and_sequences_end_exactly_once(
     engine = EngineModel(limits, STEP_TIME)
 
     def blocks_are_conserved() -> None:
-        assert held_blocks(engine) + engine._batcher.kv.free == limits.kv_blocks
-        assert len(engine._batcher.running) <= limits.max_num_seqs
+        found = engine.snapshot(engine.ends_at or 0.0)
+        assert found.kv_usage_ratio == pytest.approx(held_blocks(engine) / limits.kv_blocks)
+        assert found.running <= limits.max_num_seqs
 
     for each, item in zip(drive(engine, items, blocks_are_conserved), items, strict=True):
         if each.state is SequenceState.FINISHED:
@@ -139,7 +140,7 @@ def test_blocks_are_conserved_and_sequences_end_exactly_once(
         else:
             assert each.state is SequenceState.ABORTED
             assert item.aborted_after_steps is not None
-    assert engine._batcher.kv.free == limits.kv_blocks
+    assert engine.snapshot(0.0).kv_usage_ratio == 0.0
     assert not engine.has_work
 
 
@@ -165,7 +166,7 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
 ) -> None:
     limits = replace(limits, prefix_caching=False)
     engine, plain = EngineModel(limits, STEP_TIME), PlainEngine(limits)
-    pending = sequences_of(items)
+    pending = made = sequences_of(items)
     # Two arrive before every step, so that both engines receive them at the same point.
     number = 0
     while pending or engine.has_work:
@@ -186,9 +187,14 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
         assert outcome.prefill_tokens + outcome.sequences == sum(expected.tokens.values())
         assert names(outcome.preempted) == expected.preempted
         assert set(names(outcome.finished)) == expected.finished
-        assert engine._batcher.kv.free == plain.free
-        assert names(engine._batcher.running) == [each.name for each in plain.running]
-        assert names(engine._batcher.waiting) == [each.name for each in plain.waiting]
+        used = engine.snapshot(100.0).kv_usage_ratio
+        assert used == pytest.approx(1 - plain.free / limits.kv_blocks)
+        running = {SequenceState.PREFILLING, SequenceState.DECODING}
+        assert {each.sequence_id for each in made if each.state in running} == {
+            each.name for each in plain.running
+        }
+        waiting = {each.sequence_id for each in made if each.state is SequenceState.WAITING}
+        assert waiting == {each.name for each in plain.waiting}
 
 
 @searching

@@ -19,7 +19,8 @@ from serve_app.lab.planning.queueing import (
     p99_wait_s,
 )
 from serve_app.lab.workloads.trace import Trace, TraceRequest
-from tests.lab.planning.builders import STEP_TIME, mix, pool_model
+from tests.lab.planning.builders import mix, pool_model
+from tests.lab.simulation.builders import STEP_TIME
 
 CHAT = mix(*[(200, 100)] * 3, (1_000, 50))
 

@@ -106,10 +106,10 @@ async def test_the_tuner_starts_after_enough_requests_and_is_never_stopped(clust
     assert tuner.status()["state"] == "starts after 2 more requests"
     gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
     gateway.start()
-    await until(lambda: gateway.is_connected)
+    await wait_until(lambda: gateway.is_connected)
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(gateway.acquire(submission(name))) for name in ("r1", "r2")]
-    await until(lambda: actor.scaling_statistics() == {"least_replicas:/tuner": 1.0})
+    await wait_until(lambda: actor.scaling_statistics() == {"least_replicas:/tuner": 1.0})
     await actor.reconfigure({"max_waiting": 5})
     assert actor.scaling_statistics() == {"least_replicas:/tuner": 1.0}
     await gateway.close()

@@ -123,7 +123,7 @@ def test_the_least_recently_seen_tenant_is_evicted_first(monkeypatch: pytest.Mon
     learned = OutputLengthEstimator()
     for tenant in ("a", "b", "a", "c"):
         observe(learned, 10, tenant=tenant)
-    assert [tenant for tenant, _ in learned._tenants] == ["a", "c"]
+    assert [row["tenant"] for row in learned.state()["tenants"]] == ["a", "c"]  # type: ignore[attr-defined]
 
 
 def test_embeddings_and_answers_of_no_tokens_are_not_learned_from() -> None:

@@ -169,20 +169,22 @@ class Histories(RuleBasedStateMachine):
             sets = [self.holders(block) for block in prompt]
             assert all(later <= earlier for earlier, later in pairwise(sets))
 
+    def positions(self) -> dict[int, int]:
+        """Return the blocks of all prompts so far, with their positions."""
+        return {block: place for prompt in self.prompts for place, block in enumerate(prompt)}
+
     @invariant()
     def holders_mirror_the_caches(self) -> None:
-        blocks = {block: len(prompt[:place]) for prompt in self.prompts for place, block in enumerate(prompt)}
-        tokens = dict.fromkeys(self.capacity, 0)
-        for block, place in blocks.items():
-            for replica_id in self.holders(block):
-                tokens[replica_id] += BLOCK_TOKENS[place]
-        assert tokens == {replica_id: self.index._caches[replica_id].tokens for replica_id in self.capacity}
+        assert sum(len(self.holders(block)) for block in self.positions()) == len(self.index)
 
     @invariant()
     def stays_within_its_capacity(self) -> None:
         assert len(self.index) <= self.max_blocks
-        for replica_id, capacity in self.capacity.items():
-            assert self.index._caches[replica_id].tokens <= capacity
+        tokens = dict.fromkeys(self.capacity, 0)
+        for block, place in self.positions().items():
+            for replica_id in self.holders(block):
+                tokens[replica_id] += BLOCK_TOKENS[place]
+        assert all(tokens[replica_id] <= capacity for replica_id, capacity in self.capacity.items())
 
     @invariant()
     def offers_exactly_those_that_hold_more(self) -> None:
