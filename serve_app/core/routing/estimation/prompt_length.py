@@ -19,6 +19,9 @@ never observed, and the second one texts that differ.
 - **Outliers**, such as a prompt that the engine truncated, count as one at 2.5 standard deviations, and do
   not make the weights surer.
 - **Drift.** The variances of the weights in use grow slowly, so new traffic is learned at any time.
+- **Sampling.** After 200 observations of a text category, one in 8 is learned, because learning one costs
+  more than estimating it. Each counts as before, so errors and margins stay the same. An outlier may be
+  drift, so the next 16 observations of its category are all learned.
 
 Sources: the token-budget pool routing paper (arXiv 2604.09613) has one exponential average of bytes per token
 for each category, and its deviation as the margin. Recursive least squares as in any textbook of adaptive
@@ -87,10 +90,16 @@ _PLAIN_TOKENS = 1.0
 
 # Relative error of single prompts with known weights, before any was observed.
 _COLD_DEVIATION = 0.06
-_COLD_WEIGHT = 4.0
+_COLD_COUNT = 4.0
 _MIN_DEVIATION = 0.01
 # Observations over which the deviation is averaged.
 _MEMORY = 60
+# Observations of a category from which on a share is learned, and those learned in full after an outlier.
+_KNOWN = 200
+_RELEARNED = 16
+_SHARE = 1 / 8
+# The fractions of its multiples select the share, because they are evenly spread and without a period.
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
 _OUTLIER = 2.5  # standard deviations
 _OUTLIER_RATIO = 2.0  # of the error to the expected tokens
@@ -128,8 +137,8 @@ class PromptLength:
         self._covariance: Sizes = np.diag(_PRIOR_VARIANCE)
         # A view of the covariance.
         self._variances = _diagonal(self._covariance)
-        # Relative error and its weight in observations.
-        self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_WEIGHT))
+        # Relative error, and the number of observations.
+        self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_COUNT))
 
     def __repr__(self) -> str:
         prose = _PROSE.sum() / float(_PROSE @ self.weights[:CLASSES])
@@ -156,13 +165,16 @@ class PromptLength:
         """Learn that a prompt had this length. Impossible values are ignored."""
         if tokens <= 0 or not math.isfinite(tokens):
             return
+        deviation, count = self._deviations[shape.category]
+        if count >= _KNOWN and count * _GOLDEN_RATIO % 1.0 >= _SHARE:
+            self._deviations[shape.category] = deviation, count + 1
+            return
         sizes = _sizes(shape)
         expected = float(self.weights @ sizes)
         if shape.messages <= 0:
             tokens = max(1.0, tokens - _PLAIN_TOKENS * max(1, shape.prompts))
         gains = self._covariance @ sizes
         known = max(0.0, float(gains @ sizes))
-        deviation, weight = self._deviations[shape.category]
         text = expected - self._template(shape)
         variance = known + (deviation * text) ** 2 + _ROUNDING_VARIANCE
         innovation = tokens - expected
@@ -171,13 +183,16 @@ class PromptLength:
         self.weights = np.maximum(self.weights + gains * (clipped / variance), 0.0)
         if clipped == innovation:
             self._covariance -= gains[:, None] * (gains / variance)
+        else:
+            count = min(count, _KNOWN - _RELEARNED - 1)
         self._variances += _DRIFT_VARIANCE * ((sizes > 0) & (self._variances < _PRIOR_VARIANCE))
         if text > 0:
             # What the uncertainty of the weights and rounding do not explain.
             share = max(0.0, clipped * clipped - known - _ROUNDING_VARIANCE) / (text * text)
-            weight = min(weight + 1, _MEMORY)
-            squared = deviation * deviation + (min(share, 1.0) - deviation * deviation) / weight
-            self._deviations[shape.category] = max(_MIN_DEVIATION, math.sqrt(squared)), weight
+            squared = deviation * deviation
+            squared += (min(share, 1.0) - squared) / min(count + 1, _MEMORY)
+            deviation = max(_MIN_DEVIATION, math.sqrt(squared))
+        self._deviations[shape.category] = deviation, count + 1
 
     def _forecast(self, shape: PromptShape, sizes: Sizes) -> tuple[float, float]:
         """Return expected tokens without those of a plain prompt's start, and their standard deviation."""

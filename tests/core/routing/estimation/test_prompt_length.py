@@ -151,6 +151,63 @@ def test_a_changed_tokenizer_is_followed() -> None:
     assert made.bytes_per_token(shape(PROSE)) == pytest.approx(3.0, rel=0.05)
 
 
+def known(kinds: int = 1) -> tuple[PromptLength, list[PromptShape]]:
+    """Return a model that has learned 400 prompts of several kinds in turn, and one prompt of each kind."""
+    made = learned()
+    shapes = [shape(PROSE, 10, messages=kind + 1) for kind in range(kinds)]
+    for number in range(400):
+        made.observe(shapes[number % kinds], 1_000.0)
+    return made, shapes
+
+
+def was_learned(made: PromptLength, size: PromptShape, tokens: float) -> bool:
+    before = made.weights.copy()
+    made.observe(size, tokens)
+    return not np.array_equal(before, made.weights)
+
+
+def test_a_known_length_is_learned_from_every_eighth_prompt() -> None:
+    made, (asked,) = known()
+    expected = made.estimate(asked)[0]
+    assert sum(was_learned(made, asked, expected + 1) for _ in range(800)) == pytest.approx(100, abs=2)
+    # Other categories are not known yet.
+    assert all(was_learned(made, shape(CHINESE, 10), 900.0 + number % 2) for number in range(100))
+
+
+def test_traffic_that_repeats_after_eight_prompts_is_sampled_in_all_its_kinds() -> None:
+    made, shapes = known(kinds=8)
+    sampled = [number % 8 for number in range(800) if was_learned(made, shapes[number % 8], 1_001.0)]
+    assert set(sampled) == set(range(8))
+    assert max(map(sampled.count, range(8))) <= 2 * min(map(sampled.count, range(8)))
+
+
+def test_an_outlier_among_known_lengths_is_followed_by_learning_from_all() -> None:
+    made, (asked,) = known()
+    while not was_learned(made, asked, 2_000.0):
+        pass
+    expected = made.estimate(asked)[0]
+    assert all(was_learned(made, asked, expected + 1) for _ in range(16))
+    assert not all(was_learned(made, asked, expected + 1) for _ in range(16))
+
+
+def test_a_sample_teaches_the_same_error_and_margin_as_all_prompts() -> None:
+    def errors(count: int) -> tuple[float, float]:
+        made, rng = learned(), random.Random(5)
+        under, total = 0, 0.0
+        for number in range(count + 400):
+            size = shape(PROSE, rng.uniform(5, 40), messages=rng.choice((1, 3)))
+            tokens = size.text_bytes / 4.4 * (1 + rng.gauss(0, 0.06)) + 20 + 5 * size.messages
+            expected, high, _ = made.estimate(size)
+            if number >= count:
+                total, under = total + abs(tokens / expected - 1), under + (high < tokens)
+            made.observe(size, tokens)
+        return total / 400, under / 400
+
+    # The first 200 are learned in full.
+    error, under = errors(50)
+    assert errors(4_000) == (pytest.approx(error, rel=0.15), pytest.approx(under, abs=0.06))
+
+
 @given(HISTORY, SHAPES)
 @example([(PromptShape(text_bytes=0, messages=1), 28.0)], PromptShape(text_bytes=0, messages=1))
 def test_whatever_is_observed_estimates_are_ordered_and_restored(
