@@ -11,12 +11,8 @@ from docs_reference.source_text import attribute_texts, field_comments, summary
 from serve_app.core.settings_base import Setting, in_files
 from serve_app.settings.application import ApplicationConfig
 
+# Default in files of the names that an engine serves, which differs from that of its class.
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
-DEFAULTS_IN_FILES = {
-    f"models[].pools[].engine.{kind}.advanced.served_model_names": _NAMES_OF_THE_MODEL
-    for kind in ("vllm", "remote")
-}
-"""Defaults in files that differ from the default of the class, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
                 path=here,
                 kind=setting.kind,
                 default=default,
-                default_in_files=DEFAULTS_IN_FILES.get(here),
+                default_in_files=_NAMES_OF_THE_MODEL if here.endswith(".served_model_names") else None,
                 limits=_limits(setting),
                 texts=tuple(text for text in texts if text),
                 blocks=tuple(nested),

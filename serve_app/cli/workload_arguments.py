@@ -395,18 +395,13 @@ def _profile_of(replica: Mapping[str, Any], step_time: StepTimeModel, given: Eng
 
 
 def _changes_of(pool: "PoolSettings") -> PoolChanges:
-    emulated, vllm = pool.engine.emulated, pool.engine.vllm
-    if emulated is not None:
-        given = {name: getattr(emulated, name) for name in _ENGINE_FIELDS}
-        if emulated.scheduling_policy is SchedulingPolicy.FCFS:
-            given["scheduling_policy"] = None
-    elif vllm is not None:
-        given = {name: vllm.args.get(name) for name in _ENGINE_FIELDS}
-    else:
+    hosted = pool.engine.hosted
+    if hosted is None:
         raise SettingsError(f"pool {pool.name} has remote engines, whose speed is unknown: use --pools")
+    limits = hosted.batch_limits()
     return PoolChanges(
-        profile=None if emulated is None else emulated.profile,
-        engine=_ENGINE.validate_python(given),
+        profile=hosted.simulated_profile,
+        engine=_ENGINE.validate_python({name: limits.get(name) for name in _ENGINE_FIELDS}),
         cost=pool.cost,
         boundary_tokens=pool.boundary_tokens,
     )

@@ -1,8 +1,8 @@
 """Interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load."""
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -84,8 +84,42 @@ class Engine(Protocol):
         ...
 
 
-class EngineSettings(Protocol):
-    """Settings of an engine that a pool replica hosts. Each kind of engine has a class that implements it."""
+class PoolEngineSettings(Protocol):
+    """Settings of the engines of a pool, hosted or remote; one class for each kind."""
+
+    @property
+    def served_model_names(self) -> tuple[str, ...] | None:
+        """Model names that clients may use; None for those of the application's model."""
+        ...
+
+    @property
+    def context_limit(self) -> int | None:
+        """Context limit in tokens; None if only the running engine can report it."""
+        ...
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """True if the engine orders its queue by request priority; None if only the engine knows."""
+        ...
+
+
+class EngineSettings(PoolEngineSettings, Protocol):
+    """Settings of an engine that a pool replica hosts.
+
+    Attributes:
+        PRIORITY_SETTING: path of the setting that decides on `schedules_by_priority`.
+    """
+
+    PRIORITY_SETTING: ClassVar[str]
+
+    def batch_limits(self) -> Mapping[str, Any]:
+        """Return what the engine model needs to simulate it, by vLLM's argument; None if not set."""
+        ...
+
+    @property
+    def simulated_profile(self) -> str | None:
+        """Engine profile with which a simulation begins; None if the settings state none."""
+        ...
 
     def check(self) -> None:
         """Raise `SettingsError` if the engine is installed on this machine and rejects the settings."""

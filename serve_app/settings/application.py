@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from serve_app.core.admission.spending import TokenPrices
 from serve_app.core.policies import learns_queues
@@ -25,8 +25,8 @@ from serve_app.core.settings_base import (
     settings,
 )
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.engines.model import SchedulingPolicy
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.engine import EngineSettings as HostedEngineSettings
+from serve_app.engines.engine import PoolEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
@@ -43,66 +43,49 @@ from serve_app.tuning.settings import TunerSettings
 _WATCHER_CPUS = 0.1
 
 
-HostedEngineSettings = EmulatedEngineSettings | VllmEngineSettings
-
-
+# The list of engines: a new one is one more field.
 @settings
 class EngineSettings:
-    """The engine of a pool: exactly one of the three."""
+    """The engine of a pool: exactly one of these."""
 
     emulated: EmulatedEngineSettings | None = None
     vllm: VllmEngineSettings | None = None
     remote: RemoteSettings | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("emulated", "vllm", "remote") if getattr(self, name) is not None]
+        known = [each.name for each in fields(self)]
+        given = [name for name in known if getattr(self, name) is not None]
         if len(given) != 1:
-            named = ", ".join(given) or "none"
-            raise ValueError(f"set exactly one engine (emulated, vllm or remote), got {named}")
-        if self.emulated is not None:
-            # Reject contradictory limits here, before a replica starts.
-            self.emulated.model_settings(load_profile(self.emulated.profile))
+            choice = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise ValueError(f"set exactly one engine ({choice}), got {', '.join(given) or 'none'}")
+
+    @property
+    def kind(self) -> str:
+        """Name of the engine that is set."""
+        return next(each.name for each in fields(self) if getattr(self, each.name) is not None)
+
+    @property
+    def chosen(self) -> PoolEngineSettings:
+        """Settings of the engine that is set."""
+        chosen: PoolEngineSettings = getattr(self, self.kind)
+        return chosen
 
     @property
     def hosted(self) -> HostedEngineSettings | None:
-        """The engine that each pool replica hosts; None for external servers."""
-        return self.emulated or self.vllm
-
-    @property
-    def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteSettings:
-        """The engine that is set."""
-        chosen = self.emulated or self.vllm or self.remote
-        assert chosen is not None, "checked by __post_init__"
-        return chosen
-
-    def with_served_names(self, names: tuple[str, ...]) -> "EngineSettings":
-        """Return the same engine serving `names`, unless it has names already."""
-        if self.chosen.served_model_names is not None:
-            return self
-        named = replace(self.chosen, served_model_names=names)
-        given: dict[str, Any] = {
-            each.name: named for each in fields(self) if getattr(self, each.name) is not None
-        }
-        return replace(self, **given)
+        """Settings of the engine that each pool replica hosts; None for external servers."""
+        return None if self.remote is not None else getattr(self, self.kind)
 
     @property
     def max_model_len(self) -> int | None:
         """Context limit in tokens; None if only the running engine can report it."""
-        if self.emulated is not None:
-            return self.emulated.max_model_len or load_profile(self.emulated.profile).max_model_len
-        if self.remote is not None:
-            return self.remote.max_model_len
-        stated = self.vllm.args.get("max_model_len") if self.vllm is not None else None
-        return stated if isinstance(stated, int) else None
+        return self.chosen.context_limit
 
-    @property
-    def schedules_by_priority(self) -> bool | None:
-        """True if the engine orders its queue by request priority; None if only the engine knows."""
-        if self.emulated is not None:
-            return self.emulated.scheduling_policy is SchedulingPolicy.PRIORITY
-        if self.vllm is not None:
-            return bool(self.vllm.args.get("scheduling_policy") == SchedulingPolicy.PRIORITY)
-        return None
+    def with_served_names(self, names: tuple[str, ...]) -> Self:
+        """Return the same engine serving `names`, unless it has names already."""
+        if self.chosen.served_model_names is not None:
+            return self
+        named: Any = replace(getattr(self, self.kind), served_model_names=names)
+        return replace(self, **{self.kind: named})
 
 
 @settings(block="resources")

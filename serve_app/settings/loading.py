@@ -170,8 +170,9 @@ def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, .
 def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
     """Raise if an engine rejects requests with a priority, because it serves in order of arrival."""
     for number, pool in enumerate(pools):
-        if pool.engine.schedules_by_priority is False:
-            key = f"engine.{'emulated.advanced' if pool.engine.emulated else 'vllm.args'}.scheduling_policy"
+        hosted = pool.engine.hosted
+        if hosted is not None and hosted.schedules_by_priority is False:
+            key = f"engine.{pool.engine.kind}.{hosted.PRIORITY_SETTING}"
             raise SettingsError(
                 f"{where}.scheduler.engine_priority is enabled, but the engine of pool {pool.name} does not "
                 f"schedule by priority: set {where}.pools[{number}].{key} to priority"

@@ -136,11 +136,11 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"pools": [pool("long", replicas=1, autoscaling={})]}, "set replicas or autoscaling, not both"),
         (
             {"pools": [pool("long", engine=emulated(profile="nope"))]},
-            "models[0].pools[0].engine: no engine profile 'nope'",
+            "models[0].pools[0].engine.emulated: no engine profile 'nope'",
         ),
         (
             {"pools": [pool("long", engine=emulated(advanced={"kv_tokens": 64}))]},
-            "models[0].pools[0].engine: emulated engine",
+            "models[0].pools[0].engine.emulated: emulated engine",
         ),
         ({"pools": [pool("long", resources={"num_gpus": 1.5})]}, "whole number, got 1.5"),
         (

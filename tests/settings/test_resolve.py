@@ -1,9 +1,14 @@
 """Settings derived from an application's models, and settings that contradict each other."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
+from serve_app.core.settings_base import settings as settings_class
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
+from serve_app.engines.engine import Engine
+from serve_app.settings.application import EngineSettings
 from tests.settings.builders import emulated, model, parse, pool, rejection
 
 
@@ -87,7 +92,7 @@ def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trus
     remote = {"remote": {"endpoints": ["http://engine:8000"]}}
     enabled = parse(priority_model(vllm, remote)).models[0]
     assert enabled.scheduler.engine_priority.enabled
-    assert [pool.engine.schedules_by_priority for pool in enabled.pools] == [True, None]
+    assert [pool.engine.chosen.schedules_by_priority for pool in enabled.pools] == [True, None]
 
 
 def test_engines_may_schedule_by_priority_without_receiving_one() -> None:
@@ -153,3 +158,50 @@ def test_every_pool_follows_those_of_shorter_contexts() -> None:
 def test_two_models_with_one_name_are_rejected() -> None:
     assert "demo" in rejection(model(), model())
     assert "gpt" in rejection(model(aliases=["gpt"]), model(name="other", aliases=["gpt"]))
+
+
+@settings_class
+class MinimalEngineSettings:
+    """Settings of a new kind of hosted engine."""
+
+    PRIORITY_SETTING: ClassVar[str] = "order"
+
+    served_model_names: tuple[str, ...] | None = None
+    context: int = 512
+
+    @property
+    def context_limit(self) -> int | None:
+        return self.context
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        return False
+
+    def batch_limits(self) -> Mapping[str, Any]:
+        return {"max_num_seqs": 7}
+
+    @property
+    def simulated_profile(self) -> str | None:
+        return None
+
+    def check(self) -> None:
+        return
+
+    def make(self) -> Engine:
+        raise NotImplementedError
+
+
+@settings_class
+class MoreEngines(EngineSettings):
+    """The list of engines with one more line."""
+
+    minimal: MinimalEngineSettings | None = None
+
+
+def test_a_new_engine_needs_one_line_in_the_list_of_engines() -> None:
+    engine = MoreEngines(minimal=MinimalEngineSettings()).with_served_names(("m",))
+    assert (engine.kind, engine.max_model_len) == ("minimal", 512)
+    assert engine.hosted is engine.chosen is engine.minimal
+    assert engine.chosen.served_model_names == ("m",)
+    with pytest.raises(ValueError, match=r"\(emulated, vllm, remote or minimal\), got emulated, minimal"):
+        MoreEngines(minimal=MinimalEngineSettings(), emulated=EmulatedEngineSettings())

@@ -112,13 +112,9 @@ def local_url(content: Mapping[str, Any]) -> str:
 
 def engine_kinds(settings: ApplicationSettings) -> dict[str, str]:
     """Return the kind of engine by deployment, see `HostJob.engines`."""
-    found = {}
-    for model in settings.models:
-        for pool in model.pools:
-            kinds = ("emulated", "vllm", "remote")
-            kind = next(kind for kind in kinds if getattr(pool.engine, kind) is not None)
-            found[f"{pool.name}-{model.name}"] = kind
-    return found
+    return {
+        f"{pool.name}-{model.name}": pool.engine.kind for model in settings.models for pool in model.pools
+    }
 
 
 def _refresh(folder: Path) -> None:

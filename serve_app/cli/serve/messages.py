@@ -10,7 +10,7 @@ class HostJob(msgspec.Struct, kw_only=True, frozen=True):
         folder: folder for all files of this instance: Ray's files, logs.
         address: address of a running Ray cluster; None to start one on this machine.
         port: the application's port, instead of the configuration's.
-        engines: kind of engine (`vllm`, `emulated`, `remote`) by deployment of a pool.
+        engines: kind of engine, such as `vllm`, by deployment of a pool.
     """
 
     config: str

@@ -6,8 +6,9 @@ streaming and cancellation behave as in vLLM. The content of an answer does not 
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.engines.emulated.admission import EmulatedAdmission, OutputLengthSampler, ServedNames
@@ -19,6 +20,14 @@ from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.model import EngineModel, EngineModelSettings, SchedulingPolicy
 from serve_app.engines.model.profiles import EngineProfile, load_profile
 from serve_app.errors import SettingsError
+
+_LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "kv_tokens",
+    "max_model_len",
+)
 
 
 @settings
@@ -54,11 +63,35 @@ class EmulatedEngineSettings:
     # Standard deviation of the logarithm of those lengths.
     output_tokens_sigma: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.8
 
+    PRIORITY_SETTING: ClassVar[str] = "advanced.scheduling_policy"
+
     def __post_init__(self) -> None:
         if not all(self.model_names) or not self.model_names:
             raise SettingsError(
                 f"served_model_names needs at least one name, none empty: {self.served_model_names}"
             )
+        # Reject contradictory limits before a replica starts.
+        self.model_settings(load_profile(self.profile))
+
+    @property
+    def context_limit(self) -> int | None:
+        """Context limit in tokens."""
+        return self.max_model_len or load_profile(self.profile).max_model_len
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """True if the engine orders its queue by request priority."""
+        return self.scheduling_policy is SchedulingPolicy.PRIORITY
+
+    def batch_limits(self) -> Mapping[str, Any]:
+        """Return the limits of its batches; see the protocol."""
+        policy = None if self.scheduling_policy is SchedulingPolicy.FCFS else self.scheduling_policy
+        return {**{name: getattr(self, name) for name in _LIMITS}, "scheduling_policy": policy}
+
+    @property
+    def simulated_profile(self) -> str | None:
+        """Its profile."""
+        return self.profile
 
     def check(self) -> None:
         """Do nothing, because the engine has no installation that could reject the settings."""

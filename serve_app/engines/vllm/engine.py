@@ -12,7 +12,7 @@ import time
 import types
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
@@ -70,6 +70,8 @@ class VllmEngineSettings:
     # are dispatched to other replicas; otherwise they would wait for the gateways' `silence_timeout_s`.
     hang_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
 
+    PRIORITY_SETTING: ClassVar[str] = "args.scheduling_policy"
+
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError(
@@ -78,6 +80,26 @@ class VllmEngineSettings:
         for name in self.args:
             if remedy := REJECTED_ARGS.get(name):
                 raise ValueError(f"args.{name} cannot be set here: {remedy}")
+
+    @property
+    def context_limit(self) -> int | None:
+        """Context limit in tokens; None if only the running engine can report it."""
+        stated = self.args.get("max_model_len")
+        return stated if isinstance(stated, int) else None
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """True if the engine orders its queue by request priority."""
+        return bool(self.args.get("scheduling_policy") == "priority")
+
+    def batch_limits(self) -> Mapping[str, Any]:
+        """Return the limits of its batches; see the protocol."""
+        return self.args
+
+    @property
+    def simulated_profile(self) -> str | None:
+        """None: its speed is not a setting."""
+        return None
 
     def check(self) -> None:
         """Validate the arguments with vLLM's own parser before anything is started.

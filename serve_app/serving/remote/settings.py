@@ -54,6 +54,16 @@ class RemoteSettings:
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError("give api_key or api_key_env, not both")
 
+    @property
+    def context_limit(self) -> int | None:
+        """Context limit in tokens; None if the servers report it."""
+        return self.max_model_len
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """None: only the servers know."""
+        return None
+
     def key(self) -> str:
         """Return the key for endpoints; empty for none.
 

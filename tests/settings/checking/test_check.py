@@ -126,8 +126,8 @@ def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     assert status == 2
     assert lines == [
         (
-            f"CONFIG:{line_of(text, 'labtop') - 2}: models[0].pools[0].engine: no engine profile 'labtop': "
-            "did you mean laptop? A path of a YAML file is also accepted"
+            f"CONFIG:{line_of(text, 'labtop')}: models[0].pools[0].engine.emulated: no engine profile "
+            "'labtop': did you mean laptop? A path of a YAML file is also accepted"
         )
     ]
 
