@@ -1,16 +1,21 @@
 """Control channel harness: real schedulers and sockets, with wires that can be cut or muted."""
 
 import asyncio
+import contextlib
 import ctypes
+import os
 import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import AsyncMock
 
 from serve_app.core import SchedulerSettings
+from serve_app.core.commands import Command
+from serve_app.core.events import Event
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
@@ -42,6 +47,7 @@ PATIENCE_S = 30.0
 _SO_ATTACH_FILTER = 26
 
 M = TypeVar("M")
+E = TypeVar("E")
 
 
 def scheduler_settings(**changes: Any) -> SchedulerSettings:
@@ -77,6 +83,16 @@ async def wait_until(
         while not condition():  # noqa: ASYNC110 - any state of several parties may be waited for
             await asyncio.sleep(0.005)
     assert condition(), what
+
+
+def socket_descriptors() -> list[int]:
+    """Return the descriptors of this process's sockets."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(path.readlink()).startswith("socket:"):
+                found.append(int(path.name))
+    return found
 
 
 class Wire(Relay):
@@ -139,6 +155,7 @@ class ControlPlane:
         self.incarnation = 0
         self.shells: list[LiveScheduler] = []
         self.ends: list[str] = []
+        self._port = 0
         self._closers: list[Any] = []
 
     @property
@@ -170,6 +187,7 @@ class ControlPlane:
         )
         await live.start("127.0.0.1")
         self.shells.append(live)
+        self._port = self.endpoint().port
         return live
 
     async def restart(self) -> LiveScheduler:
@@ -179,10 +197,11 @@ class ControlPlane:
 
     def kill(self) -> None:
         """End the scheduler as a process death does: no goodbye, nothing flushed."""
-        live = self.live
-        for link in list(live._server._peers):
-            link.abort("the process died")
-        live.stop("killed")
+        for descriptor in socket_descriptors():
+            with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+                if sock.family == socket.AF_INET and sock.getsockname()[1] == self._port:
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.live.stop("killed")
 
     async def wire(self) -> Wire:
         wire = Wire(self)
@@ -222,6 +241,26 @@ class ControlPlane:
         report = self.live.status()["replicas"].get(replica_id, {}).get("report")
         return report is not None
 
+    def open_requests(self) -> int:
+        """Return how many requests the scheduler's sessions know."""
+        status = self.live.status()
+        running: int = sum(each["in_flight"] for each in status["replicas"].values())
+        waiting: int = sum(status["waiting"].values())
+        return running + waiting
+
+    def events(self, kind: type[E]) -> list[E]:
+        """Return a list of the events of this kind that the core receives from now on."""
+        found: list[E] = []
+        handle = self.live.core.handle
+
+        def record(event: Event, now: float) -> list[Command]:
+            if isinstance(event, kind):
+                found.append(event)
+            return handle(event, now)
+
+        self.live.core.handle = record  # type: ignore[method-assign]
+        return found
+
     async def close(self) -> None:
         for closer in reversed(self._closers):
             await closer()
@@ -241,6 +280,25 @@ async def rejected(client: GatewayClient, request_id: str, **changes: Any) -> Co
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Conclusion), answer
     return answer
+
+
+class RecordingLink:
+    """Link that records messages.
+
+    Attributes:
+        acknowledged: number of messages that the peer has acknowledged.
+    """
+
+    def __init__(self) -> None:
+        self.acknowledged = 0
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> int:
+        self.messages.append(message)
+        return len(self.messages)
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
 
 
 class RawPeer:
@@ -269,7 +327,7 @@ class RawPeer:
                 for message in self.received:
                     if isinstance(message, kind):
                         return message
-                if not await self._read():
+                if not await self.read():
                     raise ConnectionError(
                         f"closed before a {kind.__name__} arrived; received {self.received}"
                     )
@@ -277,7 +335,7 @@ class RawPeer:
     async def closed(self) -> bool:
         """Read until the peer closes the connection."""
         async with asyncio.timeout(PATIENCE_S):
-            while await self._read():
+            while await self.read():
                 pass
         return True
 
@@ -291,7 +349,8 @@ class RawPeer:
     def leave(self) -> None:
         self._writer.transport.abort()
 
-    async def _read(self) -> bool:
+    async def read(self) -> bool:
+        """Read what has arrived next; return False at the end of the connection."""
         try:
             data = await self._reader.read(65536)
         except ConnectionError:

@@ -1,13 +1,26 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Finish, Granted, ReplicaEntry, ReplicaTable, Welcome
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import ControlPlane, granted, rejected, submission, wait_until
+from tests.serving.channel.harness import (
+    FAST,
+    ControlPlane,
+    FakeReplica,
+    RecordingLink,
+    granted,
+    rejected,
+    submission,
+    wait_until,
+)
 
 
 async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
@@ -21,7 +34,7 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
     assert not isinstance(rejection, Grant)
     assert rejection.outcome is Outcome.EXPIRED
     assert "the scheduler is disconnected" in rejection.message
-    assert not gateway._pending
+    assert "waiting 0, running 0" in repr(gateway)
 
 
 async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
@@ -136,8 +149,10 @@ async def test_departed_replicas_are_pruned_without_a_lookup(
         client, _ = await control_plane.replica(f"s{number}")
         await wait_until(lambda: len(gateway.replicas()) == 1)
         await client.close()
-        await wait_until(lambda: not gateway._table)
-    assert len(gateway._departed) <= 1
+        await wait_until(lambda: gateway.replicas() == ())
+    # A lookup prunes, too, so none may be left for it.
+    monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 1e9)
+    assert len(gateway.all_replicas()) <= 1
 
 
 async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_answer(
@@ -158,18 +173,48 @@ async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_a
 async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_plane: ControlPlane) -> None:
     gateway = await control_plane.gateway()
     await control_plane.replica("s1")
-    await granted(gateway, "r1")
-    granted_message = control_plane.live._gateways.book["r1"].granted
-    assert granted_message is not None
+    grant = await granted(gateway, "r1")
     control_plane.kill()
     await wait_until(lambda: not gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
     await asyncio.sleep(0)
-    gateway.on_message(granted_message)
+    gateway.on_message(Granted(1, grant.dispatch))
     await asyncio.sleep(0.05)
     assert not task.done()
-    assert gateway._pending["r1"].is_waiting
+    assert "waiting 1, running 0" in repr(gateway)
     task.cancel()
+
+
+DISPATCH = Dispatch(
+    request_id="r1",
+    gateway_id="g1",
+    replica_id="s1",
+    pool="short",
+    length_queue="0-256",
+    estimated_tokens=10,
+    queue_wait_s=0.0,
+)
+
+
+async def test_only_finish_messages_without_acknowledgement_are_sent_again(
+    control_plane: ControlPlane,
+) -> None:
+    gateway = GatewayClient("g1", control_plane.locate, FAST)
+    link, next_link = RecordingLink(), RecordingLink()
+    gateway.on_connected(link, Welcome(1, {}))  # type: ignore[arg-type]
+    gateway.on_message(ReplicaTable([ReplicaEntry(FakeReplica("s1", "short", 8).address, True, ())]))
+    for name in ("r1", "r2"):
+        request = asyncio.create_task(gateway.acquire(submission(name)))
+        await asyncio.sleep(0)
+        gateway.on_message(Granted(1, replace(DISPATCH, request_id=name)))
+        await request
+        gateway.finish(name, Outcome.COMPLETED)
+        if name == "r1":
+            link.acknowledged = len(link.messages)
+    gateway.on_heartbeat()
+    gateway.on_disconnected()
+    gateway.on_connected(next_link, Welcome(1, {}))  # type: ignore[arg-type]
+    assert [message.request_id for message in next_link.of(Finish)] == ["r2"]
 
 
 async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:

@@ -1,7 +1,6 @@
 """Reconciliation rules on a real core and a recording link; `test_survival` shows others over sockets."""
 
 from dataclasses import replace
-from typing import Any
 
 from serve_app.core import Scheduler
 from serve_app.core.commands import Conclude, Dispatch
@@ -22,21 +21,7 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from tests import builders
-from tests.serving.channel.harness import scheduler_settings, submission
-
-
-class RecordingLink:
-    """Link that records messages."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def send(self, message: Message) -> int:
-        self.messages.append(message)
-        return len(self.messages)
-
-    def of(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.messages if isinstance(message, kind)]
+from tests.serving.channel.harness import RecordingLink, scheduler_settings, submission
 
 
 class FakeLiveScheduler:
@@ -86,12 +71,12 @@ class FakeLiveScheduler:
 
     def connect(self, *snapshot: Message) -> RecordingLink:
         """Connect or reconnect the gateway with this snapshot."""
-        page = RecordingLink()
-        send = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
+        link = RecordingLink()
+        send = self.sessions.on_join("g1", link)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
             send(message)
         self.send = send
-        return page
+        return link
 
     @property
     def names(self) -> list[str]:
@@ -109,8 +94,8 @@ def runs(replica_id: str, *, grants: int = 1, started: bool = False) -> Running:
 def running() -> tuple[FakeLiveScheduler, str]:
     """Return a host on which r1 runs by its first grant, and its replica."""
     host = FakeLiveScheduler()
-    page = host.connect(waits())
-    granted = page.of(Granted)
+    link = host.connect(waits())
+    granted = link.of(Granted)
     host.events.clear()
     return host, granted[0].dispatch.replica_id
 
@@ -121,19 +106,19 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
     host.core = Scheduler(replace(scheduler_settings(), engine_priority=EnginePrioritySettings(enabled=True)))
     for event in (ReplicaJoined(builders.spec("s1")), ReplicaReported("s1", builders.report())):
         host.feed(event)
-    page = host.connect(waits("r1"), waits("r2"))
-    assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    link = host.connect(waits("r1"), waits("r2"))
+    assert [granted.dispatch.engine_priority % BAND for granted in link.of(Granted)] == [0, 1]
     # The gateway has received neither grant and submits again.
-    page = host.connect(waits("r1"), waits("r2"))
-    assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    link = host.connect(waits("r1"), waits("r2"))
+    assert [granted.dispatch.engine_priority % BAND for granted in link.of(Granted)] == [0, 1]
 
 
 async def test_a_grant_that_never_arrived_is_not_repeated_for_a_replica_that_has_left() -> None:
     host, replica_id = running()
     host.registered.remove(replica_id)
-    page = host.connect(waits())
+    link = host.connect(waits())
     assert host.names == ["DispatchFailed"]
-    assert {granted.dispatch.replica_id for granted in page.of(Granted)} == host.registered
+    assert {granted.dispatch.replica_id for granted in link.of(Granted)} == host.registered
 
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
@@ -165,12 +150,12 @@ async def test_unknown_and_ended_is_ignored() -> None:
 
 async def test_waiting_on_both_sides_changes_nothing() -> None:
     host = FakeLiveScheduler()
-    page = host.connect(*(waits(f"r{n}") for n in range(60)))
+    link = host.connect(*(waits(f"r{n}") for n in range(60)))
     stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].is_running)
     host.events.clear()
     host.send(waits(stuck))
     assert host.names == []
-    assert not [message for message in page.of(Granted) if message.dispatch.request_id == stuck]
+    assert not [message for message in link.of(Granted) if message.dispatch.request_id == stuck]
 
 
 async def test_running_on_both_sides_changes_nothing_but_its_start() -> None:
@@ -203,9 +188,9 @@ async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -
 
 async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:
     host = FakeLiveScheduler()
-    page = host.connect()
+    link = host.connect()
     host.send(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
-    assert [(rejection.request_id, rejection.conclusion.outcome) for rejection in page.of(Rejected)] == [
+    assert [(rejection.request_id, rejection.conclusion.outcome) for rejection in link.of(Rejected)] == [
         ("r1", Outcome.FAILED)
     ]
 

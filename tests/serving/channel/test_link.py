@@ -23,10 +23,21 @@ class Owner:
         self.reasons.append(reason)
 
 
+class ExposedLink(Link):
+    """Link that exposes its transport."""
+
+    transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        super().connection_made(transport)
+
+
 class Pair:
     """Two connected links."""
 
-    def __init__(self, near: Link, far: Link, owners: tuple[Owner, Owner]) -> None:
+    def __init__(self, near: ExposedLink, far: ExposedLink, owners: tuple[Owner, Owner]) -> None:
         self.near, self.far = near, far
         self.near_owner, self.far_owner = owners
 
@@ -38,10 +49,10 @@ class Pair:
 async def pair(settings: ChannelSettings = FAST) -> Pair:
     loop = asyncio.get_running_loop()
     owners = Owner(), Owner()
-    far = Link(owners[1], decode_from_peer, settings)
+    far = ExposedLink(owners[1], decode_from_peer, settings)
     server = await loop.create_server(lambda: far, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    near = Link(owners[0], decode_from_peer, settings)
+    near = ExposedLink(owners[0], decode_from_peer, settings)
     await loop.create_connection(lambda: near, "127.0.0.1", port)
     await wait_until(lambda: far.open)
     server.close()
@@ -61,8 +72,7 @@ async def test_messages_go_both_ways_in_order() -> None:
 async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
     both = await pair()
     for link in (both.near, both.far):
-        assert link._transport is not None
-        sock = link._transport.get_extra_info("socket")
+        sock = link.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
@@ -86,11 +96,13 @@ async def test_two_that_talk_and_listen_live_through_many_ticks() -> None:
 
 async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
     both = await pair()
+    number = both.near.send(Cancel("a"))
+    await wait_until(lambda: both.far_owner.received == [Cancel("a")])
     for _ in range(FAST.beats_to_death - 1):
         both.near.tick()
     both.far.tick()
     # However long the absence, there is one tick: the next one first reads what has arrived.
-    await wait_until(lambda: both.near._received)
+    await wait_until(lambda: both.near.acknowledged == number)
     both.near.tick()
     assert both.near.open
 
@@ -107,8 +119,7 @@ async def test_a_closed_link_sends_its_buffer_and_nothing_after() -> None:
 
 async def test_a_peer_that_leaves_too_much_unread_is_cut_off() -> None:
     both = await pair(replace(FAST, max_write_buffer_bytes=1_000_000))
-    assert both.far._transport is not None
-    both.far._transport.pause_reading()
+    both.far.transport.pause_reading()
     sent = 0
     while both.near.open and sent < 1_000:
         both.near.send(Cancel("x" * 100_000))

@@ -1,6 +1,7 @@
 import asyncio
 from dataclasses import replace
 
+from serve_app.core.events import ReplicaReported
 from tests.serving.channel.harness import FAST, ControlPlane, granted, wait_until
 
 
@@ -8,18 +9,10 @@ async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_
     control_plane: ControlPlane,
 ) -> None:
     _, double = await control_plane.replica("s1")
-    reports = 0
-    feed = control_plane.live._replicas._feed
-
-    def count(event: object) -> None:
-        nonlocal reports
-        reports += 1
-        feed(event)  # type: ignore[arg-type]
-
-    control_plane.live._replicas._feed = count
+    reports = control_plane.events(ReplicaReported)
     looks = double.looks
     await wait_until(lambda: double.looks >= looks + 20)
-    assert 0 < reports < 10
+    assert 0 < len(reports) < 10
     double.report = replace(double.report, waiting=7)
     await wait_until(lambda: control_plane.live.status()["replicas"]["s1"]["report"]["waiting"] == 7)
 
@@ -92,10 +85,12 @@ async def test_a_replica_with_a_failed_engine_does_not_register_with_a_new_sched
 
 
 async def test_draining_is_reported_at_once(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
     client, double = await control_plane.replica("s1")
+    await wait_until(lambda: len(gateway.replicas()) == 1)
     double.report = replace(double.report, draining=True)
     client.report_now()
-    await wait_until(lambda: not control_plane.live._replicas.table.entries[0].open)
+    await wait_until(lambda: gateway.replicas() == ())
 
 
 async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(

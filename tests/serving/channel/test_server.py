@@ -137,7 +137,7 @@ async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
     raw_peer.send(hello(control_plane.endpoint()), SnapshotEnd())
     await raw_peer.receive(Welcome)
     raw_peer.vanish()
-    await wait_until(lambda: control_plane.live._gateways.connected_count == 0)
+    await wait_until(lambda: control_plane.live.status()["gateways"] == 0)
     (line,) = [record.getMessage() for record in caplog.records if "event=peer_lost" in record.getMessage()]
     silent_s = float(line.split("no data from the peer for ")[1].split(" s")[0])
     assert FAST.dead_after_s <= silent_s < FAST.stuck_after_s

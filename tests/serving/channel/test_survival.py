@@ -13,14 +13,16 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import Finish
+from serve_app.serving.channel.messages import Finish, Granted, SnapshotEnd, Submit
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
     ControlPlane,
+    RawPeer,
     Wire,
     granted,
+    hello,
     scheduler_settings,
     submission,
     wait_until,
@@ -61,7 +63,7 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     gateway.first_token("r1")
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
-    assert not control_plane.live._gateways.book
+    assert control_plane.open_requests() == 0
 
 
 async def test_a_cancelled_wait_releases_its_queue_slot(control_plane: ControlPlane) -> None:
@@ -80,7 +82,7 @@ async def test_a_wait_cancelled_while_its_grant_is_in_transit_releases_the_hold(
     await control_plane.replica()
     wire.mute_down = True
     task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
+    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
     task.cancel()
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
@@ -93,9 +95,7 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     grant = await granted(gateway, "r1")
     gateway.first_token("r1")
     waiting = [submit(gateway, f"w{n}") for n in range(5)]
-    await wait_until(
-        lambda: len(control_plane.live.core) == 6 or control_plane.live._gateways.book.in_flight().total() > 1
-    )
+    await wait_until(lambda: len(control_plane.live.core) == 6)
     await control_plane.restart()
     await wait_until(lambda: len(control_plane.live.core) == 6, "all six are known again")
     entry = control_plane.live.core.find("r1")
@@ -115,10 +115,10 @@ async def test_a_lost_grant_is_sent_again_and_not_decided_again(control_plane: C
     await control_plane.replica()
     wire.mute_down = True
     task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
+    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
     wire.cut()
     assert isinstance(await answer_of(task), Grant)
-    assert control_plane.live._gateways.book["r1"].grants == 1
+    assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in await control_plane.live.exposition()
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
@@ -131,7 +131,7 @@ async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(
     first, _ = await control_plane.replica("s1")
     wire.mute_down = True
     task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live._gateways.book.in_flight()["s1"] == 1)
+    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
     await first.close()
     await control_plane.replica("s2")
     wire.cut()
@@ -153,7 +153,9 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_pl
         gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     )
     await asyncio.sleep(0.05)
-    assert control_plane.live._gateways.book["r1"].grants == 1
+    entry = control_plane.live.core.find("r1")
+    assert entry is not None
+    assert entry.replica_id == first.dispatch.replica_id, "the put-back has not arrived"
     wire.cut()
     second = await answer_of(task)
     assert isinstance(second, Grant)
@@ -179,16 +181,6 @@ async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
     )
 
 
-async def test_finish_messages_are_dropped_once_they_are_acknowledged(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    await control_plane.replica("s1")
-    for n in range(20):
-        await granted(gateway, f"r{n}")
-        gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
-    assert gateway._unacknowledged_finishes
-    await wait_until(lambda: not gateway._unacknowledged_finishes)
-
-
 async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     control_plane: ControlPlane,
 ) -> None:
@@ -202,7 +194,7 @@ async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     task.cancel()
     wire.rejects = False
     await wait_until(lambda: gateway.is_connected and len(control_plane.live.core) == 0)
-    assert control_plane.live._gateways.connected_count == 1
+    assert control_plane.live.status()["gateways"] == 1
 
 
 async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_engine_has_ended_them(
@@ -218,7 +210,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     engine.report = replace(engine.report, received=3, running=3)
     wire.rejects = True
     wire.cut()
-    await wait_until(lambda: control_plane.live._gateways.connected_count == 1)
+    await wait_until(lambda: control_plane.live.status()["gateways"] == 1)
     # The engine reports all three as running, so they stay in flight for as long as it does.
     await asyncio.sleep(2 * FAST.gateway_grace_s)
     assert ledger["s1"].in_flight == 3
@@ -226,8 +218,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     await wait_until(lambda: ledger["s1"].in_flight == 2)
     engine.report = replace(engine.report, running=1)
     await wait_until(lambda: ledger["s1"].in_flight == 1)
-    await wait_until(lambda: set(control_plane.live._gateways._gateways) == {"g2"})
-    assert set(control_plane.live._gateways.book) == {"r3"}
+    assert [control_plane.live.core.find(name) is None for name in ("r1", "r2", "r3")] == [True, True, False]
     other.finish("r3", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
@@ -257,20 +248,21 @@ async def test_a_gateway_that_sends_goodbye_is_released_at_once(control_plane: C
     await control_plane.replica("s1")
     await granted(gateway, "r1")
     await gateway.close()
-    await wait_until(lambda: len(control_plane.live.core) == 0 and not control_plane.live._gateways._gateways)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
+    assert control_plane.live.status()["gateways"] == 0
 
 
 async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(control_plane: ControlPlane) -> None:
     wire = await control_plane.wire()
     gateway = await control_plane.gateway(wire=wire)
     await control_plane.replica("s1")
-    grant = await granted(gateway, "r1")
+    await granted(gateway, "r1")
     wire.mute_up = wire.mute_down = True
     await wait_until(lambda: not gateway.is_connected, "the gateway notices")
-    await wait_until(lambda: control_plane.live._gateways.connected_count == 0, "the scheduler notices")
+    await wait_until(lambda: control_plane.live.status()["gateways"] == 0, "the scheduler notices")
     wire.mute_up = wire.mute_down = False
     await wait_until(lambda: gateway.is_connected)
-    assert grant.dispatch.request_id in control_plane.live._gateways.book
+    assert control_plane.live.core.find("r1") is not None
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
@@ -332,11 +324,12 @@ async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(
         for task in tasks
         if task.done()
     )
-    assert len(control_plane.live._gateways.book) == limit
+    assert control_plane.open_requests() == limit
     for task in tasks:
         task.cancel()
     await wait_until(lambda: len(control_plane.live.core) == 0)
-    assert not gateway._pending
+    assert control_plane.open_requests() == 0
+    assert "waiting 0, running 0" in repr(gateway)
 
 
 class Handlers:
@@ -398,8 +391,8 @@ async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> Non
     for n, task in enumerate(tasks):
         wanted = [] if task.cancelled() else ["completed"]
         assert handlers.results.get(f"r{n}", []) == wanted, f"r{n}"
-    assert not control_plane.live._gateways.book
-    assert all(not gateway._pending for gateway in gateways)
+    assert control_plane.open_requests() == 0
+    assert all("waiting 0, running 0" in repr(gateway) for gateway in gateways)
     assert control_plane.ends == []
     await control_plane.close()
 
@@ -430,11 +423,12 @@ async def break_something(control_plane: ControlPlane, rng: random.Random, wires
 
 
 async def test_an_end_of_an_unknown_request_changes_nothing(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    assert gateway._link is not None
-    gateway._link.send(Finish("never seen", Outcome.COMPLETED, None))
+    peer = await RawPeer.at(control_plane.endpoint())
+    peer.send(hello(control_plane.endpoint()), SnapshotEnd(), Finish("never seen", Outcome.COMPLETED, None))
+    peer.send(Submit(submission("r1"), 0.0))
     await control_plane.replica("s1")
-    assert isinstance(await granted(gateway, "r1"), Grant)
+    assert (await peer.receive(Granted)).dispatch.request_id == "r1"
+    assert len(control_plane.live.core) == 1
 
 
 async def test_a_burst_from_one_gateway_does_not_delay_others() -> None:
