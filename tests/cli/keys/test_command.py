@@ -10,6 +10,7 @@ from serve_app.cli import keys, main
 from serve_app.serving.api_keys import read_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import FileKeys
+from tests.e2e.served import wait_for
 
 CONFIG = """
 applications:
@@ -52,7 +53,7 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "keys.json"
     options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
     secret = created(capsys, path, *options, "--weight", "2", "--expires-in-days", "30", "--name", "night")
-    file_keys = FileKeys(path)
+    file_keys = FileKeys(path, poll_s=0.01)
     caller = file_keys.caller(secret.encode())
     assert caller is not None
     assert caller.is_admin
@@ -68,9 +69,8 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert "requests_per_minute=60" in capsys.readouterr().out
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
-    file_keys._check()
     with pytest.raises(RequestRejected, match="was revoked"):
-        file_keys.caller(secret.encode())
+        wait_for(lambda: not file_keys.caller(secret.encode()), 30)
     file_keys.close()
     assert [key.status() for key in read_keys(path)] == ["revoked"]
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import AsyncMock
 
+import pytest
+
 from serve_app.core import SchedulerSettings
-from serve_app.core.commands import Command
-from serve_app.core.events import Event
+from serve_app.core.commands import Command, Revoke
+from serve_app.core.events import Event, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
@@ -260,6 +262,13 @@ class ControlPlane:
 
         self.live.core.handle = record  # type: ignore[method-assign]
         return found
+
+    def revoke(self, request_id: str, replica_id: str, gateway_id: str = "g1") -> None:
+        """Let the core revoke a grant."""
+        command = Revoke(request_id=request_id, gateway_id=gateway_id, replica_id=replica_id)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.live.core, "handle", lambda event, now: [command])
+            self.live.feed(Woke())
 
     async def close(self) -> None:
         for closer in reversed(self._closers):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.commands import Revoke
-from serve_app.core.events import DispatchFailed, DispatchFailure, Woke
+from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import (
@@ -26,14 +26,6 @@ from tests.serving.channel.test_gateway_sessions import FakeLiveScheduler, runni
 BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}
 
 
-def revoke(control_plane: ControlPlane, request_id: str, replica_id: str) -> None:
-    """Let the core revoke a grant."""
-    command = Revoke(request_id=request_id, gateway_id="g1", replica_id=replica_id)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_plane.live.core, "handle", lambda event, now: [command])
-        control_plane.live.feed(Woke())
-
-
 async def started(gateway: GatewayClient, calls: list[str]) -> Grant:
     """Submit a revocable request, and return its grant."""
     answer = await gateway.acquire(submission("r1", **BATCH), on_revoke=lambda: calls.append("r1"))
@@ -48,7 +40,7 @@ async def test_a_revocation_reaches_the_gateway_and_its_put_back_the_core(
     await control_plane.replica("s1")
     grant = await started(gateway, calls)
     events = control_plane.events(DispatchFailed)
-    revoke(control_plane, "r1", grant.dispatch.replica_id)
+    control_plane.revoke("r1", grant.dispatch.replica_id)
     await wait_until(lambda: calls == ["r1"])
     again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.REVOKED, "needed", 7))
     await wait_until(lambda: bool(events))
@@ -151,7 +143,7 @@ async def test_a_peer_of_the_first_version_gets_no_revocation(control_plane: Con
     await old.receive(Welcome)
     old.send(Submit(submission("r1", **BATCH), 0.0), SnapshotEnd())
     await old.receive(Granted)
-    revoke(control_plane, "r1", "s1")
+    control_plane.revoke("r1", "s1")
     old.send(Submit(submission("r2"), 0.0))
     await wait_until(lambda: len(control_plane.live.core) == 2)
     while sum(isinstance(each, Granted) for each in old.received) < 2:

@@ -590,11 +590,11 @@ class Answers:
     """Fake scheduler for admin queries; a name without a function has an empty answer."""
 
     def __init__(self, **answers: Callable[..., Awaitable[Any]]) -> None:
-        self._answers = answers
+        self.answers = answers
 
     async def query(self, name: str, **arguments: Any) -> Any:
-        if name in self._answers:
-            return await self._answers[name](*arguments.values())
+        if name in self.answers:
+            return await self.answers[name](*arguments.values())
         return [] if name == "capture" else {}
 
 

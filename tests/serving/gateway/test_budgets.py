@@ -158,7 +158,7 @@ async def test_a_silent_scheduler_counts_with_its_last_answer(
     queries = {"a": scheduler, "b": Answers(spent=unreachable)}
     async with gateway(tmp_path / "k", queries, tokens_per_day=60) as (http, _):
         assert (await send_request(http)).status_code == 429
-        scheduler._answers["spent"] = unreachable
+        scheduler.answers["spent"] = unreachable
         await asyncio.sleep(0.1)
         assert (await send_request(http)).status_code == 429
 
@@ -179,7 +179,7 @@ async def test_all_requests_of_a_key_that_was_idle_wait_for_its_fresh_counts(
             await asyncio.sleep(0.2)
             return {}
 
-        scheduler._answers["spent"] = slow
+        scheduler.answers["spent"] = slow
         answers = await asyncio.gather(*(send_request(http) for _ in range(5)))
     assert [answer.status_code for answer in answers] == [200] * 5
 
@@ -207,7 +207,7 @@ async def test_counts_of_a_scheduler_that_is_silent_since_yesterday_count_for_th
     scheduler = ledgers.scheduler("a")
     async with gateway(tmp_path / "k", {"a": scheduler}, tokens_per_day=60, tokens_per_month=70) as (http, _):
         assert (await send_request(http)).status_code == 429
-        scheduler._answers["spent"] = unreachable
+        scheduler.answers["spent"] = unreachable
         monkeypatch.setattr(Clock, "moment", datetime(2026, 11, 30, 0, 0, 1, tzinfo=UTC))
         assert (await send_request(http)).status_code == 200
     async with gateway(tmp_path / "m", {"a": ledgers.scheduler("a")}, tokens_per_month=60) as (http, _):

@@ -82,9 +82,8 @@ async def test_a_second_gateway_finds_responses_created_through_the_first(fleet:
     first = (await fleet.http.post(CREATE, json=ASKED)).json()
     other = await fleet.control_plane.gateway("g2")
     await wait_until(lambda: len(other.all_replicas()) == 3)
-    fleet.gateway._stored._schedulers = {MODEL: other}
-    fleet.gateway._services.holders._remembered.clear()
-    assert (await fleet.http.get(f"{CREATE}/{first['id']}")).json() == first
+    async with http_client(gateway(other)) as http:
+        assert (await http.get(f"{CREATE}/{first['id']}")).json() == first
 
 
 async def test_tenants_read_and_continue_only_their_own_responses() -> None:

@@ -81,8 +81,8 @@ def body(tokens: int) -> dict[str, object]:
 
 
 def reported_running(live: LiveScheduler) -> int:
-    reports = [report for _, report in live._replicas.reports().values()]
-    return sum(report.running or 0 for report in reports if report is not None)
+    reports = [replica["report"] for replica in live.status()["replicas"].values()]
+    return sum(report["running"] or 0 for report in reports if report is not None)
 
 
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
@@ -117,8 +117,10 @@ async def test_adapters_that_its_engine_lists_are_reported_as_they_change(
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live))
     await replica.start()
     await wait_until(lambda: dict(gateway.adapters()) == {"sql": {"replica-1"}})
-    engine._names.load(b'{"lora_name": "later"}')
-    engine._names.unload(b'{"lora_name": "sql"}')
+    transport = httpx.ASGITransport(engine.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+        await http.post("/v1/load_lora_adapter", json={"lora_name": "later", "lora_path": "/later"})
+        await http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
     await wait_until(lambda: dict(gateway.adapters()) == {"later": {"replica-1"}})
     await wait_until(lambda: len(gateway.replicas()) == 1)
     await replica.stop()

@@ -86,7 +86,11 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
 
 
 async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> None:
-    found = await AddressSource(EndpointUrl.parse("https://localhost:8443"))._find()
+    found: list[EndpointUrl] = []
+    source = AddressSource(EndpointUrl.parse("https://localhost:8443"))
+    following = asyncio.create_task(source.follow(found.extend, 0.05))
+    await wait_until(lambda: bool(found))
+    following.cancel()
     assert {url.server_name for url in found} == {"localhost"}
 
 

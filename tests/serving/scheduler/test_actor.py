@@ -131,12 +131,11 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     gateway.start()
     await wait_until(lambda: gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await wait_until(lambda: actor._live is not None and len(actor._live.core) == 1)
+    await wait_until(lambda: len(shell_of(actor).core) == 1)
     await actor.reconfigure({"max_waiting": 5})
     assert (await actor.endpoint("gateway")).incarnation == 2
-    await wait_until(lambda: actor._live is not None and len(actor._live.core) == 1)
-    assert (live := actor._live) is not None
-    assert live.status()["waiting"] == {"default": 1}
+    await wait_until(lambda: len(shell_of(actor).core) == 1)
+    assert shell_of(actor).status()["waiting"] == {"default": 1}
     assert not task.done()
     assert cluster.deaths == 0
     await gateway.close()

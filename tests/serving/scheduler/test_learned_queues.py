@@ -1,5 +1,7 @@
+import pytest
+
 from serve_app.core.policies.length_queues import LengthInterval, Partition
-from serve_app.serving.scheduler import tuning_endpoint as learned_queues
+from serve_app.serving.scheduler import tuning_endpoint
 from serve_app.serving.scheduler.tuning_endpoint import LearnedQueues, PartitionUpdate
 
 ONE = Partition((LengthInterval(min_tokens=1, max_tokens=9, mean_tokens=4.0, count=2),))
@@ -13,12 +15,13 @@ def test_lengths_are_taken_once_in_the_order_of_arrival() -> None:
     assert queues.take() == []
 
 
-def test_lengths_that_are_not_pulled_do_not_accumulate() -> None:
+def test_lengths_that_are_not_pulled_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_endpoint, "_KEPT", 10)
     queues = LearnedQueues()
-    for length in range(learned_queues._KEPT + 5):
+    for length in range(15):
         queues.on_arrival(length)
     taken = queues.take()
-    assert (len(taken), taken[0]) == (learned_queues._KEPT, 5)
+    assert (len(taken), taken[0]) == (10, 5)
 
 
 def test_queues_are_as_old_as_when_they_were_learned_elsewhere() -> None:

@@ -180,7 +180,7 @@ async def test_a_store_that_does_not_answer_ends_nothing(control_plane: ControlP
 async def test_the_status_shows_waiting_requests_and_replica_reports(control_plane: ControlPlane) -> None:
     await control_plane.begin()
     gateway = await control_plane.gateway()
-    await control_plane.replica("s1", seats=8)
+    _, double = await control_plane.replica("s1", seats=8)
     await granted(gateway, "r1")
     status = control_plane.live.status()
     assert (status["model"], status["incarnation"], status["ended"], status["gateways"]) == ("m", 1, "", 1)
@@ -188,8 +188,8 @@ async def test_the_status_shows_waiting_requests_and_replica_reports(control_pla
     assert status["replicas"]["s1"]["max_num_seqs"] == 8
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
     assert status["replicas"]["s1"]["state"] == "ready"
-    control_plane.live._replicas.on_stale("s1")
-    assert control_plane.live.status()["replicas"]["s1"]["state"] == "stale"
+    double.broken = True
+    await wait_until(lambda: control_plane.live.status()["replicas"]["s1"]["state"] == "stale")
 
 
 async def test_gauges_show_waiting_requests_and_stale_replicas(control_plane: ControlPlane) -> None:
@@ -199,10 +199,11 @@ async def test_gauges_show_waiting_requests_and_stale_replicas(control_plane: Co
     def drain(double: FakeReplica) -> None:
         double.report = replace(double.report, draining=True)
 
-    await control_plane.replica("s1", prepare=drain)
+    _, replica = await control_plane.replica("s1", prepare=drain)
     task = asyncio.create_task(gateway.acquire(submission("r1", priority=PriorityClass.BATCH)))
     await wait_until(lambda: len(live.core) == 1)
-    live._replicas.on_stale("s1")
+    replica.broken = True
+    await wait_until(lambda: live.status()["replicas"]["s1"]["stale"])
     text = await live.exposition()
     for line in (
         'ewsjf_requests_waiting{class="batch",model="m"} 1.0',

@@ -9,9 +9,9 @@ from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import Watch
+from serve_app.serving.channel.messages import Exposition, Outlooks, Scrape, SnapshotEnd, Submit, Watch
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
-from tests.serving.channel.harness import PATIENCE_S, ControlPlane, submission, wait_until
+from tests.serving.channel.harness import PATIENCE_S, ControlPlane, RawPeer, hello, submission, wait_until
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 Updates = dict[str, list[RequestOutlook | None]]
@@ -58,27 +58,23 @@ async def test_positions_are_sent_and_fall_while_others_are_served(control_plane
     assert updates == before
 
 
-async def test_a_request_without_a_subscription_gets_no_updates(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    task = asyncio.create_task(gateway.acquire(submission("r1")))
+async def test_only_subscribed_requests_of_the_gateway_itself_get_updates(
+    control_plane: ControlPlane,
+) -> None:
+    endpoint = control_plane.endpoint()
+    ours, other = await RawPeer.at(endpoint), await RawPeer.at(endpoint)
+    ours.send(hello(endpoint, peer_id="g1"), SnapshotEnd(), Submit(submission("r1"), 0.0))
     await wait_until(lambda: len(control_plane.live.core) == 1)
-    assert control_plane.live._outlook._timer is None
-    task.cancel()
-
-
-async def test_only_its_own_gateway_gets_updates_of_a_request(control_plane: ControlPlane) -> None:
-    ours, others = await control_plane.gateway("g1"), await control_plane.gateway("g2")
-    updates: Updates = {}
-    first, second = subscribe(ours, "r1", updates), subscribe(others, "r2", updates)
-    await wait_until(lambda: len(updates) == 2 and all(updates.values()))
-    # Another gateway may subscribe, but receives nothing.
-    assert others._link is not None
-    others._link.send(Watch("r1"))
-    before = len(updates["r1"])
+    other.send(hello(endpoint, peer_id="g2"), SnapshotEnd(), Submit(submission("r2"), 0.0))
+    # A subscription to a request of another gateway has no effect.
+    other.send(Watch("r1"), Watch("r2"))
+    await other.receive(Outlooks)
     await asyncio.sleep(0.3)
-    assert len(updates["r1"]) == before
-    first.cancel()
-    second.cancel()
+    for peer, expected in ((ours, set()), (other, {"r2"})):
+        peer.send(Scrape(1))
+        await peer.receive(Exposition)
+        updates = [message for message in peer.received if isinstance(message, Outlooks)]
+        assert {entry.request_id for update in updates for entry in update.entries} == expected
 
 
 async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(control_plane: ControlPlane) -> None:

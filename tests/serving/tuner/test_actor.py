@@ -17,7 +17,14 @@ from serve_app.serving.tuner.actor import TunerActor
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings
-from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings, submission, wait_until
+from tests.serving.channel.harness import (
+    FAST,
+    PATIENCE_S,
+    ControlPlane,
+    scheduler_settings,
+    submission,
+    wait_until,
+)
 
 QUICK = TunerSettings(learn_from=40)
 
@@ -210,6 +217,11 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
 async def test_a_tuner_that_cannot_continue_is_unhealthy() -> None:
     tuner = TunerActor("m", QUICK, ScriptedCalls(["long"]))
     await tuner.check_health()
-    await wait_until(tuner._task.done)
+
+    async def check_repeatedly() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            await tuner.check_health()
+
     with pytest.raises(TypeError):
-        await tuner.check_health()
+        await asyncio.wait_for(check_repeatedly(), PATIENCE_S)

@@ -113,7 +113,7 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
     at = 0.0
     while rollout.target is not None and at < 400.0:
         at += 1.0
-        on_trial = rollout._active == rollout.target
+        on_trial = bool(applied) and applied[-1].valid_s is not None
         applied += made.update(observed(at, rows(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
     assert rollout.target is None
     tried = [order for order in applied if order.valid_s is not None]

@@ -15,6 +15,7 @@ from openai.types import Batch
 from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
+from serve_app.serving.gateway.batches.storage import Storage
 from serve_app.serving.gateway.batches.store import BatchStore
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, Engine, call, chat, reply_json
@@ -343,10 +344,9 @@ async def test_a_file_is_deleted_unless_a_batch_reads_it(tmp_path: Path) -> None
 
 
 async def test_a_file_whose_time_has_passed_is_gone(tmp_path: Path) -> None:
-    async with served(tmp_path) as (client, fleet):
+    async with served(tmp_path) as (client, _):
         file_id = await uploaded(client, [line(1)])
-        assert fleet.gateway._batches is not None
-        storage = fleet.gateway._batches._storage
+        storage = Storage(tmp_path)
         record = await storage(BatchStore.file, file_id, "default")
         assert record is not None
         record.expires_at = 1

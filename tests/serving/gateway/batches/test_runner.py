@@ -62,6 +62,17 @@ class Gateway:
         return Answer(200, {b"x-request-id": b"r"}, json.dumps({"marker": marker, "usage": usage}).encode())
 
 
+class SuspendableStorage(Storage):
+    """Storage of a runner that can stop extending its lease."""
+
+    extends_lease = True
+
+    async def __call__(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        if work is BatchStore.acquire and not self.extends_lease:
+            await asyncio.Event().wait()
+        return await super().__call__(work, *args, **kwargs)
+
+
 def caller_of(key_id: str) -> Caller:
     """Return the caller of a key."""
     if key_id:
@@ -158,16 +169,12 @@ async def test_every_line_has_one_result_whoever_dies(tmp_path: Path, storage: S
     gateway = Gateway()
     batch_id = await add_batch(storage, 500)
     for number in range(4):
-        found = BatchRunner(Storage(tmp_path), gateway.serve, caller_of, f"g{number}")
-        found.start()
+        before = asyncio.all_tasks()
+        BatchRunner(Storage(tmp_path), gateway.serve, caller_of, f"g{number}").start()
         await asyncio.sleep(0.75)
         # Dies without releasing its lease.
-        assert found._task is not None
-        found._task.cancel()
-        for run, task in found._runs.values():
+        for task in asyncio.all_tasks() - before:
             task.cancel()
-            for each in tuple(run._tasks):
-                each.cancel()
     async with running(storage, gateway, "last"):
         record = await final(storage, batch_id)
     assert record.status == "completed"
@@ -179,11 +186,11 @@ async def test_every_line_has_one_result_whoever_dies(tmp_path: Path, storage: S
 async def test_a_runner_that_was_suspended_stores_nothing(tmp_path: Path) -> None:
     storage, slow, quick = Storage(tmp_path), Gateway(delay_s=1.2), Gateway()
     batch_id = await add_batch(storage, 3)
-    async with running(Storage(tmp_path), slow, "slow") as first:
+    suspended = SuspendableStorage(tmp_path)
+    async with running(suspended, slow, "slow"):
         await wait_until(lambda: slow.running == 3)
         # It no longer extends its lease, but its requests go on.
-        assert first._task is not None
-        first._task.cancel()
+        suspended.extends_lease = False
         await asyncio.sleep(0.6)
         async with running(storage, quick, "quick"):
             record = await final(storage, batch_id)
@@ -353,10 +360,10 @@ async def test_a_writer_that_was_suspended_cannot_harm_the_files_of_its_successo
 
     batch_id = await add_batch(storage, 5)
     monkeypatch.setattr(Writer, "write", write)
-    async with running(Storage(tmp_path), Gateway(), "slow") as first:
+    suspended = SuspendableStorage(tmp_path)
+    async with running(suspended, Gateway(), "slow"):
         await wait_until(lambda: writes == 1)
-        assert first._task is not None
-        first._task.cancel()
+        suspended.extends_lease = False
         await asyncio.sleep(0.6)
         async with running(storage, Gateway(), "quick"):
             record = await final(storage, batch_id)

@@ -1,5 +1,6 @@
 """The database of files and batches."""
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,16 @@ def test_a_full_disk_is_an_error_and_no_damage(store: BatchStore) -> None:
 def test_a_network_file_system_gets_no_write_ahead_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert BatchStore(tmp_path / "a")._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    monkeypatch.setattr(store_module, "is_on_network", lambda _: True)
-    assert BatchStore(tmp_path / "b")._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    for name, is_on_network, mode in (("a", False, "wal"), ("b", True, "delete")):
+        monkeypatch.setattr(store_module, "is_on_network", lambda _, found=is_on_network: found)
+        store = BatchStore(tmp_path / name)
+        assert sqlite3.connect(tmp_path / name).execute("PRAGMA journal_mode").fetchone() == (mode,)
+        del store
 
 
 def test_a_database_of_another_release_is_refused(tmp_path: Path) -> None:
-    BatchStore(tmp_path / "db")._db.execute("PRAGMA user_version = 9")
+    BatchStore(tmp_path / "db")
+    sqlite3.connect(tmp_path / "db").execute("PRAGMA user_version = 9")
     with pytest.raises(StoreError, match="version 9"):
         BatchStore(tmp_path / "db")
 

@@ -1,17 +1,21 @@
 """Dashboard test harness: gateway, replaceable live scheduler and engine on one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.dashboard.pages import Frames
+from tests.relay import Relay
 from tests.serving.channel.harness import scheduler_settings, submission, wait_until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
@@ -30,15 +34,19 @@ class DashboardHarness:
     """The parts behind a dashboard page.
 
     Attributes:
-        url: of the gateway.
-        app: the gateway, for inspection.
+        url: of the gateway, through the relay.
+        relay: between the browser and the gateway.
+        frames: renderer of the dashboard's frames.
+        queries: answers admin queries, by model.
         keys: the file of keys.
     """
 
     fleet: Fleet
     engine: Engine
     url: str
-    app: Gateway
+    relay: Relay
+    frames: Frames
+    queries: dict[str, Any]
     keys: Path
     _submitted: list[asyncio.Task[Any]] = field(default_factory=list)
 
@@ -53,15 +61,15 @@ class DashboardHarness:
         """Fill the replica with requests `f0`, `f1`, ...; return how many it holds."""
         for number in range(_MOST_PLACES):
             self.submit(f"f{number}")
-            await wait_until(lambda: f"f{number}" in self.fleet.control_plane.live._gateways.book)  # noqa: B023
+            await wait_until(lambda: self.fleet.core.find(f"f{number}") is not None)  # noqa: B023
             if len(self.fleet.core.queue):
                 return number
         raise AssertionError(f"the replica takes {_MOST_PLACES} requests")
 
     def waiting(self, client_request_id: str) -> bool:
         """Return whether the scheduler knows a request with this client ID."""
-        book = self.fleet.control_plane.live._gateways.book
-        return any(record.client_request_id == client_request_id for record in book.values())
+        requests = self.fleet.control_plane.live.history.open()
+        return any(record.client_request_id == client_request_id for record in requests)
 
     def end(self, request_id: str) -> None:
         """Finish a running request."""
@@ -76,9 +84,8 @@ class DashboardHarness:
 
     async def next_frames(self) -> None:
         """Wait until the page has received a frame that shows the present state."""
-        frames = self.app._dashboard._frames
-        rendered = frames.rendered
-        await wait_until(lambda: frames.rendered >= rendered + 2)
+        rendered = self.frames.rendered
+        await wait_until(lambda: self.frames.rendered >= rendered + 2)
 
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:
         """Submit a request in the background; it waits until the harness stops."""
@@ -98,6 +105,20 @@ class DashboardHarness:
             self.fleet.control_plane.live.status()["replicas"].get("s0", {}).get("report")
         )
         return found
+
+
+@contextmanager
+def frames_every(interval_s: float) -> Iterator[list[Frames]]:
+    """Let gateways that are created render frames at this interval; yield their renderers."""
+    made: list[Frames] = []
+
+    def make(queries: Any, gateway_id: str, batches: Any) -> Frames:
+        made.append(Frames(queries, gateway_id, batches, interval_s))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve_app.serving.gateway.app.Frames", make)
+        yield made
 
 
 class _Views:
@@ -128,12 +149,17 @@ async def running_dashboard(keys: Path) -> AsyncIterator[DashboardHarness]:
             keys_file=str(keys),
         )
 
-        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: _Views(fleet.client)})
-        app._dashboard._frames._interval_s = 0.2
+        queries: dict[str, Any] = {MODEL: _Views(fleet.client)}
+        with frames_every(0.2) as frames:
+            app = Gateway(served, {MODEL: fleet.client}, "gw2", queries)
         async with serving(app) as port:
+            relay = Relay(lambda: ("127.0.0.1", port))
+            await relay.start()
             app.start_batches(keys.parent / "batches")
-            harness = DashboardHarness(fleet, engine, f"http://127.0.0.1:{port}", app, keys)
+            url = f"http://127.0.0.1:{relay.port}"
+            harness = DashboardHarness(fleet, engine, url, relay, frames[0], queries, keys)
             yield harness
             await harness.cancel_submitted()
+            await relay.stop()
             await app.drain(0.0, 1.0)
         app.close()

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, UpstreamSettings
 from serve_app.serving.gateway.dashboard import pages
+from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER, Frames
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, Answers
 from tests.serving.gateway.conftest import running_gateway
+from tests.serving.gateway.dashboard.harness import frames_every
 from tests.serving.test_api_keys import record
 
 EVENTS = "/dashboard/events"
@@ -55,6 +58,7 @@ class DashboardServer:
     http: httpx.AsyncClient
     looks: CountedOverview
     app: Gateway
+    frames: Frames
     port: int
     keys: Path
     secret: str
@@ -65,15 +69,15 @@ async def dashboard_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[Dashboa
     looks, path = CountedOverview(), tmp_path / "keys.json"
     found, secret = record(admin=True)
     changed_keys(path, lambda _: [found])
-    async with running_gateway(
-        keys=(ApiKey(tenant="ops", key="k1", admin=True),),
-        keys_file=str(path),
-        queries=Answers(overview=looks.overview),
-        upstream=UpstreamSettings(**upstream),
-    ) as harness:
-        app = harness.gateway
-        app._dashboard._frames._interval_s = INTERVAL_S
-        yield DashboardServer(harness.http, looks, app, harness.port, path, secret)
+    with frames_every(INTERVAL_S) as frames:
+        async with running_gateway(
+            keys=(ApiKey(tenant="ops", key="k1", admin=True),),
+            keys_file=str(path),
+            queries=Answers(overview=looks.overview),
+            upstream=UpstreamSettings(**upstream),
+        ) as harness:
+            app, http, port = harness.gateway, harness.http, harness.port
+            yield DashboardServer(http, looks, app, frames[0], port, path, secret)
 
 
 @pytest.fixture
@@ -105,9 +109,7 @@ async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(
     page = await dashboard.http.get("/dashboard")
     named = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
     assert {"dashboard/main.js", "dashboard/style.css", "dashboard/icon.svg"} == set(named)
-    modules = {
-        path for path, _ in dashboard.app._routes.items() if path.startswith("/dashboard/") and "." in path
-    }
+    modules = {f"/dashboard/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html"}
     assert {f"/{name}" for name in named} < modules
     for path in ("/dashboard", *modules):
         answer = await dashboard.http.get(path)
@@ -151,8 +153,7 @@ async def test_all_watchers_share_the_reads_and_nothing_is_read_before_or_after(
         assert seen[0][0] < seen[1][0] < seen[2][0]
         shown = (await anext(one))["gateway"]
         assert (shown["id"][:2], shown["watchers"]) == ("gw", 2)
-    frames = dashboard.app._dashboard._frames
-    await wait_until(lambda: frames.watchers == 0)
+    await wait_until(lambda: dashboard.frames.watchers == 0)
     looked = dashboard.looks.count
     await asyncio.sleep(3 * INTERVAL_S)
     assert dashboard.looks.count == looked
@@ -184,28 +185,29 @@ async def test_a_browser_that_stops_reading_blocks_no_other_and_is_disconnected(
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         writer.write(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n\r\n".encode())
-        frames = dashboard.app._dashboard._frames
-        await wait_until(lambda: frames.watchers == 1)
+        await wait_until(lambda: dashboard.frames.watchers == 1)
         async with watching(dashboard) as others:
             for _ in range(3):
                 assert (await anext(others))["models"][0]["padding"]
-        await wait_until(lambda: frames.watchers == 0, within_s=10)
+        await wait_until(lambda: dashboard.frames.watchers == 0, within_s=10)
         writer.close()
         assert not reader.at_eof()
 
 
-async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(dashboard: DashboardServer) -> None:
-    dashboard.app._dashboard._max_watchers = 2
-    assert pages.MAX_WATCHERS == 20
-    async with watching(dashboard) as one, watching(dashboard) as other:
-        await anext(one)
-        await anext(other)
-        rejected = await dashboard.http.get(EVENTS, headers=ADMIN)
-        assert rejected.status_code == 429
-        assert "2 dashboard connections are open" in rejected.json()["error"]["message"]
-    await wait_until(lambda: dashboard.app._dashboard._frames.watchers == 0)
-    async with watching(dashboard) as again:
-        await anext(again)
+async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.serving.gateway.app.Dashboard", partial(pages.Dashboard, max_watchers=2))
+    async with dashboard_of(tmp_path) as dashboard:
+        async with watching(dashboard) as one, watching(dashboard) as other:
+            await anext(one)
+            await anext(other)
+            rejected = await dashboard.http.get(EVENTS, headers=ADMIN)
+            assert rejected.status_code == 429
+            assert "2 dashboard connections are open" in rejected.json()["error"]["message"]
+        await wait_until(lambda: dashboard.frames.watchers == 0)
+        async with watching(dashboard) as again:
+            await anext(again)
 
 
 async def test_a_key_in_the_address_or_a_cookie_opens_nothing(dashboard: DashboardServer) -> None:

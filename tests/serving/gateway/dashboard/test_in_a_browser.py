@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from serve_app.core.events import Arrived
 from serve_app.serving.api_keys import read_keys
 from tests.browser import BrowserPage, needs_browser
 from tests.serving.channel.harness import wait_until
@@ -320,9 +321,10 @@ async def test_keys_are_created_changed_and_revoked(harness: DashboardHarness, p
 async def test_a_request_that_waited_has_a_receipt(harness: DashboardHarness, page: BrowserPage) -> None:
     await open_playground(page)
     await harness.pause_dispatch()
+    arrivals = harness.fleet.control_plane.events(Arrived)
     await page.evaluate("document.querySelector('#panel-playground form').requestSubmit()")
     await shows(page, "playground", "1 request")
-    (own,) = harness.fleet.control_plane.live._gateways.book
+    own = arrivals[0].request.request_id
     await page.evaluate(f"location.hash = '#request/{own}'")
     shown_text = await shows(page, "request", "waiting")
     assert "1 of 1 in pool short" in shown_text
@@ -379,11 +381,11 @@ async def test_a_lost_gateway_is_shown_and_a_returning_one_is_watched_again(
     harness: DashboardHarness, page: BrowserPage
 ) -> None:
     await live(page)
-    frames = harness.app._dashboard._frames
-    frames.close()
+    harness.relay.rejects = True
+    harness.relay.cut()
     await page.becomes("document.getElementById('state').textContent.includes('retrying in')")
     assert not await page.evaluate("document.getElementById('tiles').hidden")
-    frames._closed = False
+    harness.relay.rejects = False
     await page.becomes("document.getElementById('state').textContent === 'live'")
 
 
@@ -408,9 +410,7 @@ async def test_one_of_several_models_is_chosen(harness: DashboardHarness, page: 
     async def other() -> dict[str, Any]:
         raise ConnectionError("gone")
 
-    queries = harness.app._dashboard._frames._queries
-    assert isinstance(queries, dict)
-    queries["other"] = Answers(overview=other)
+    harness.queries["other"] = Answers(overview=other)
     await live(page)
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]

@@ -98,6 +98,6 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
     endpoint = fleet.control_plane.endpoint()
     silent = await RawPeer.at(endpoint)
     silent.send(hello(endpoint, peer_id="silent"))
-    await wait_until(lambda: fleet.control_plane.live._gateways.connected_count == 4)
+    await wait_until(lambda: fleet.control_plane.live.status()["gateways"] == 4)
     await wait_for_counts(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
     silent.leave()

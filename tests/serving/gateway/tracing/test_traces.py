@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.commands import Revoke
+from serve_app.core.events import Arrived
 from serve_app.engines.engine import Scope, Send
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED, make_tracer
 from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, Engine, FakeDispatcher, chat, error_json, gateway, reply_json
+from ..builders import MODEL, Engine, chat, error_json, reply_json
 from ..fleet import fleet_of
 from .collector import CLIENT, ERROR, SERVER, Collector
 
@@ -130,12 +130,11 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
 async def test_a_revocation_shows_as_an_attempt_without_an_error(collector: Collector) -> None:
     engine = Engine(token_delay_s=0.02)
     async with fleet_of([engine], tracing=True) as fleet:
+        arrivals = fleet.control_plane.events(Arrived)
         pending = fleet.http.post(CHAT, json=chat(max_tokens=20), headers={"x-priority": "batch"})
         request = asyncio.create_task(pending)
         await wait_until(lambda: engine.running)
-        sessions = fleet.control_plane.live._gateways
-        (request_id,) = sessions.book
-        sessions.revoke(Revoke(request_id=request_id, gateway_id="g1", replica_id="s0"))
+        fleet.control_plane.revoke(arrivals[0].request.request_id, "s0")
         assert (await request).status_code == 200
         await spans_of(collector, 7)
     first, second = collector.named("ewsjf.forward")
@@ -267,15 +266,14 @@ async def test_every_sampler_of_the_environment_decides_as_in_opentelemetry(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
-    app = gateway(FakeDispatcher([1]), tracing=True)
-    tracer = app._tracer
+    tracer = make_tracer("g1")
     assert tracer is not None
     for flags, is_sampled in ((None, without), ("00", unsampled_parent), ("01", sampled_parent)):
         headers = {} if flags is None else {b"traceparent": f"00-{TRACE}-{PARENT}-{flags}".encode()}
         found = tracer.begin({"headers": [*headers.items()]}, CHAT, headers, 1.0)
         assert (found is not UNTRACED) == is_sampled, flags
         assert bool(found.trace_id) == is_sampled
-    app.close()
+    tracer.close(1.0)
 
 
 async def test_without_tracing_the_clients_trace_is_forwarded_unchanged(collector: Collector) -> None:
