@@ -60,6 +60,11 @@ def only(objects: list[Object], kind: str, ending: str = "") -> Object:
     return found
 
 
+def service_of(example: str) -> Object:
+    """Return the RayService of an example."""
+    return only(render(values_of(example)), "RayService")
+
+
 def groups(service: Object) -> Iterator[Object]:
     """Yield the groups of the head and of the workers."""
     cluster = service["spec"]["rayClusterConfig"]

@@ -10,13 +10,9 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 
 from serve_app.settings.application import PoolSettings
-from tests.chart.rendered import EXAMPLES, Object, application, only, render, values_of
+from tests.chart.rendered import EXAMPLES, Object, application, service_of
 
 ON_RAY = ("default", *(name for name in EXAMPLES if name != "servers_outside"))
-
-
-def service_of(example: str) -> Object:
-    return only(render(values_of(example)), "RayService")
 
 
 def read_by_ray(service: Object) -> dict[str, Any]:

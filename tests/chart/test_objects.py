@@ -22,6 +22,7 @@ from tests.chart.rendered import (
     install,
     only,
     render,
+    service_of,
     values_of,
 )
 from tests.chart.schemas import KUBERNETES, check_object
@@ -50,10 +51,6 @@ EVERYTHING: dict[str, Any] = {
         "fleets": [{"model": "m/x", "pool": "short", "deployment": "vllm", "min": 0, "max": 2}],
     },
 }
-
-
-def service_of(example: str) -> Object:
-    return only(render(values_of(example)), "RayService")
 
 
 @pytest.mark.parametrize("example", ALL)

@@ -1,7 +1,14 @@
 """Requests bound to the replica that stores their data: they run there or are rejected."""
 
+from typing import Any
+
+import pytest
+
+from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
+from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
 from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, only_conclusion, request
 
 GRACE_S = 5.0
@@ -21,6 +28,33 @@ def test_it_waits_for_its_replica_while_others_idle_and_blocks_no_request() -> N
     assert dispatched(driver.arrive("other")) == [("other", "s2")]
     assert dispatched(driver.arrive("bound elsewhere", bound_to="s2")) == [("bound elsewhere", "s2")]
     assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("waits", "s1")]
+
+
+STRICT = BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        pytest.param({}, {"prompt_tokens": 900}, id="KV cache"),
+        pytest.param(
+            {
+                "policy": "ewsjf",
+                "isolation": IsolationSettings(max_long_prefills=1, prior_boundary_tokens=100),
+            },
+            {"prompt_tokens": 500},
+            id="long prefills",
+        ),
+        pytest.param({"backpressure": STRICT}, {"priority": PriorityClass.BATCH}, id="batch work"),
+    ],
+)
+def test_the_limits_of_its_replica_apply_to_it(settings: dict[str, Any], fields: dict[str, Any]) -> None:
+    driver = one_replica("s1", limits={"kv_tokens": 1_500}, **settings)
+    assert dispatched(driver.arrive("first", **{**fields, "priority": PriorityClass.DEFAULT})) == [
+        ("first", "s1")
+    ]
+    assert driver.arrive("bound", bound_to="s1", **fields) == []
+    assert dispatched(driver.feed(Finished("first", Outcome.COMPLETED))) == [("bound", "s1")]
 
 
 def test_it_returns_to_its_replica_after_a_failure_there() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from docs_reference.markdown import NOTICE
-
 ROOT = Path(__file__).resolve().parents[2]
 
 _PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "experiments/**/README.md")
@@ -45,7 +43,7 @@ class Passage:
 
     Attributes:
         kind: `paragraph`, `heading` or `table`.
-        text: plain text without markup, with each code span as one word.
+        text: plain text without markup.
         code: the code spans.
         links: targets of links and images.
     """
@@ -66,11 +64,6 @@ class Passage:
 def documents() -> list[str]:
     """Return the paths of all documents below the root."""
     return sorted({str(path.relative_to(ROOT)) for each in _PATTERNS for path in ROOT.glob(each)})
-
-
-def is_generated(document: str) -> bool:
-    """Return whether the document is generated, so that its sentences come from the code."""
-    return NOTICE in (ROOT / document).read_text(encoding="utf-8")
 
 
 @cache
@@ -129,20 +122,10 @@ def heading_anchors(document: str) -> set[str]:
     anchors: set[str] = set()
     for passage in passages(document):
         if passage.kind == "heading":
-            slug = re.sub(r"[^\w\- ]", "", _spelled(passage).lower()).replace(" ", "-")
+            slug = re.sub(r"[^\w\- ]", "", passage.text.lower()).replace(" ", "-")
             taken = sum(known == slug or known.startswith(f"{slug}-") for known in anchors)
             anchors.add(f"{slug}-{taken}" if slug in anchors else slug)
     return anchors
-
-
-CODE_WORD = "`code`"
-"""Replaces a code span in a passage's text."""
-
-
-def _spelled(passage: Passage) -> str:
-    """Return the text with its code spans."""
-    spans = iter(passage.code)
-    return re.sub(re.escape(CODE_WORD), lambda _: next(spans), passage.text)
 
 
 def _line(token: Token) -> int:
@@ -157,11 +140,9 @@ def _kind(around: list[str]) -> str:
 
 
 def _read(child: Token) -> str:
-    if child.type == "code_inline":
-        return CODE_WORD
     if child.type in {"softbreak", "hardbreak"}:
         return " "
-    return child.content if child.type in {"text", "image"} else ""
+    return child.content if child.type in {"text", "image", "code_inline"} else ""
 
 
 def _target(child: Token) -> str:

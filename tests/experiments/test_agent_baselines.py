@@ -21,19 +21,25 @@ from tests.experiments.agents import (
     turn,
     with_agents,
 )
+from tests.experiments.test_agent_loop import LATENCY_S, SCHEDULERS
 from tests.lab.simulation.builders import plan
 
-BASELINES = [name for name in LOOPS if name != "exact-caches"]
+# The schedulers of `test_agent_loop`, and the baselines.
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"scheduler": changes} for name, changes in SCHEDULERS.items()},
+    **{name: {"loop": loop} for name, loop in LOOPS.items() if name != "exact-caches"},
+}
 
 
 def play(baseline: str, made: Sequence[Program], kv_tokens: int = 2_000_000, **changes: Any) -> ProgramResult:
     return agents.play(made, kv_tokens, LOOPS[baseline], **changes)
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(baseline: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(variant: str) -> None:
     made = [with_agents(), chain(4), with_agents(0.0), chain(3, gap_s=0.0), with_agents()]
-    result = play(baseline, made, concurrency=2)
+    result = agents.play(made, concurrency=2, **VARIANTS[variant])
+    latency_s = 0.0 if "loop" in VARIANTS[variant] else LATENCY_S
     records = by_turn(result.records)
     assert len(records) == sum(len(program.turns) for program in made)
     assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
@@ -41,20 +47,20 @@ def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(baseline: 
         name = f"{program.name}#{number}"
         for index, one in enumerate(program.turns):
             if one.after:
-                ended = max(records[name, before].finished_at for before in one.after)
+                ended = max(records[name, before].finished_at for before in one.after) + latency_s
                 assert records[name, index].arrived_at == pytest.approx(ended + one.gap_s, abs=1e-9)
 
 
-@pytest.mark.parametrize("baseline", ["tool-pause", "oracle"])
+@pytest.mark.parametrize("variant", ["programs", "tool-pause", "oracle"])
 @pytest.mark.parametrize("concurrency", [1, 3, 20])
-def test_as_many_programs_as_allowed_are_in_progress(baseline: str, concurrency: int) -> None:
-    result = play(baseline, small_programs(9, gap_s=3.0), concurrency=concurrency)
+def test_as_many_programs_as_allowed_are_in_progress(variant: str, concurrency: int) -> None:
+    result = agents.play(small_programs(9, gap_s=3.0), concurrency=concurrency, **VARIANTS[variant])
     assert (len(result.jct_s), most_in_progress(result)) == (9, min(concurrency, 9))
 
 
-@pytest.mark.parametrize("baseline", ["kv-overlap", "tool-pause"])
-def test_the_same_settings_give_the_same_result(baseline: str) -> None:
-    first, second = (play(baseline, generated(6, 11), 400_000) for _ in range(2))
+@pytest.mark.parametrize("variant", ["programs", "kv-overlap", "tool-pause"])
+def test_the_same_settings_give_the_same_result(variant: str) -> None:
+    first, second = (agents.play(generated(6, 11), 400_000, **VARIANTS[variant]) for _ in range(2))
     assert first == second
 
 

@@ -1,4 +1,4 @@
-"""The closed loop of the experiment `agents`."""
+"""The closed loop of the experiment `agents`; what all loops have in common: `test_agent_baselines`."""
 
 from collections import Counter
 from typing import Any
@@ -13,7 +13,6 @@ from tests.experiments.agents import (
     chain,
     fleet,
     generated,
-    most_in_progress,
     play,
     small_programs,
     turn,
@@ -27,43 +26,12 @@ GENERATED = generated(6, 11)
 SCHEDULERS: dict[str, dict[str, Any]] = {"programs": {}, "requests": {"programs.enabled": False}}
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_turn_is_played_once_and_starts_when_its_gap_has_passed(scheduler: str) -> None:
-    made = [with_agents(), chain(4), with_agents(0.0), chain(3, gap_s=0.0), with_agents()]
-    result = play(made, concurrency=2, scheduler=SCHEDULERS[scheduler])
-    records = by_turn(result.records)
-    expected = {
-        (f"{program.name}#{number}", index)
-        for number, program in enumerate(made)
-        for index in range(len(program.turns))
-    }
-    assert set(records) == expected
-    assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
-    for number, program in enumerate(made):
-        name = f"{program.name}#{number}"
-        for index, one in enumerate(program.turns):
-            if one.after:
-                ended = max(records[name, before].finished_at for before in one.after) + LATENCY_S
-                assert records[name, index].arrived_at == pytest.approx(ended + one.gap_s, abs=1e-9)
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 20])
-def test_as_many_programs_as_allowed_are_in_progress(concurrency: int) -> None:
-    result = play(small_programs(9, gap_s=3.0), concurrency=concurrency)
-    assert (len(result.jct_s), most_in_progress(result)) == (9, min(concurrency, 9))
-
-
 def test_programs_start_a_second_apart_and_then_at_the_end_of_another() -> None:
     result = play(small_programs(5), concurrency=3)
     records = by_turn(result.records)
     starts = [records[f"chain-6#{number}", 0].arrived_at for number in range(5)]
     ends = sorted(records[f"chain-6#{number}", 5].finished_at for number in range(5))
     assert starts == pytest.approx([0.0, 1.0, 2.0, ends[0] + LATENCY_S, ends[1] + LATENCY_S])
-
-
-def test_the_same_settings_give_the_same_result() -> None:
-    first, second = (play(GENERATED, 400_000) for _ in range(2))
-    assert first == second
 
 
 def test_programs_are_assigned_to_tenants_in_turn() -> None:

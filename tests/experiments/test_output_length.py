@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from experiments.common.catalogue import Catalogue
-from experiments.common.config import read_settings
 from experiments.output_length.run import (
     GradientBoosting,
     LearnedCurves,
@@ -59,8 +57,3 @@ def test_the_table_has_a_line_for_each_method() -> None:
     figures = figures_of(RunningMedian(), answers(600), EXPERIMENT)
     text = TABLES["accuracy"].written([row({"tenants": "known", "method": "running median"}, figures)])
     assert "| known | running median |" in text
-
-
-def test_the_quick_settings_are_smaller() -> None:
-    quick = read_settings(Catalogue().config("output_length"), OutputLengthExperiment, quick=True)
-    assert sum(quick.traces.values()) < 3_000

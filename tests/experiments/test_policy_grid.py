@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
 from experiments.policies.disturbances import LengthNoise
 from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, cells_of, planned
@@ -23,13 +22,6 @@ SMALL = PolicyGrid(
         PolicyCase(name="noisy", trace="lmsys", loads=(0.9,), length_noise=0.3),
     ),
 )
-
-
-@pytest.mark.parametrize("name", ["policies", "robustness", "orders"])
-def test_the_projects_grids_have_a_baseline_and_enough_seeds(name: str) -> None:
-    grid = read_settings(Catalogue().config(name), PolicyGrid)
-    assert grid.seeds >= 5
-    assert "fcfs" in grid.variants
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
-"""Engine time in random histories: requests are charged exactly the replicas' busy time."""
+"""Engine time in random histories: requests are charged exactly the replicas' busy time.
+
+`test_waits` runs its histories.
+"""
 
 import math
 
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from serve_app.core import events as ev
 from serve_app.core.commands import Command
 from tests.properties.test_outages import OutageMachine
-from tests.properties.test_scheduler_invariants import IsolatingMachine, ThreePoolsMachine
 
 
 class EngineTimeMachine(OutageMachine):
@@ -41,22 +42,3 @@ class EngineTimeMachine(OutageMachine):
     @invariant()
     def charges_are_positive(self) -> None:
         assert all(seconds > 0 for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
-
-
-class IsolatingEngineTimeMachine(EngineTimeMachine, IsolatingMachine):
-    pass
-
-
-class ThreePoolsEngineTimeMachine(EngineTimeMachine, ThreePoolsMachine):
-    pass
-
-
-TestEngineTime = EngineTimeMachine.TestCase
-TestIsolatingEngineTime = IsolatingEngineTimeMachine.TestCase
-TestThreePoolsEngineTime = ThreePoolsEngineTimeMachine.TestCase
-for case in (TestEngineTime, TestIsolatingEngineTime, TestThreePoolsEngineTime):
-    case.settings = settings(
-        max_examples=10, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
-    )
-# Otherwise pytest would collect it as one more case.
-del case

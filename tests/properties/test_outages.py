@@ -1,6 +1,8 @@
-"""Outage invariant: past the grace period no request waits for pools without a live replica."""
+"""Outage invariant: past the grace period no request waits for pools without a live replica.
 
-from hypothesis import HealthCheck, settings
+`test_waits` runs its histories.
+"""
+
 from hypothesis.stateful import invariant
 
 from serve_app.core import events as ev
@@ -40,9 +42,3 @@ class OutageMachine(SchedulerMachine):
         for scheduled in self.scheduler.queue:
             lasted_s = [self.now - self.without_since.get(pool, self.now) for pool in scheduled.pools]
             assert min(lasted_s) < GRACE_S, scheduled
-
-
-TestOutageMachine = OutageMachine.TestCase
-TestOutageMachine.settings = settings(
-    max_examples=20, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
-)

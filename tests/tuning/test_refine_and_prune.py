@@ -101,17 +101,9 @@ def test_the_stable_steps_on_a_sample_worked_by_hand() -> None:
     # .88 is wider than 3 means, and what it leaves is narrower than a fifth.
     lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
 
-    assert extents(refine_and_prune(lengths, replace(STABLE, alpha=3.0))) == [
-        (10, 12),
-        (29, 30),
-        (1000, 1010),
-        (4000, 4000),
-    ]
-    assert extents(refine_and_prune(lengths, replace(STABLE, alpha=3.5))) == [
-        (10, 30),
-        (1000, 1010),
-        (4000, 4000),
-    ]
+    for alpha, first in ((3.0, [(10, 12), (29, 30)]), (3.5, [(10, 30)])):
+        found = extents(refine_and_prune(lengths, replace(STABLE, alpha=alpha)))
+        assert found == [*first, (1000, 1010), (4000, 4000)]
 
 
 def test_a_queue_with_too_small_a_share_joins_its_nearer_neighbour() -> None:
@@ -206,15 +198,8 @@ def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> N
 
     assert len(found[500]) < 20
     assert len(found[10_000]) > 150
-    assert (
-        min(
-            queue.count
-            for queue in refine_and_prune(
-                paper_mix(1000, seed=9), replace(PAPER, max_queues=100_000)
-            ).intervals
-        )
-        == 1
-    )
+    published = refine_and_prune(paper_mix(1000, seed=9), replace(PAPER, max_queues=100_000))
+    assert min(queue.count for queue in published.intervals) == 1
 
 
 # Pruning

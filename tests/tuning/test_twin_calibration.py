@@ -1,6 +1,7 @@
 """Calibration of the twin's engines, and reasons that block a search."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,14 +121,7 @@ def test_the_limits_are_those_that_the_replica_states() -> None:
     # The profile applies where the replica reports nothing.
     assert plan.engine.max_num_batched_tokens == 1_024
     assert plan.engine.long_prefill_token_threshold == plan.step_time.chunk_tokens()
-    stated = spec("r1", "only", max_model_len=8_192, kv_tokens=4_096, max_num_seqs=16)
-    stated = type(stated)(
-        **{
-            **{name: getattr(stated, name) for name in stated.__slots__},
-            "max_num_batched_tokens": 512,
-            "long_prefill_token_threshold": 0,
-        }
-    )
+    stated = replace(REPLICAS[0], kv_tokens=4_096, max_num_batched_tokens=512, long_prefill_token_threshold=0)
     (plan,) = made.engines([stated]) or ()
     assert (plan.engine.max_num_batched_tokens, plan.engine.long_prefill_token_threshold) == (512, 0)
     # A context that exceeds the cache is cut.

@@ -66,20 +66,15 @@ def test_a_request_that_fits_only_the_dead_pool_is_rejected_and_others_are_serve
     assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
 
 
-def test_a_request_at_home_in_the_dead_pool_spills() -> None:
-    driver = two_pools()
+@pytest.mark.parametrize("spill", [True, False])
+def test_a_request_at_home_in_the_dead_pool_spills_or_is_rejected(spill: bool) -> None:
+    driver = two_pools(routing=RoutingSettings(b_short_tokens=500, spill=spill))
     driver.feed(ReplicaLost("s1"))
     for _ in range(12):
         driver.report("l1", after_s=0.5)
-    assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "l1")]
-
-
-def test_without_spill_it_is_rejected() -> None:
-    driver = two_pools(routing=RoutingSettings(b_short_tokens=500, spill=False))
-    driver.feed(ReplicaLost("s1"))
-    for _ in range(12):
-        driver.report("l1", after_s=0.5)
-    assert concluded(driver.arrive("short", prompt_tokens=20)) == [("short", "rejected_no_replica")]
+    commands = driver.arrive("short", prompt_tokens=20)
+    assert dispatched(commands) == ([("short", "l1")] if spill else [])
+    assert concluded(commands) == ([] if spill else [("short", "rejected_no_replica")])
 
 
 def test_retry_after_is_what_earlier_starts_took_less_the_age_of_the_outage() -> None:

@@ -142,16 +142,6 @@ def test_reported_load_counts_more_than_measured_load() -> None:
     assert dispatched(driver.arrive("next")) == [("next", "r1")]
 
 
-def test_a_replica_holds_at_most_its_batch_and_the_target_of_its_queue() -> None:
-    driver = one_replica(
-        limits={"max_num_seqs": 2}, backpressure=BackpressureSettings(target_waiting=1, lag_factor=0.0)
-    )
-    for number in range(3):
-        assert dispatched(driver.arrive(f"r{number}")) == [(f"r{number}", "r1")]
-        driver.feed(FirstToken(f"r{number}"))
-    assert driver.arrive("waits") == []
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 def test_the_faster_an_engine_serves_the_more_requests_are_sent_between_two_reports(streamed: bool) -> None:
     sent = {}

@@ -29,12 +29,6 @@ def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
     assert fresh == pytest.approx((1 + 1e-3 * math.log(20_001)) / 20_001, rel=1e-9)
 
 
-def test_without_a_bound_a_long_head_starves_for_more_than_an_hour() -> None:
-    # Why promotion exists: 30 queues, a 4,096-token head against an endless supply of fresh 32-token heads.
-    fresh = score(32, waited_s=0.0, queue_weight=30.0)
-    assert score(4_096, waited_s=3_600.0, queue_weight=1.0) < fresh
-
-
 def partition(*bounds: tuple[int, int]) -> Partition:
     return Partition(
         tuple(

@@ -14,7 +14,7 @@ from serve_app.lab.planning.fleets import (
     worst_case_fleet,
 )
 from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
-from serve_app.lab.planning.report import fleets_table, plan_as_json, saving, verdict
+from serve_app.lab.planning.report import plan_as_json, saving, verdict
 from serve_app.lab.planning.verification import PoolFigures, RunFigures, Verification
 from tests.lab.planning.builders import demand
 
@@ -105,12 +105,3 @@ def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:
     )
     assert saving(whole, whole).resolution == pytest.approx(0.01)
     assert saving(stand_in, stand_in).resolution == pytest.approx(0.025)
-
-
-def test_the_table_has_a_line_for_every_fleet_with_its_interval() -> None:
-    lines = fleets_table(result()).splitlines()
-    assert len(lines) == 2 + 3
-    assert [line.startswith("| > ") for line in lines[2:]] == [False, False, True]
-    assert "> pools" in lines[-1]
-    assert "1.10 ± 0.25" in lines[-1]
-    assert "1.00" in lines[-1]

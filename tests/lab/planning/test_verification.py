@@ -87,10 +87,6 @@ def test_long_requests_have_figures_of_their_own() -> None:
     assert verification.long_ttft.mean >= verification.ttft.mean
 
 
-UNDIVIDED = paged_fleet(PoolPlan(profile="laptop"))
-DIVIDED = split_fleet(PoolPlan(profile="laptop"), PoolPlan(profile="laptop"), 1_024)
-
-
 class ScriptedVerifier(Verifier):
     """Verifier with given needs per seed; with spill, spare long replicas count as short ones."""
 
@@ -137,22 +133,22 @@ def test_the_smallest_number_is_found_from_any_guess(need: int, guess: int) -> N
 def test_limits_that_no_size_meets_end_the_search() -> None:
     assert smallest_count(lambda _: False, 3, most=20) is None
     impossible = ScriptedVerifier(need={"all": 1_000})
-    assert smallest_fleet(impossible, UNDIVIDED, {"all": 3}, costs=CostTable.load(), seeds=range(3)) is None
+    assert smallest_fleet(impossible, ONE, {"all": 3}, costs=CostTable.load(), seeds=range(3)) is None
 
 
 def test_a_good_guess_takes_few_simulations() -> None:
     verifier = ScriptedVerifier(need={"all": 20})
-    found = smallest_fleet(verifier, UNDIVIDED, {"all": 21}, costs=CostTable.load(), seeds=range(3))
+    found = smallest_fleet(verifier, ONE, {"all": 21}, costs=CostTable.load(), seeds=range(3))
     assert found is not None
     assert found.counts == {"all": 20}
-    assert len(found.runs) == 3
+    assert [run.seed for run in found.runs] == [0, 1, 2]
     assert len(verifier.calls) <= 6
 
 
 @pytest.mark.parametrize(("first", "second"), [(20, 22), (2, 3), (10, 13)])
 def test_the_size_must_meet_the_limits_with_every_seed(first: int, second: int) -> None:
     verifier = ScriptedVerifier(need={"all": first}, second_seed={"all": second})
-    found = smallest_fleet(verifier, UNDIVIDED, {"all": first}, costs=CostTable.load(), seeds=range(2))
+    found = smallest_fleet(verifier, ONE, {"all": first}, costs=CostTable.load(), seeds=range(2))
     assert found is not None
     assert found.counts == {"all": second}
 
@@ -161,7 +157,7 @@ def test_the_size_must_meet_the_limits_with_every_seed(first: int, second: int) 
 def test_two_pools_are_found_under_all_seeds_whatever_their_sizes(needs: tuple[int, int, int, int]) -> None:
     first, second = ({"short": needs[at], "long": needs[at + 1]} for at in (0, 2))
     verifier = ScriptedVerifier(need=first, second_seed=second)
-    found = smallest_fleet(verifier, DIVIDED, first, costs=CostTable.load(), seeds=range(2))
+    found = smallest_fleet(verifier, TWO, first, costs=CostTable.load(), seeds=range(2))
     if found is None:
         # Only sizes far above the first guess may end the search.
         assert any(second[pool] > 4 * first[pool] for pool in first)
@@ -175,25 +171,16 @@ def test_both_pools_shrink_as_far_as_they_can(
 ) -> None:
     verifier = ScriptedVerifier(need={"short": short, "long": long})
     guess = {"short": max(guess_short, short // 3 + 1), "long": max(guess_long, long // 3 + 1)}
-    found = smallest_fleet(verifier, DIVIDED, guess, costs=CostTable.load(), seeds=range(2))
+    found = smallest_fleet(verifier, TWO, guess, costs=CostTable.load(), seeds=range(2))
     assert found is not None
     assert found.counts == {"short": short, "long": long}
 
 
 def test_with_spill_no_further_replica_can_be_removed() -> None:
     verifier = ScriptedVerifier(need={"short": 6, "long": 2}, spill=True)
-    found = smallest_fleet(verifier, DIVIDED, {"short": 4, "long": 5}, costs=CostTable.load(), seeds=range(2))
+    found = smallest_fleet(verifier, TWO, {"short": 4, "long": 5}, costs=CostTable.load(), seeds=range(2))
     assert found is not None
     for pool, count in found.counts.items():
         if count > 1:
             fewer = {**found.counts, pool: count - 1}
-            assert not verifier.measure(DIVIDED, fewer, range(2)).meets
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_the_result_was_measured_with_all_seeds(seeds: int) -> None:
-    found = smallest_fleet(
-        ScriptedVerifier(need={"all": 4}), UNDIVIDED, {"all": 2}, costs=CostTable.load(), seeds=range(seeds)
-    )
-    assert found is not None
-    assert [run.seed for run in found.runs] == list(range(seeds))
+            assert not verifier.measure(TWO, fewer, range(2)).meets

@@ -138,3 +138,16 @@ def test_a_partition_learned_by_one_command_can_be_used_by_the_next(
     assert main([*plain, "--policy", "ewsjf", "--partition", "prior", "--save-partition", str(saved)]) == 0
     assert "no run learned length queues" in capsys.readouterr().err
     assert main([*plain, "--policy", "ewsjf", "--partition", str(tmp_path / "none.yaml")]) == 2
+
+
+def learned_queues(policy: str, folder: Path) -> int:
+    """Return the number of queues that a simulated run of a policy has learned."""
+    out = folder / f"{policy}.yaml"
+    arguments = ["--trace", "paper-mix", "--requests", "1100", "--rate", "9", "--jobs", "1"]
+    assert main(["simulate", *arguments, "--policy", policy, "--save-partition", str(out)]) == 0
+    return len(read_partition(out))
+
+
+@pytest.mark.slow
+def test_the_published_policy_has_the_published_queues(tmp_path: Path) -> None:
+    assert learned_queues("ewsjf-paper", tmp_path) > 2 * learned_queues("ewsjf", tmp_path)

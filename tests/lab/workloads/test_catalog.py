@@ -172,10 +172,7 @@ def test_merged_traces_name_the_generated_part(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_lengths_of_a_file_need_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "".join(f"2023-11-16 18:17:{second:02}.0000000,{100 + second},10\n" for second in range(60))
-    (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text(
-        f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}"
-    )
+    (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text(AZURE)
     arguments = ["simulate", "--trace", "azure-conv", "--traces-folder", str(tmp_path), "--policy", "direct"]
     assert main([*arguments, *FLEET]) == 0
     shown = capsys.readouterr()
