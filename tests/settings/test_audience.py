@@ -1,4 +1,4 @@
-"""Audience of settings: few are for every user, the others are under `advanced`."""
+"""Advanced settings: under `advanced` once, and with a default."""
 
 import typing
 from collections.abc import Iterator
@@ -27,13 +27,6 @@ def inner_block(kind: Any) -> type | None:
     """Return the block class of a setting that is a block or a list of blocks."""
     arguments = typing.get_args(kind)
     return block_of(arguments[0]) if typing.get_origin(kind) is tuple else block_of(kind)
-
-
-def test_few_settings_are_for_every_user_and_few_more_are_advanced() -> None:
-    found = list(leaves(ApplicationConfig))
-    usual = [path for path, _, is_advanced in found if not is_advanced]
-    assert len(usual) <= 70, usual
-    assert len(found) - len(usual) <= 85
 
 
 def test_an_advanced_setting_has_a_default() -> None:

@@ -1,4 +1,4 @@
-"""Shipped configurations."""
+"""Shipped configurations; `tests/chart` compares the one for Kubernetes with the chart."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.cli.serve.environment import default_settings
 from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.roofline import capacity
 from serve_app.request import PriorityClass
@@ -16,8 +15,6 @@ from serve_app.settings.checking.engines import check_capacity, engine_setup
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# Time that Ray gives a node to drain before it ends; the default is 30 s.
-RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 def kuberay(kind: str, name: str = "ewsjf") -> dict[str, Any]:
@@ -25,34 +22,6 @@ def kuberay(kind: str, name: str = "ewsjf") -> dict[str, Any]:
     resources = yaml.safe_load_all((CONFIGS / "kuberay.yaml").read_text())
     (found,) = (each for each in resources if each["kind"] == kind and each["metadata"]["name"] == name)
     return dict(found)
-
-
-def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env() -> None:
-    spec = kuberay("RayService")["spec"]
-    ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
-    assert list(settings_of(ours["args"]).served_names())
-    cluster = spec["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        container = group["template"]["spec"]["containers"][0]
-        environment = {entry["name"]: entry["value"] for entry in container["env"]}
-        del environment[RAY_DRAIN]
-        assert environment == default_settings()
-
-
-def test_kubernetes_gives_a_pod_the_time_that_ray_gives_its_replicas() -> None:
-    spec = kuberay("RayService")["spec"]
-    settings = settings_of(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
-    drain_s = max(
-        settings.gateways.drain_timeout_s, *(pool.drain_timeout_s for pool in settings.models[0].pools)
-    )
-    cluster = spec["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        ray_s = float({entry["name"]: entry["value"] for entry in container["env"]}[RAY_DRAIN])
-        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["0"])
-        assert drain_s < ray_s
-        assert float(hook[-1]) + ray_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_kubernetes_budgets_select_the_pods_and_the_head_finds_its_redis() -> None:
