@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -46,8 +46,11 @@ class DecisionLogFile:
             self._file = path.open("w", encoding="utf-8")
         self._write(encode_header(header))
 
-    def on_entry(self, entry: Entry) -> None:
-        """Record a decision."""
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handler of every event."""
+        return {Entry: self._record}
+
+    def _record(self, entry: Entry) -> None:
         if self._file is None:
             return
         self._write(encode_decision(Decision(entry.now, entry.event, tuple(entry.commands))))

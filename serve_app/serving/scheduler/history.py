@@ -6,12 +6,13 @@ counts of served requests are derived from these records on demand.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from time import time
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.events import Arrived, Resumed
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest
@@ -151,14 +152,9 @@ class RequestHistory:
     def __repr__(self) -> str:
         return f"<RequestHistory {len(self._ended)} ended, {len(self._open)} open>"
 
-    def on_entry(self, entry: Entry) -> None:
-        """Record an event."""
-        if entry.gateway_request is not None:
-            self._begin(entry, entry.gateway_request)
-        for dispatch, scheduled in entry.dispatched:
-            self._dispatched(dispatch, scheduled, entry.now)
-        for conclude, _ in entry.concluded:
-            self._end(conclude, entry.now)
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers of the begin, the dispatches and the end of a request."""
+        return {Arrived: self._begin, Resumed: self._begin, Dispatch: self._dispatched, Conclude: self._end}
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         """Add the times of a request that ended in the queue; repeated messages are ignored."""
@@ -204,8 +200,10 @@ class RequestHistory:
             for attempt in known.attempts:
                 yield attempt, known
 
-    def _begin(self, entry: Entry, gateway_request: GatewayRequest) -> None:
-        scheduled = entry.scheduled
+    def _begin(self, entry: Entry) -> None:
+        scheduled, gateway_request = entry.scheduled, entry.gateway_request
+        if gateway_request is None:
+            return
         home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
         # Computed once, so that all documents about a request agree.
         arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
@@ -215,7 +213,7 @@ class RequestHistory:
         if gateway_request.client_request_id:
             self._by_client[gateway_request.client_request_id] = known
 
-    def _dispatched(self, dispatch: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
+    def _dispatched(self, entry: Entry, dispatch: Dispatch, scheduled: ScheduledRequest) -> None:
         self.dispatches += 1
         known = self._open.get(dispatch.request_id)
         if known is None:
@@ -224,7 +222,7 @@ class RequestHistory:
         known.attempts.append(
             Attempt(
                 self.dispatches,
-                now,
+                entry.now,
                 dispatch,
                 scheduled.pools,
                 estimate.expected_prompt_tokens,
@@ -235,8 +233,8 @@ class RequestHistory:
             )
         )
 
-    def _end(self, conclude: Conclude, now: float) -> None:
-        known = self._open.pop(conclude.request_id, None)
+    def _end(self, entry: Entry, conclude: Conclude, _request: GatewayRequest) -> None:
+        known, now = self._open.pop(conclude.request_id, None), entry.now
         if known is None:
             return
         known.conclude, known.ended_at = conclude, now

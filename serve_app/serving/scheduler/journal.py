@@ -2,23 +2,23 @@
 
 The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
 log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
-outcomes, each in its own module. They are called in the order of subscription, and must not feed the core.
+outcomes, each in its own module. Each names a handler for every class of event and command that it records.
+Handlers of the event precede those of its commands. Handlers of one class are called in the order of
+subscription. They must not feed the core.
 
-A subscriber that raises misses the entry, and affects neither scheduling nor the others. Its errors are
-counted, and the first of each kind is logged.
+A handler that raises misses its event or command, and affects neither scheduling nor other handlers. Errors
+are counted by subscriber, and the first of each kind is logged.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from serve_app.core import Scheduler
 from serve_app.core.commands import (
     Command,
-    Conclude,
     ContextLearned,
-    Dispatch,
     EngineSilent,
     ReportFresh,
     ReportStale,
@@ -39,35 +39,36 @@ class Entry:
     Attributes:
         core: the scheduler after the event.
         now: time on the scheduler's clock.
-        took_s: the core's processing time.
         scheduled: the request that arrived, received its first token or finished; None for other events, and
             for requests that the core does not know.
         gateway_request: the gateway's description of a new request; None for other events.
-        dispatched: each `Dispatch` with its request.
-        concluded: each `Conclude` with the gateway's description of its request.
+        requests: the request of each command: the core's for `Dispatch`, the gateway's description for
+            `Conclude`, and None for others.
     """
 
     core: Scheduler
     now: float
     event: Event
     commands: list[Command]
-    took_s: float = 0.0
     scheduled: ScheduledRequest | None = None
     gateway_request: GatewayRequest | None = None
-    dispatched: list[tuple[Dispatch, ScheduledRequest]] = field(default_factory=list)
-    concluded: list[tuple[Conclude, GatewayRequest]] = field(default_factory=list)
+    requests: list[ScheduledRequest | GatewayRequest | None] = field(default_factory=list)
 
 
 class Subscriber(Protocol):
     """Observer of a scheduler."""
 
-    def on_entry(self, entry: Entry) -> None:
-        """Process an entry."""
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers by class of event or command; `Entry` stands for every event.
+
+        A handler of an event receives its entry; one of a command receives the entry, the command and its
+        request, as in `Entry.requests`.
+        """
         ...
 
 
 class Journal:
-    """List of subscribers that receive each entry.
+    """Distributor of entries to the handlers of subscribers.
 
     Args:
         on_error: called with the class name of a subscriber that raised.
@@ -79,23 +80,35 @@ class Journal:
     def __init__(self, on_error: Callable[[str], None]) -> None:
         self.errors: dict[str, int] = {}
         self._on_error = on_error
-        self._subscribers: list[tuple[Subscriber, Callable[[Entry], None]]] = []
+        self._subscribers = 0
+        self._handlers: dict[type, list[tuple[Subscriber, Callable[..., None]]]] = {}
         self._logged: set[tuple[str, type[Exception]]] = set()
 
     def __repr__(self) -> str:
-        return f"<Journal {len(self._subscribers)} subscribers, {sum(self.errors.values())} errors>"
+        return f"<Journal {self._subscribers} subscribers, {sum(self.errors.values())} errors>"
 
     def subscribe(self, *subscribers: Subscriber) -> None:
         """Add subscribers for later entries."""
-        self._subscribers += [(each, each.on_entry) for each in subscribers]
+        self._subscribers += len(subscribers)
+        for subscriber in subscribers:
+            for kind, handler in subscriber.handlers().items():
+                self._handlers.setdefault(kind, []).append((subscriber, handler))
 
     def append(self, entry: Entry) -> None:
-        """Pass an entry to all subscribers."""
-        for subscriber, on_entry in self._subscribers:
-            try:
-                on_entry(entry)
-            except Exception as error:  # noqa: BLE001 - an observer of any kind must not end scheduling
-                self.on_failure(subscriber, error)
+        """Pass an entry to the handlers of its event and of its commands."""
+        handlers = self._handlers
+        for kind in (Entry, type(entry.event)):
+            for subscriber, handler in handlers.get(kind, ()):
+                try:
+                    handler(entry)
+                except Exception as error:  # noqa: BLE001 - an observer of any kind must not end scheduling
+                    self.on_failure(subscriber, error)
+        for command, request in zip(entry.commands, entry.requests, strict=True):
+            for subscriber, handler in handlers.get(type(command), ()):
+                try:
+                    handler(entry, command, request)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self.on_failure(subscriber, error)
 
     def on_failure(self, observer: object, error: Exception) -> None:
         """Count an error of an observer, and log the first of its kind."""
@@ -113,13 +126,11 @@ class ChangeLog:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def on_entry(self, entry: Entry) -> None:
-        """Log the commands of an entry that concern no request."""
-        if len(entry.commands) > len(entry.dispatched) + len(entry.concluded):
-            for command in entry.commands:
-                self._write(command)
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers of the commands that concern no request."""
+        return dict.fromkeys((ReportStale, ReportFresh, EngineSilent, ContextLearned), self._write)
 
-    def _write(self, command: Command) -> None:
+    def _write(self, _entry: Entry, command: Command, _request: None) -> None:
         match command:
             case ReportStale(replica_id=replica_id, age_s=age_s):
                 logger.warning("event=report_stale replica=%s age_s=%.2f", replica_id, age_s)

@@ -25,12 +25,14 @@ from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Re
 from serve_app.core.decision_log import RunHeader
 from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
 from serve_app.core.learned_state import restore_state
+from serve_app.core.request import ScheduledRequest
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
+from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
@@ -257,8 +259,7 @@ class LiveScheduler:
         now = self._now if isinstance(event, Arrived) else self.now()  # an arrival was stamped just before
         try:
             entry = self._handle(event, now)
-            for command in entry.commands:
-                self._execute(command, entry)
+            entry.requests = [self._execute(command) for command in entry.commands]
             self._schedule_wakeup()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
@@ -309,16 +310,17 @@ class LiveScheduler:
         """Handle an event in the core, and look up its requests while they are known."""
         core, book = self.core, self._gateways.book
         scheduled = gateway_request = None
-        if isinstance(event, Finished | FirstToken):
-            scheduled = core.find(event.request_id)
-        elif isinstance(event, Arrived | Resumed):
-            gateway_request = book.get(event.request.request_id)
+        match event:
+            case Finished() | FirstToken():
+                scheduled = core.find(event.request_id)
+            case Arrived() | Resumed():
+                gateway_request = book.get(event.request.request_id)
         began = perf_counter()
         commands = core.handle(event, now)
-        took_s = perf_counter() - began
+        self._metrics.on_decision(perf_counter() - began)
         if isinstance(event, Arrived):
             scheduled = core.find(event.request.request_id)
-        return Entry(core, now, event, commands, took_s, scheduled, gateway_request)
+        return Entry(core, now, event, commands, scheduled, gateway_request)
 
     async def _figures(self) -> list[Figures]:
         core, now, names, book = self.core, self.now(), self._metrics.names, self._gateways.book
@@ -351,23 +353,22 @@ class LiveScheduler:
     def _render(self, figures: list[Figures]) -> str:
         return self._metrics.exposition(figures) + self._options.more_metrics()
 
-    def _execute(self, command: Command, entry: Entry) -> None:
+    def _execute(self, command: Command) -> ScheduledRequest | GatewayRequest | None:
+        """Execute a command, and return its request for the journal."""
         match command:
             case Dispatch():
                 # A grant refers to the replica table, and must follow it on the connection.
                 self._replicas.publish_changes()
                 self._gateways.grant(command)
-                if (scheduled := self.core.find(command.request_id)) is not None:
-                    entry.dispatched.append((command, scheduled))
+                return self.core.find(command.request_id)
             case Conclude():
-                entry.concluded.append((command, self._gateways.conclude(command)))
+                return self._gateways.conclude(command)
             case Revoke():
                 self._gateways.revoke(command)
             case ReportStale(replica_id=replica_id):
                 self._replicas.on_stale(replica_id)
-            case _:
-                # Handled by subscribers of the journal.
-                pass
+        # Others are handled by subscribers of the journal.
+        return None
 
     def _schedule_wakeup(self) -> None:
         """Schedule a timer at or before the core's next wake-up; `_wake` reschedules one that fires early."""

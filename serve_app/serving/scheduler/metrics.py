@@ -7,17 +7,18 @@ rendered in a thread from the figures of one moment, because with 1,000 replicas
 Engines count tokens; a request that ends without their count is only counted by tenant.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
-from serve_app.core.commands import Dispatch, ReportStale
+from serve_app.core.commands import Conclude, Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
+from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
@@ -120,27 +121,15 @@ class SchedulerMetrics:
     def _histogram(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Cells[HistogramCell]:
         return histograms(self._registry, name, text, ("model", *labels), bounds)
 
-    def on_entry(self, entry: Entry) -> None:
-        """Count an event and its consequences."""
-        event, commands, model = entry.event, entry.commands, self._model
-        self._decisions.observe(entry.took_s)
-        for dispatch, scheduled in entry.dispatched:
-            self._on_dispatch(dispatch, scheduled)
-        for conclude, request in entry.concluded:
-            self._concluded[model, request.priority, conclude.conclusion.outcome].inc()
-            if conclude.waited is not None:
-                self._on_wait(conclude.waited, request.priority)
-        if isinstance(event, Finished):
-            if entry.scheduled is not None:
-                core = entry.core
-                routing = core.settings.routing
-                self.on_end(entry.scheduled, event.outcome, routing.pools, routing.b_short_tokens)
-        elif isinstance(event, DispatchFailed):
-            self._put_backs[model, event.failure].inc()
-        if len(commands) > len(entry.dispatched) + len(entry.concluded):
-            for command in commands:
-                if isinstance(command, ReportStale):
-                    self._stale_reports.inc()
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers of what is counted."""
+        return {
+            Finished: self._on_finish,
+            DispatchFailed: lambda entry: self._put_backs[self._model, entry.event.failure].inc(),
+            Dispatch: self._on_dispatch,
+            Conclude: self._on_conclusion,
+            ReportStale: lambda *_: self._stale_reports.inc(),
+        }
 
     def on_end(
         self, ended: ScheduledRequest, outcome: Outcome, pools: tuple[str, ...], b_short_tokens: int
@@ -191,6 +180,10 @@ class SchedulerMetrics:
         """Count a change of tuned values."""
         self._retunings.inc()
 
+    def on_decision(self, took_s: float) -> None:
+        """Record the time that the core needed for an event."""
+        self._decisions.observe(took_s)
+
     def on_core_failure(self) -> None:
         """Count an error of the core."""
         self._errors.inc()
@@ -204,7 +197,18 @@ class SchedulerMetrics:
         self._collector.metrics = figures
         return generate_latest(self._registry).decode()
 
-    def _on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest) -> None:
+    def _on_finish(self, entry: Entry) -> None:
+        if entry.scheduled is not None:
+            assert isinstance(entry.event, Finished)
+            routing = entry.core.settings.routing
+            self.on_end(entry.scheduled, entry.event.outcome, routing.pools, routing.b_short_tokens)
+
+    def _on_conclusion(self, _entry: Entry, command: Conclude, request: GatewayRequest) -> None:
+        self._concluded[self._model, request.priority, command.conclusion.outcome].inc()
+        if command.waited is not None:
+            self._on_wait(command.waited, request.priority)
+
+    def _on_dispatch(self, _entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
         model, priority, prediction = self._model, scheduled.request.priority, scheduled.prediction
         self._dispatches[model, command.pool].inc()
         self._wait[model, command.pool, priority].observe(command.queue_wait_s)

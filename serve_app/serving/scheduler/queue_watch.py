@@ -6,12 +6,14 @@ the scheduler's time. An update runs in parts, between other events. Without sub
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 from serve_app.core import Scheduler
+from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.outlook.watched import CalibrationError, Outlook, WatchedRequests
 from serve_app.core.request import ScheduledRequest
+from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.scheduler.journal import Entry
 
@@ -53,13 +55,16 @@ class QueueWatch:
         """Return the outlook of a waiting request, watched or not; see `WatchedRequests.expected`."""
         return self._watched.expected(scheduled, order, now)
 
-    def on_entry(self, entry: Entry) -> None:
-        """Learn from requests that left the queue, and record the errors of their estimates."""
-        if not self._watched:
-            return
-        for _, scheduled in entry.dispatched:
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers that learn from requests and record the errors of their estimates."""
+        return {Dispatch: self._on_dispatch, Conclude: self._on_conclusion}
+
+    def _on_dispatch(self, entry: Entry, _command: Dispatch, scheduled: ScheduledRequest) -> None:
+        if self._watched:
             self._count(self._watched.on_dispatch(scheduled, entry.now))
-        for command, _ in entry.concluded:
+
+    def _on_conclusion(self, entry: Entry, command: Conclude, _request: GatewayRequest) -> None:
+        if self._watched:
             outcome = command.conclusion.outcome
             self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))
 

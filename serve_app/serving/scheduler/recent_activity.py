@@ -6,10 +6,11 @@ requests. It survives changes of settings, but not the process.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.core.commands import Conclude
 from serve_app.core.events import Arrived, FirstToken
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
@@ -111,29 +112,30 @@ class RecentActivity:
     def __repr__(self) -> str:
         return f"<RecentActivity slots={len(self._slots)}>"
 
-    def on_entry(self, entry: Entry) -> None:
-        """Count an event."""
-        event, now = entry.event, entry.now
-        if isinstance(event, Arrived):
-            slot = self._slot(now)
-            slot.peak_waiting = max(slot.peak_waiting, len(entry.core.queue))
-        elif isinstance(event, FirstToken):
-            scheduled = entry.scheduled
-            # A gateway that reconnects may repeat a first token; only the first report counts.
-            if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
-                self._on_first_token(scheduled.request.priority, now - scheduled.request.arrived_at, now)
-        for command, request in entry.concluded:
-            self._on_conclusion(request, command.conclusion.outcome, now)
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers of what is counted."""
+        return {
+            Arrived: self._on_arrival,
+            FirstToken: self._on_first_token,
+            Conclude: self._on_conclusion,
+        }
 
-    def _on_first_token(self, priority: PriorityClass, ttft_s: float, now: float) -> None:
-        firsts = self._slot(now).first_tokens
-        if priority not in firsts:
-            firsts[priority] = Counter()
-        firsts[priority][_step_of(ttft_s)] += 1
+    def _on_arrival(self, entry: Entry) -> None:
+        slot = self._slot(entry.now)
+        slot.peak_waiting = max(slot.peak_waiting, len(entry.core.queue))
 
-    def _on_conclusion(self, request: GatewayRequest, outcome: Outcome, now: float) -> None:
-        slot, usage, priority = self._slot(now), request.usage, request.priority
-        slot.outcomes[priority, outcome] += 1
+    def _on_first_token(self, entry: Entry) -> None:
+        scheduled, now = entry.scheduled, entry.now
+        # A gateway that reconnects may repeat a first token; only the first report counts.
+        if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
+            firsts, priority = self._slot(now).first_tokens, scheduled.request.priority
+            if priority not in firsts:
+                firsts[priority] = Counter()
+            firsts[priority][_step_of(now - scheduled.request.arrived_at)] += 1
+
+    def _on_conclusion(self, entry: Entry, command: Conclude, request: GatewayRequest) -> None:
+        slot, usage, priority = self._slot(entry.now), request.usage, request.priority
+        slot.outcomes[priority, command.conclusion.outcome] += 1
         if usage is not None:
             key = priority, request.tenant
             if key not in slot.tokens and len(slot.tokens) >= _MAX_TENANTS:

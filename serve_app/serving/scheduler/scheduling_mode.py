@@ -5,6 +5,7 @@ streamed answers have one.
 """
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from time import time
@@ -99,15 +100,14 @@ class SchedulingMode:
             now = self._windows[-1].until = time()
             self._windows.append(_Window(active_share, now))
 
-    def on_entry(self, entry: Entry) -> None:
-        """Record a first token."""
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handler of first tokens."""
+        return {FirstToken: self._on_first_token}
+
+    def _on_first_token(self, entry: Entry) -> None:
         scheduled = entry.scheduled
         # A gateway that reconnects may repeat a first token.
-        if (
-            isinstance(entry.event, FirstToken)
-            and scheduled is not None
-            and scheduled.started_at == entry.now
-        ):
+        if scheduled is not None and scheduled.started_at == entry.now:
             window, waited_s = self._windows[-1], entry.now - scheduled.request.arrived_at
             part = window.bypassed if scheduled.bypassed else window.scheduled
             part.append((scheduled.estimate.expected_prompt_tokens, waited_s))

@@ -172,13 +172,18 @@ class TuningEndpoint:
     def __post_init__(self) -> None:
         self._incumbent = self.scheduler.core.settings
 
-    def on_entry(self, entry: Entry) -> None:
-        """Record lengths and, if requested, outcomes."""
-        if isinstance(entry.event, Arrived) and entry.scheduled is not None:
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers that record lengths and, if requested, outcomes."""
+        return {Arrived: self._on_arrival, Entry: self._on_event}
+
+    def _on_arrival(self, entry: Entry) -> None:
+        if entry.scheduled is not None:
             self.queues.on_arrival(entry.scheduled.prefill_tokens)
-            if self._outcomes is not None:
-                self._outcomes.on_arrival(entry.scheduled)
+
+    def _on_event(self, entry: Entry) -> None:
         if self._outcomes is not None:
+            if isinstance(entry.event, Arrived) and entry.scheduled is not None:
+                self._outcomes.on_arrival(entry.scheduled)
             self._outcomes.on_event(entry.event, entry.commands, entry.now)
 
     def observed(self, *, outcomes: bool = False) -> Observed:

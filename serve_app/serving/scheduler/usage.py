@@ -19,8 +19,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from serve_app.core.commands import Conclude
 from serve_app.core.routing.snapshot import section
 from serve_app.request import Usage
+from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
@@ -58,15 +60,18 @@ class UsageLedger:
     def __repr__(self) -> str:
         return f"<UsageLedger {self._model} days={len(self._days)}>"
 
-    def on_entry(self, entry: Entry) -> None:
-        """Count concluded requests that ended in an engine and had a key."""
-        for conclude, request in entry.concluded:
-            key = request.submission.key
-            if key is not None and key.key_id and request.is_running:
-                usage = request.usage
-                if entry.scheduled is not None:
-                    usage = entry.scheduled.used_after(conclude.conclusion.outcome)
-                self.add(key.key_id, request.submission.spec.model, usage)
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handler of the ends of requests."""
+        return {Conclude: self._on_conclusion}
+
+    def _on_conclusion(self, entry: Entry, conclude: Conclude, request: GatewayRequest) -> None:
+        """Count a request that ended in an engine and had a key."""
+        key = request.submission.key
+        if key is not None and key.key_id and request.is_running:
+            usage = request.usage
+            if entry.scheduled is not None:
+                usage = entry.scheduled.used_after(conclude.conclusion.outcome)
+            self.add(key.key_id, request.submission.spec.model, usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:
         """Count a request under the model name that it used, with the engine's counts if it sent any."""

@@ -11,6 +11,7 @@ from serve_app.errors import ServeAppError
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.journal import Entry
 from tests import builders
+from tests.serving.scheduler.journals import pass_to
 
 HEADER = RunHeader(settings=builders.settings())
 
@@ -18,7 +19,7 @@ HEADER = RunHeader(settings=builders.settings())
 def test_the_log_ends_at_its_limit_with_a_message(tmp_path: Path) -> None:
     log = DecisionLogFile(tmp_path / "new" / "log.jsonl", 2, HEADER)
     for n in range(5):
-        log.on_entry(Entry(builders.ManualDriver().scheduler, float(n), Woke(), []))
+        pass_to(log, Entry(builders.ManualDriver().scheduler, float(n), Woke(), []))
     log.close()
     lines = (tmp_path / "new" / "log.jsonl").read_text().splitlines()
     (run,) = read_runs(lines)

@@ -85,10 +85,11 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
 async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
     control_plane: ControlPlane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(history: RequestHistory, entry: Entry) -> None:
+    def faulty(history: RequestHistory, entry: Entry, *_command: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr(RequestHistory, "on_entry", faulty)
+    for handler in ("_begin", "_dispatched", "_end"):
+        monkeypatch.setattr(RequestHistory, handler, faulty)
     live = await control_plane.begin()
     gateway = await control_plane.gateway()
     with caplog.at_level(logging.ERROR, "ray.serve"):

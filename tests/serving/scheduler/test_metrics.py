@@ -10,6 +10,7 @@ from serve_app.serving.scheduler.gauges import replica_figures
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from tests import builders
+from tests.serving.scheduler.journals import pass_to
 
 DISPATCH = Dispatch(
     request_id="r1",
@@ -28,14 +29,14 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
     driver.arrive("r1", priority=PriorityClass.BATCH)
     scheduled = driver.find("r1")
     gateway_request = GatewayRequest(GatewaySession("g1"), scheduled.request.submission, 1)
-    spilled, home = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH]), Entry(driver.scheduler, 0.0, Woke(), [])
-    spilled.dispatched.append((DISPATCH, scheduled))
-    home.dispatched.append((replace(DISPATCH, pool="short"), scheduled))
-    failed = Entry(driver.scheduler, 0.0, DispatchFailed("r1", "s1", DispatchFailure.BUSY), [])
+    at_home = replace(DISPATCH, pool="short")
     conclude = Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(Outcome.EXPIRED))
-    failed.concluded.append((conclude, gateway_request))
+    spilled = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH], requests=[scheduled])
+    home = Entry(driver.scheduler, 0.0, Woke(), [at_home], requests=[scheduled])
+    failure = DispatchFailed("r1", "s1", DispatchFailure.BUSY)
+    failed = Entry(driver.scheduler, 0.0, failure, [conclude], requests=[gateway_request])
     for entry in (spilled, home, failed):
-        metrics.on_entry(entry)
+        pass_to(metrics, entry)
     text = metrics.exposition([])
     for line in (
         'ewsjf_dispatches_total{model="m",pool="long"} 1.0',
@@ -73,13 +74,12 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
     entry = driver.scheduler.find("r1")
     assert entry is not None
     metrics = SchedulerMetrics("m")
-    sent = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH])
-    sent.dispatched.append((DISPATCH, entry))
-    metrics.on_entry(sent)
+    sent = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH], requests=[entry])
+    pass_to(metrics, sent)
     assert "error_seconds_count{" not in metrics.exposition([]), "nothing had been predicted"
     entry.dispatched_at = 5.0
     entry.prediction = PredictedWait(kind=(1, 6, False), at=1.0, uncorrected_s=2.0, wait_s=3.2)
-    metrics.on_entry(sent)
+    pass_to(metrics, sent)
     text = metrics.exposition([])
     for line in (
         'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-1.0",model="m"} 0.0',

@@ -16,6 +16,7 @@ from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from tests.builders import ManualDriver, fill, one_replica, request
+from tests.serving.scheduler.journals import pass_to
 
 USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
@@ -52,10 +53,11 @@ class HistoryHarness:
             entry.scheduled = core.find(record.submission.request_id)
         for command in commands:
             if isinstance(command, Dispatch):
-                entry.dispatched.append((command, self.driver.find(command.request_id)))
-            elif isinstance(command, Conclude) and command.request_id in self._known:
-                entry.concluded.append((command, self._known[command.request_id]))
-        self.history.on_entry(entry)
+                entry.requests.append(self.driver.find(command.request_id))
+            else:
+                assert isinstance(command, Conclude)
+                entry.requests.append(self._known.get(command.request_id))
+        pass_to(self.history, entry)
 
 
 class ReceiptHarness(HistoryHarness):

@@ -13,6 +13,7 @@ from serve_app.serving.channel.request_book import GatewayRequest, GatewaySessio
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.recent_activity import SLOT_S, SLOTS, RecentActivity
 from tests.builders import ManualDriver, request
+from tests.serving.scheduler.journals import pass_to
 
 INTERACTIVE, BATCH = PriorityClass.INTERACTIVE, PriorityClass.BATCH
 
@@ -38,7 +39,7 @@ def arrive(activity: RecentActivity, waiting: int) -> None:
     arrival = entry(activity, Arrived(request()))
     for number in range(waiting):
         arrival.core.handle(Arrived(request(f"w{number}")), 0.0)
-    activity.on_entry(arrival)
+    pass_to(activity, arrival)
 
 
 def first_token(activity: RecentActivity, priority: PriorityClass, ttft_s: float) -> None:
@@ -46,7 +47,7 @@ def first_token(activity: RecentActivity, priority: PriorityClass, ttft_s: float
     arrival = request(priority=priority, arrived_at=token.now - ttft_s)
     token.scheduled = ScheduledRequest(arrival, token.core.estimator.estimate(arrival), 1, ("short",))
     token.scheduled.started_at = token.now
-    activity.on_entry(token)
+    pass_to(activity, token)
 
 
 def conclude(
@@ -57,10 +58,9 @@ def conclude(
         GatewaySession("g1"), request(tenant=tenant, priority=priority).submission, 1
     )
     gateway_request.usage = usage
-    end.concluded.append(
-        (Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(outcome)), gateway_request)
-    )
-    activity.on_entry(end)
+    end.commands.append(Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(outcome)))
+    end.requests.append(gateway_request)
+    pass_to(activity, end)
 
 
 def test_ends_are_counted_by_class_and_slot(clock: Clock) -> None:
