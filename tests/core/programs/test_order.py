@@ -1,203 +1,180 @@
-"""Order among the parked turns."""
+"""Order among the parked turns: which is admitted first when a replica gets room."""
 
 import math
 
-from serve_app.core.policies import POLICIES, make_policy
-from serve_app.core.policies.protocol import PolicyInputs
-from serve_app.core.programs.order import ParkedTurns
-from serve_app.core.programs.program import Conversation, Program, ProgramTurn
-from serve_app.core.programs.settings import ProgramOrder
+import pytest
+
+from serve_app.core.events import Cancelled, FirstToken
+from serve_app.core.programs.settings import ProgramOrder, ProgramsSettings
 from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
-from serve_app.core.queueing.request_queue import RequestQueue
-from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.settings import SchedulerSettings
 from serve_app.request import PriorityClass
-from tests.builders import scheduled_request
+from tests.builders import dispatched
+from tests.core.programs.builders import ProgramDriver, fleet
+
+SMALL = 1_000
 
 
-def program(name: str, started_at: float = 0.0, service: float = 0.0) -> Program:
-    return Program(("t1", name), started_at, stated=True, service=service)
+def full(order: ProgramOrder = ProgramOrder.FCFS, *, joins: bool = True, **changes: object) -> ProgramDriver:
+    """Return a replica that retains no context in a gap, so that only running turns take room."""
+    programs = ProgramsSettings(order=order, joins=joins, retention=0.0)
+    return fleet("s1", programs=programs, **changes)  # type: ignore[arg-type]
 
 
-def agent(of: Program, parent: Conversation | None = None) -> Conversation:
-    """Return a conversation of a program with an open turn."""
-    found = Conversation("t1", f"c{len(of.conversations)}", 0.0, parent, of, turns_open=1)
-    of.conversations.add(found)
+def hold(driver: ProgramDriver, **fields: object) -> None:
+    """Run a turn beside which none of 60,000 tokens fits."""
+    assert dispatched(driver.start_turn("hold", "hold", **fields)) == [("hold", "s1")]  # type: ignore[arg-type]
+    driver.feed(FirstToken("hold"))
+
+
+def park(driver: ProgramDriver, *request_ids: str, **fields: object) -> None:
+    """Submit turns, each of its own session, a second after each other."""
+    for request_id in request_ids:
+        driver.now += 1.0
+        assert driver.start_turn(request_id, request_id, **fields) == []  # type: ignore[arg-type]
+
+
+def begin(driver: ProgramDriver, program: str, *, context: int = SMALL) -> None:
+    """Run and end the first turn of a program."""
+    driver.now += 1.0
+    driver.start_turn(f"{program}-first", program, prompt_tokens=SMALL, program=program)
+    driver.end_turn(f"{program}-first", context=context)
+
+
+def admitted(driver: ProgramDriver) -> list[str]:
+    """Return the parked turns as they are dispatched when turns end one after the other."""
+    running, found = ["hold"], list[str]()
+    while running:
+        now_running = [name for name, _ in dispatched(driver.end_turn(running.pop(0)))]
+        running += now_running
+        found += now_running
     return found
 
 
-def turn(conversation: Conversation, sequence: int, **fields: object) -> ScheduledRequest:
-    scheduled = scheduled_request(f"r{sequence}", sequence=sequence, **fields)  # type: ignore[arg-type]
-    scheduled.turn = ProgramTurn(conversation, extends=True)
-    return scheduled
+@pytest.mark.parametrize(
+    ("order", "expected"), [(ProgramOrder.FCFS, "cab"), (ProgramOrder.LEAST_SERVICE, "bca")]
+)
+def test_programs_are_admitted_by_their_start_or_their_service(order: ProgramOrder, expected: str) -> None:
+    driver = full(order)
+    for program, context in (("c", 20_000), ("a", 40_000), ("b", SMALL)):
+        begin(driver, program, context=context)
+    hold(driver)
+    for program in "abc":
+        park(driver, program * 2, program=program)
+    assert admitted(driver) == [name * 2 for name in expected]
 
 
-def turns(order: ProgramOrder = ProgramOrder.FCFS, *, joins: bool = True) -> ParkedTurns:
-    return ParkedTurns(order, joins=joins)
+def test_turns_of_one_program_are_admitted_in_the_order_of_arrival() -> None:
+    driver = full()
+    hold(driver)
+    park(driver, "c", "a", "b", program="p")
+    assert admitted(driver) == ["c", "a", "b"]
 
 
-def queue(mode: FairnessMode = FairnessMode.TOKENS) -> RequestQueue:
-    inputs = PolicyInputs(prefill_costs=PrefillCosts(), ewsjf=SchedulerSettings(model="m").ewsjf)
-    return RequestQueue(make_policy("fcfs", inputs, POLICIES), FairnessSettings(mode=mode))
+@pytest.mark.parametrize(("joins", "expected"), [(True, ["last", "early1"]), (False, ["early1", "last"])])
+def test_the_last_open_agent_of_a_program_is_first(joins: bool, expected: list[str]) -> None:
+    driver = full(joins=joins)
+    begin(driver, "early")
+    begin(driver, "late")
+    hold(driver)
+    park(driver, "early1", program="early")
+    park(driver, "last", program="late", parent="late")
+    assert admitted(driver) == expected
 
 
-def order_of(parked: ParkedTurns, waiting: RequestQueue | None = None) -> list[str]:
-    return [each.request.request_id for each in parked.candidates(queue() if waiting is None else waiting)]
-
-
-def test_the_program_that_started_first_is_first() -> None:
-    parked = turns()
-    for sequence, started_at in enumerate((3.0, 1.0, 2.0)):
-        parked.add(turn(agent(program(str(sequence), started_at)), sequence))
-    assert order_of(parked) == ["r1", "r2", "r0"]
-
-
-def test_the_program_with_the_least_service_is_first_if_so_configured() -> None:
-    parked = turns(ProgramOrder.LEAST_SERVICE)
-    for sequence, service in enumerate((300.0, 100.0, 200.0)):
-        parked.add(turn(agent(program(str(sequence), float(sequence), service)), sequence))
-    assert order_of(parked) == ["r1", "r2", "r0"]
-
-
-def test_equal_programs_are_in_the_order_of_arrival() -> None:
-    parked = turns()
-    for sequence in (2, 1, 3):
-        parked.add(turn(agent(program(str(sequence))), sequence))
-    assert order_of(parked) == ["r1", "r2", "r3"]
-
-
-def test_the_last_open_agent_of_a_program_is_first() -> None:
-    early, late = program("early"), program("late", started_at=5.0)
-    parked = turns()
-    parked.add(turn(agent(early), 1))
-    parked.add(turn(agent(late, parent=agent(late)), 2))
-    assert order_of(parked) == ["r2", "r1"]
-
-
-def test_an_agent_beside_another_open_one_is_not_preferred() -> None:
-    early, late = program("early"), program("late", started_at=5.0)
-    root = agent(late)
-    last, other = agent(late, parent=root), agent(late, parent=root)
-    parked = turns()
-    parked.add(turn(agent(early), 1))
-    parked.add(turn(last, 2))
-    assert order_of(parked) == ["r1", "r2"]
-    other.turns_open = 0
-    parked.refresh(late)
-    assert order_of(parked) == ["r2", "r1"]
-
-
-def test_joins_may_be_disabled() -> None:
-    early, late = program("early"), program("late", started_at=5.0)
-    parked = turns(joins=False)
-    parked.add(turn(agent(early), 1))
-    parked.add(turn(agent(late, parent=agent(late)), 2))
-    assert order_of(parked) == ["r1", "r2"]
-
-
-def test_a_turn_is_a_candidate_once_even_if_its_place_changed_and_changed_back() -> None:
-    waiting = program("p")
-    root = agent(waiting)
-    last, other = agent(waiting, parent=root), agent(waiting, parent=root)
-    parked = turns()
-    parked.add(turn(last, 1))
-    for open_turns in (0, 1):
-        other.turns_open = open_turns
-        parked.refresh(waiting)
-    assert order_of(parked) == ["r1"]
-
-
-def test_a_turn_that_was_removed_and_added_again_is_a_candidate_once() -> None:
-    parked, scheduled = turns(), turn(agent(program("p")), 1)
-    parked.add(scheduled)
-    assert parked.remove(scheduled)
-    assert not parked.remove(scheduled)
-    assert order_of(parked) == []
-    parked.add(scheduled)
-    parked.remove(scheduled)
-    parked.add(scheduled)
-    assert order_of(parked) == ["r1"]
+def test_an_agent_is_preferred_once_the_other_agents_of_its_program_have_ended() -> None:
+    driver = full()
+    begin(driver, "early")
+    begin(driver, "late")
+    hold(driver)
+    driver.start_turn("other", "other", prompt_tokens=SMALL, program="late", parent="late")
+    park(driver, "early1", "early2", program="early")
+    park(driver, "last", program="late", parent="late")
+    assert dispatched(driver.end_turn("hold")) == [("early1", "s1")]
+    assert dispatched(driver.end_turn("other", context=SMALL)) == []
+    assert dispatched(driver.end_turn("early1")) == [("last", "s1")]
 
 
 def test_higher_classes_are_first() -> None:
-    parked = turns()
-    for sequence, priority in enumerate(reversed(PriorityClass)):
-        parked.add(turn(agent(program(str(sequence))), sequence, priority=priority))
-    assert order_of(parked) == ["r2", "r1", "r0"]
+    driver = full()
+    hold(driver)
+    for priority in reversed(PriorityClass):
+        park(driver, priority.name, priority=priority)
+    assert admitted(driver) == [priority.name for priority in PriorityClass]
 
 
-def test_tenants_are_in_the_order_of_their_shares() -> None:
-    parked, waiting = turns(), queue()
-    for sequence, tenant in enumerate(("much", "little", "much")):
-        scheduled = turn(agent(program(str(sequence), float(sequence))), sequence, tenant=tenant)
-        waiting.add(scheduled)
-        parked.add(scheduled)
-    shares = waiting.shares[PriorityClass.DEFAULT]
-    shares.charge("much", 1_000.0)
-    shares.charge("little", 10.0)
-    assert order_of(parked, waiting) == ["r1", "r0", "r2"]
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (FairnessMode.TOKENS, ["little", "much1", "much2"]),
+        (FairnessMode.OFF, ["much1", "much2", "little"]),
+    ],
+)
+def test_tenants_are_in_the_order_of_their_shares(mode: FairnessMode, expected: list[str]) -> None:
+    driver = full(fairness=FairnessSettings(mode=mode))
+    hold(driver, tenant="much")
+    park(driver, "much1", "much2", tenant="much")
+    park(driver, "little", tenant="little")
+    assert admitted(driver) == expected
 
 
-def test_a_tenant_whose_turns_were_removed_may_be_forgotten_by_the_shares() -> None:
-    parked, waiting = turns(), queue()
-    gone = turn(agent(program("gone")), 0, tenant="gone")
-    parked.add(gone)
-    parked.remove(gone)
-    for sequence, tenant in enumerate(("a", "b"), start=1):
-        scheduled = turn(agent(program(tenant)), sequence, tenant=tenant)
-        waiting.add(scheduled)
-        parked.add(scheduled)
-    assert order_of(parked, waiting) == ["r1", "r2"]
+def test_without_fairness_the_programs_of_all_tenants_have_one_order() -> None:
+    driver = full(fairness=FairnessSettings(mode=FairnessMode.OFF))
+    hold(driver)
+    for number, tenant in enumerate("abab"):
+        park(driver, str(number), tenant=tenant)
+    assert admitted(driver) == ["0", "1", "2", "3"]
 
 
-def test_few_turns_of_each_tenant_are_tried() -> None:
-    parked = turns()
-    for sequence in range(20):
-        parked.add(turn(agent(program(str(sequence), float(sequence))), sequence))
-    expected = [f"r{number}" for number in range(8)]
-    assert order_of(parked) == expected
-    assert order_of(parked) == expected
+def test_tenants_whose_turns_have_left_do_not_disturb_the_others() -> None:
+    driver = full()
+    hold(driver)
+    park(driver, "a", "b")
+    for number in range(9):
+        session = f"served{number}"
+        driver.start_turn(session, session, prompt_tokens=30_000, tenant="served")
+        driver.end_turn(session, context=30_000)
+    # So many that the shares forget them.
+    for number in range(4_200):
+        driver.start_turn(f"gone{number}", f"gone{number}", tenant=f"gone{number}")
+        driver.feed(Cancelled(f"gone{number}"))
+    # It is tried after all others.
+    small = driver.start_turn("small", "small", prompt_tokens=30_000, tenant="served")
+    assert dispatched(small) == [("small", "s1")]
 
 
-def test_without_fairness_all_tenants_have_one_order() -> None:
-    parked = turns()
-    for sequence, (tenant, started_at) in enumerate((("a", 2.0), ("b", 1.0), ("a", 0.0))):
-        parked.add(turn(agent(program(str(sequence), started_at)), sequence, tenant=tenant))
-    assert order_of(parked, queue(FairnessMode.OFF)) == ["r2", "r1", "r0"]
+@pytest.mark.parametrize(("large", "is_tried"), [(7, True), (8, False)])
+@pytest.mark.parametrize("mode", [FairnessMode.TOKENS, FairnessMode.OFF])
+def test_few_turns_of_each_tenant_are_tried(mode: FairnessMode, large: int, is_tried: bool) -> None:
+    driver = full(fairness=FairnessSettings(mode=mode))
+    hold(driver)
+    park(driver, *(f"large{number}" for number in range(large)))
+    for _ in range(2):
+        driver.now += 1.0
+        assert bool(driver.start_turn("small", "small", prompt_tokens=30_000)) is is_tried
+        driver.feed(Cancelled("small"))
 
 
-def test_a_candidate_may_be_removed_before_the_next_is_taken() -> None:
-    parked = turns()
-    for sequence in range(3):
-        parked.add(turn(agent(program(str(sequence), float(sequence))), sequence))
-    for each in parked.candidates(queue()):
-        parked.remove(each)
-    assert len(parked) == 0
-    assert list(parked) == []
-    assert repr(parked) == "<ParkedTurns 0 of 0 programs>"
+def test_all_that_fit_are_admitted_at_once() -> None:
+    driver = full()
+    hold(driver, prompt_tokens=80_000)
+    park(driver, "a", "b", "c", prompt_tokens=30_000)
+    driver.end_turn("hold")
+    assert [driver.find(name).home for name in "abc"] == ["s1"] * 3
+    assert repr(driver.programs.parked) == "<ParkedTurns 0 of 0 programs>"
 
 
-def test_the_fewest_tokens_are_those_of_the_turns_that_are_left() -> None:
-    parked = turns()
-    assert parked.fewest_tokens == math.inf
-    waiting = [turn(agent(program("p")), n, prompt_tokens=tokens) for n, tokens in enumerate((300, 100, 100))]
-    for each in waiting:
-        parked.add(each)
-    fewest = []
-    for each in reversed(waiting):
-        fewest.append(parked.fewest_tokens)
-        parked.remove(each)
-    assert fewest == [waiting[n].estimate.expected_tokens for n in (1, 1, 0)]
-
-
-def test_the_turns_of_a_program_are_counted() -> None:
-    of = program("p")
-    parked = turns()
-    first = turn(agent(of), 1)
-    parked.add(first)
-    parked.add(turn(agent(of), 2))
-    assert parked.of_program(of) == 2
-    parked.remove(first)
-    assert parked.of_program(of) == 1
-    assert parked.of_program(program("other")) == 0
+@pytest.mark.parametrize("cancelled", [[], ["large"], ["small"], ["large", "small"]])
+def test_a_turn_that_fits_is_found_whichever_others_have_left(cancelled: list[str]) -> None:
+    driver = full()
+    hold(driver, prompt_tokens=50_000)
+    assert dispatched(driver.start_turn("beside", "beside", prompt_tokens=40_000)) == [("beside", "s1")]
+    driver.feed(FirstToken("beside"))
+    for name, tokens in (("large", 70_000), ("other", 65_000), ("small", 30_000), ("fits", 35_000)):
+        park(driver, name, prompt_tokens=tokens)
+    for name in cancelled:
+        driver.feed(Cancelled(name))
+    expected = "fits" if "small" in cancelled else "small"
+    assert dispatched(driver.end_turn("beside")) == [(expected, "s1")]
+    for name in {"large", "other", "small", "fits"} - {expected, *cancelled}:
+        driver.feed(Cancelled(name))
+    assert driver.programs.parked.fewest_tokens == math.inf

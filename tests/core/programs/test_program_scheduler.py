@@ -29,7 +29,7 @@ from serve_app.core.events import (
     Resumed,
     Woke,
 )
-from serve_app.core.programs.settings import ProgramOrder, ProgramsSettings
+from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, ProgramHint, TurnEnd, Usage
 from tests.builders import (
@@ -444,42 +444,6 @@ def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
     driver.start_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
     driver.end_turn("a1")
     assert driver.programs.next_at() == 15.0
-
-
-# Order among the parked
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"), [(ProgramOrder.FCFS, "late"), (ProgramOrder.LEAST_SERVICE, "early")]
-)
-def test_programs_are_admitted_by_their_start_or_by_their_service(order: ProgramOrder, expected: str) -> None:
-    """The turn of the program that started first arrives late."""
-    driver = fleet("s1", programs=ProgramsSettings(order=order))
-    driver.start_turn("x1", "x", prompt_tokens=60_000)
-    driver.end_turn("x1")
-    driver.feed(ReplicaLost("s1"), after_s=1.0)
-    driver.join_fleet("s1")
-    driver.start_turn("a1", "a")
-    driver.start_turn("early", "y")
-    driver.start_turn("late", "x")
-    assert len(driver.programs.parked) == 2
-    driver.feed(Cancelled("a1"))
-    driver.wake()
-    running = [each for each in ("early", "late") if driver.find(each).replica_id]
-    assert running == [expected]
-
-
-def test_the_last_sub_agent_of_a_program_is_admitted_first() -> None:
-    driver = full()
-    driver.start_turn("b1", "b", tenant="t2")
-    driver.start_turn("agent", "agent", parent="c", tenant="t2")
-    driver.start_turn("root", "c", prompt_tokens=1_000, tenant="t2")
-    driver.end_turn("root", context=1_000)
-    driver.start_turn("last", "last", parent="c", tenant="t2")
-    driver.feed(Cancelled("agent"))
-    assert len(driver.programs.parked) == 2
-    driver.end_turn("a1")
-    assert dispatched(driver.wake()) == [("last", "s1")]
 
 
 # Ends
