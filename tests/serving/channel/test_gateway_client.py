@@ -27,7 +27,7 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
     control_plane: ControlPlane,
 ) -> None:
     gateway = await control_plane.gateway()
-    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
+    task = asyncio.create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
     await wait_until(lambda: len(control_plane.live.core) == 1)
     control_plane.kill()
     rejection = await asyncio.wait_for(task, 10)
@@ -43,7 +43,7 @@ async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
     gateway = await control_plane.gateway()
     control_plane.kill()
     await wait_until(lambda: not gateway.is_connected)
-    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    task = asyncio.create_task(gateway.acquire(submission("r1")))
     await control_plane.begin()
     await control_plane.replica("s1")
     assert isinstance(await asyncio.wait_for(task, 10), Grant)
@@ -176,7 +176,7 @@ async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_pl
     grant = await granted(gateway, "r1")
     control_plane.kill()
     await wait_until(lambda: not gateway.is_connected)
-    task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
+    task = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
     await asyncio.sleep(0)
     gateway.on_message(Granted(1, grant.dispatch))
     await asyncio.sleep(0.05)
@@ -219,7 +219,7 @@ async def test_only_finish_messages_without_acknowledgement_are_sent_again(
 
 async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:
     gateway = await control_plane.gateway()
-    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    task = asyncio.create_task(gateway.acquire(submission("r1")))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="already pending"):
         await gateway.acquire(submission("r1"))
@@ -240,7 +240,7 @@ async def test_a_request_id_of_another_gateway_is_rejected_and_stays_the_others(
 
 async def test_a_gateway_that_closes_rejects_waiting_and_new_requests(control_plane: ControlPlane) -> None:
     gateway = await control_plane.gateway()
-    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    task = asyncio.create_task(gateway.acquire(submission("r1")))
     await wait_until(lambda: len(control_plane.live.core) == 1)
     await gateway.close()
     rejection = await task

@@ -152,6 +152,6 @@ async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(control_plane: C
             raw_peer.send(Heartbeat(0))
             await asyncio.sleep(0.05)
 
-    talking = asyncio.get_running_loop().create_task(send_heartbeats())
+    talking = asyncio.create_task(send_heartbeats())
     assert await raw_peer.closed()
     talking.cancel()

@@ -32,7 +32,18 @@ USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
 def submit(client: GatewayClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
-    return asyncio.get_running_loop().create_task(client.acquire(submission(request_id, **changes)))
+    return asyncio.create_task(client.acquire(submission(request_id, **changes)))
+
+
+async def relayed_gateway(control_plane: ControlPlane) -> tuple[Wire, GatewayClient]:
+    wire = await control_plane.wire()
+    return wire, await control_plane.gateway(wire=wire)
+
+
+async def finish(control_plane: ControlPlane, gateway: GatewayClient) -> None:
+    """Finish the only request, which empties the scheduler."""
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
 async def answer_of(task: asyncio.Task[Grant | Conclusion]) -> Grant | Conclusion:
@@ -61,8 +72,7 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     assert grant.dispatch.queue_wait_s < 5
     assert len(control_plane.live.core) == 1
     gateway.first_token("r1")
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
+    await finish(control_plane, gateway)
     assert control_plane.open_requests() == 0
 
 
@@ -77,8 +87,7 @@ async def test_a_cancelled_wait_releases_its_queue_slot(control_plane: ControlPl
 async def test_a_wait_cancelled_while_its_grant_is_in_transit_releases_the_hold(
     control_plane: ControlPlane,
 ) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     await control_plane.replica()
     wire.mute_down = True
     task = submit(gateway, "r1")
@@ -110,8 +119,7 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
 
 
 async def test_a_lost_grant_is_sent_again_and_not_decided_again(control_plane: ControlPlane) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     await control_plane.replica()
     wire.mute_down = True
     task = submit(gateway, "r1")
@@ -119,15 +127,13 @@ async def test_a_lost_grant_is_sent_again_and_not_decided_again(control_plane: C
     wire.cut()
     assert isinstance(await answer_of(task), Grant)
     assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in await control_plane.live.exposition()
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
+    await finish(control_plane, gateway)
 
 
 async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(
     control_plane: ControlPlane,
 ) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     first, _ = await control_plane.replica("s1")
     wire.mute_down = True
     task = submit(gateway, "r1")
@@ -138,18 +144,16 @@ async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(
     answer = await answer_of(task)
     assert isinstance(answer, Grant)
     assert answer.dispatch.replica_id == "s2"
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
+    await finish(control_plane, gateway)
 
 
 async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_plane: ControlPlane) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     await control_plane.replica("s1")
     await control_plane.replica("s2")
     first = await granted(gateway, "r1")
     wire.mute_up = True
-    task = asyncio.get_running_loop().create_task(
+    task = asyncio.create_task(
         gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     )
     await asyncio.sleep(0.05)
@@ -160,15 +164,13 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_pl
     second = await answer_of(task)
     assert isinstance(second, Grant)
     assert second.dispatch.replica_id != first.dispatch.replica_id
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
+    await finish(control_plane, gateway)
 
 
 async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
     control_plane: ControlPlane,
 ) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     await control_plane.replica("s1")
     await granted(gateway, "r1")
     wire.mute_up = True
@@ -184,8 +186,7 @@ async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
 async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     control_plane: ControlPlane,
 ) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     task = submit(gateway, "r1")
     await wait_until(lambda: len(control_plane.live.core) == 1)
     wire.rejects = True
@@ -224,8 +225,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
 
 
 async def test_a_gateway_that_reconnects_late_finds_its_running_requests(control_plane: ControlPlane) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     _, engine = await control_plane.replica("s1")
     await granted(gateway, "r1")
     engine.report = replace(engine.report, received=1, running=1)
@@ -253,8 +253,7 @@ async def test_a_gateway_that_sends_goodbye_is_released_at_once(control_plane: C
 
 
 async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(control_plane: ControlPlane) -> None:
-    wire = await control_plane.wire()
-    gateway = await control_plane.gateway(wire=wire)
+    wire, gateway = await relayed_gateway(control_plane)
     await control_plane.replica("s1")
     await granted(gateway, "r1")
     wire.mute_up = wire.mute_down = True
@@ -263,8 +262,7 @@ async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(control_
     wire.mute_up = wire.mute_down = False
     await wait_until(lambda: gateway.is_connected)
     assert control_plane.live.core.find("r1") is not None
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
+    await finish(control_plane, gateway)
 
 
 async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(control_plane: ControlPlane) -> None:
@@ -294,7 +292,7 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
         wire = await control_plane.wire()
         gateways = [await control_plane.gateway(f"g{n}", wire) for n in range(20)]
         tasks = [
-            asyncio.get_running_loop().create_task(served(gateway, f"{n}-{i}"))
+            asyncio.create_task(served(gateway, f"{n}-{i}"))
             for n, gateway in enumerate(gateways)
             for i in range(10)
         ]
