@@ -92,17 +92,17 @@ def test_one_that_dies_again_and_again_fails_the_start(cluster: Cluster, set_sta
         cluster.progress()
 
 
-def test_an_engine_that_does_not_start_fails_the_start_at_once(
-    cluster: Cluster, set_status: SetStatus
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (DeploymentStatus.UPDATING, RAISED, "vLLM could not start m: no such"),
+        (DeploymentStatus.DEPLOY_FAILED, KILLED, "The actor died unexpectedly"),
+    ],
+    ids=["an engine does not start", "Serve stops retrying"],
+)
+def test_a_deployment_that_cannot_recover_fails_the_start_at_once(
+    cluster: Cluster, set_status: SetStatus, status: DeploymentStatus, message: str, reason: str
 ) -> None:
-    set_status(DeploymentStatus.UPDATING, RAISED)
-    with pytest.raises(ServeAppError, match="short-demo did not start: vLLM could not start m: no such"):
-        cluster.progress()
-
-
-def test_a_deployment_that_serve_stops_retrying_fails_the_start(
-    cluster: Cluster, set_status: SetStatus
-) -> None:
-    set_status(DeploymentStatus.DEPLOY_FAILED, KILLED)
-    with pytest.raises(ServeAppError, match="short-demo did not start: The actor died unexpectedly"):
+    set_status(status, message)
+    with pytest.raises(ServeAppError, match=f"short-demo did not start: {reason}"):
         cluster.progress()

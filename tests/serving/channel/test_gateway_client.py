@@ -23,6 +23,13 @@ from tests.serving.channel.harness import (
 )
 
 
+async def disconnected_gateway(control_plane: ControlPlane) -> GatewayClient:
+    gateway = await control_plane.gateway()
+    control_plane.kill()
+    await wait_until(lambda: not gateway.is_connected)
+    return gateway
+
+
 async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
     control_plane: ControlPlane,
 ) -> None:
@@ -40,9 +47,7 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
 async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
     control_plane: ControlPlane,
 ) -> None:
-    gateway = await control_plane.gateway()
-    control_plane.kill()
-    await wait_until(lambda: not gateway.is_connected)
+    gateway = await disconnected_gateway(control_plane)
     task = asyncio.create_task(gateway.acquire(submission("r1")))
     await control_plane.begin()
     await control_plane.replica("s1")
@@ -52,9 +57,7 @@ async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
 async def test_a_request_that_does_not_wait_is_rejected_while_the_scheduler_is_away(
     control_plane: ControlPlane,
 ) -> None:
-    gateway = await control_plane.gateway()
-    control_plane.kill()
-    await wait_until(lambda: not gateway.is_connected)
+    gateway = await disconnected_gateway(control_plane)
     rejection = await rejected(gateway, "r1", no_wait=True)
     assert rejection.outcome is Outcome.REJECTED_NO_REPLICA
     assert rejection.retry_after_s is not None
@@ -63,9 +66,7 @@ async def test_a_request_that_does_not_wait_is_rejected_while_the_scheduler_is_a
 async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_away(
     control_plane: ControlPlane,
 ) -> None:
-    gateway = await control_plane.gateway()
-    control_plane.kill()
-    await wait_until(lambda: not gateway.is_connected)
+    gateway = await disconnected_gateway(control_plane)
     limit = control_plane.channel.max_queued_disconnected
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(gateway.acquire(submission(f"r{n}"))) for n in range(limit)]

@@ -53,17 +53,13 @@ def test_faults_of_a_replica_mean_another_try(status: int, failure: DispatchFail
     assert str(found) == f"the engine answered {status}: why"
 
 
-def test_an_engine_whose_core_died_is_lost() -> None:
+def test_a_dead_core_loses_the_request_and_a_draining_replica_has_not_seen_it() -> None:
     error_text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-    found = failure_of(500, [], body(error_text, 500))
-    assert found is not None
-    assert found.failure is DispatchFailure.LOST
-
-
-def test_a_draining_replica_has_not_seen_the_request() -> None:
-    found = failure_of(503, [(b"x-replica-draining", b"1")], b"this replica is draining")
-    assert found is not None
-    assert found.failure is DispatchFailure.UNREACHABLE
+    died = failure_of(500, [], body(error_text, 500))
+    draining = failure_of(503, [(b"x-replica-draining", b"1")], b"this replica is draining")
+    assert died is not None
+    assert draining is not None
+    assert (died.failure, draining.failure) == (DispatchFailure.LOST, DispatchFailure.UNREACHABLE)
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, 400, 404, 409, 422, 501, 504])
