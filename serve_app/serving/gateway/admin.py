@@ -13,7 +13,7 @@ import asyncio
 import csv
 import io
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -35,9 +35,9 @@ from serve_app.serving.gateway.budgets import tokens_of
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.router import HttpRoute
 
 ENDPOINTS_PATH = "/admin/endpoints"
-ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
 _ACTIONS = {"POST": "add", "DELETE": "remove"}
 
 logger = logging.getLogger("ray.serve")
@@ -83,7 +83,12 @@ class EndpointAdmin:
         self._watchers = watchers
         self._reader = reader
 
-    async def serve(self, incoming: IncomingRequest) -> None:
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of this API."""
+        for method in ("GET", *_ACTIONS):
+            yield HttpRoute(method, ENDPOINTS_PATH, self._serve)
+
+    async def _serve(self, incoming: IncomingRequest) -> None:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
@@ -186,7 +191,6 @@ async def query_all(
 
 
 MODE_PATH = "/admin/mode"
-MODE_METHODS = ("GET", "POST")
 
 
 class ModeChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,7 +207,12 @@ class ModeAdmin:
         self._queries = queries
         self._reader = reader
 
-    async def serve(self, incoming: IncomingRequest) -> None:
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of this API."""
+        for method in ("GET", "POST"):
+            yield HttpRoute(method, MODE_PATH, self._serve)
+
+    async def _serve(self, incoming: IncomingRequest) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
@@ -289,8 +298,8 @@ _FROZEN = (
     "the tuner is frozen: the trial is rolled back, adopted values stay in effect, and there are no trials "
     "until POST /debug/tuner/thaw"
 )
-RECEIPTS_PATH = "/debug/requests/"
-PROGRAMS_PATH = "/debug/programs/"
+RECEIPTS_PATH = "/debug/requests/{request_id}"
+PROGRAMS_PATH = "/debug/programs/{program}"
 _NO_RECEIPT = (
     "no receipt for {request_id!r}: use the x-request-id of the response. Receipts expire ten minutes after "
     "the end of a request, after 20,000 newer ones, or at a restart of the scheduler. Requests that the "
@@ -318,35 +327,33 @@ class DebugPages:
         self._reader = reader
         self._prices = prices
 
-    @property
-    def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
-        """The method and the handler of each path."""
-        pages: dict[str, tuple[str, Query]] = {
-            "/debug/queue": ("GET", lambda _model, scheduler: scheduler.query("queue")),
-            "/debug/status": ("GET", lambda _model, scheduler: scheduler.query("status")),
-            "/debug/scaling": ("GET", lambda _model, scheduler: scheduler.query("scaling")),
-            "/debug/usage": ("GET", self._usage),
-            "/debug/costs": ("GET", lambda _model, scheduler: scheduler.query("costs")),
-            "/debug/tuner": ("GET", _tuner),
-            "/debug/tuner/freeze": ("POST", partial(_set_frozen, "frozen by an admin")),
-            "/debug/tuner/thaw": ("POST", partial(_set_frozen, "")),
-        }
-        shown = {path: (method, partial(self._show, query)) for path, (method, query) in pages.items()}
-        return {
-            **shown,
-            "/debug/capture": ("GET", self._capture),
-            "/debug/costs.csv": ("GET", self._cost_table),
-            "/debug/usage.csv": ("GET", self._usage_table),
-        }
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of all pages."""
+        pages: tuple[tuple[str, str, Query], ...] = (
+            ("GET", "/debug/queue", lambda _model, scheduler: scheduler.query("queue")),
+            ("GET", "/debug/status", lambda _model, scheduler: scheduler.query("status")),
+            ("GET", "/debug/scaling", lambda _model, scheduler: scheduler.query("scaling")),
+            ("GET", "/debug/usage", self._usage),
+            ("GET", "/debug/costs", lambda _model, scheduler: scheduler.query("costs")),
+            ("GET", "/debug/tuner", _tuner),
+            ("POST", "/debug/tuner/freeze", partial(_set_frozen, "frozen by an admin")),
+            ("POST", "/debug/tuner/thaw", partial(_set_frozen, "")),
+        )
+        for method, path, query in pages:
+            yield HttpRoute(method, path, partial(self._show, query))
+        yield HttpRoute("GET", "/debug/capture", self._capture)
+        yield HttpRoute("GET", "/debug/costs.csv", self._cost_table)
+        yield HttpRoute("GET", "/debug/usage.csv", self._usage_table)
+        yield HttpRoute("GET", RECEIPTS_PATH, self._receipt)
+        yield HttpRoute("GET", PROGRAMS_PATH, self._program)
 
-    async def receipt(self, incoming: IncomingRequest) -> None:
+    async def _receipt(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the receipt of a request of any model.
 
         Raises:
             RequestRejected: the caller is not an admin, or no scheduler has the request.
         """
         self._reader.authenticate(incoming).check_admin()
-        request_id = incoming.path.removeprefix(RECEIPTS_PATH)
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
@@ -358,14 +365,13 @@ class DebugPages:
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
         await send_json(incoming.send, 200, encode(found), [])
 
-    async def program(self, incoming: IncomingRequest) -> None:
+    async def _program(self, incoming: IncomingRequest, name: str) -> None:
         """Return where the time of a program went, for each tenant and model that has one with this id.
 
         Raises:
             RequestRejected: the caller is not an admin, or no scheduler has the program.
         """
         self._reader.authenticate(incoming).check_admin()
-        name = incoming.path.removeprefix(PROGRAMS_PATH)
         models = await self._complete(lambda _model, scheduler: scheduler.query("program", program=name))
         found = [each for model in models for each in model.get("programs", ())]
         if not found:

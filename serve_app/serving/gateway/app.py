@@ -6,7 +6,7 @@ Read next: `request/reader.py`, which turns a request into a job, and `forward.p
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from time import monotonic
@@ -18,36 +18,18 @@ from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
-from serve_app.serving.gateway.admin import (
-    ENDPOINTS_METHODS,
-    ENDPOINTS_PATH,
-    MODE_METHODS,
-    MODE_PATH,
-    PROGRAMS_PATH,
-    RECEIPTS_PATH,
-    DebugPages,
-    EndpointAdmin,
-    ModeAdmin,
-    PoolWatcher,
-)
+from serve_app.serving.gateway.admin import DebugPages, EndpointAdmin, ModeAdmin, PoolWatcher
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
 from serve_app.serving.gateway.answer.client_api import send_rejection
-from serve_app.serving.gateway.answer.responses import (
-    MethodRejected,
-    RequestRejected,
-    encode,
-    send_body,
-    send_json,
-    stopping,
-)
-from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, methods_of
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json, stopping
+from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, BatchHandler, batch_routes
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.halted import HaltWatch
-from serve_app.serving.gateway.key_admin import KEY_METHODS, KEYS_METHODS, KEYS_PATH, KeyAdmin
+from serve_app.serving.gateway.key_admin import KeyAdmin
 from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
@@ -63,8 +45,9 @@ from serve_app.serving.gateway.request.endpoints import (
 from serve_app.serving.gateway.request.incoming import IncomingRequest, append_fields, model_field
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request_log import ConcludedRequest
+from serve_app.serving.gateway.router import HttpRoute, Router
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
-from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses, method_of
+from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
@@ -73,11 +56,6 @@ from serve_app.serving.http_server import EXCHANGE
 from serve_app.serving.tls import TlsSettings, make_tls
 
 logger = logging.getLogger("ray.serve")
-
-_MODELS = "/v1/models"
-
-Handler = Callable[[IncomingRequest], Awaitable[None]]
-
 
 # Time for clients to read the last event of an aborted stream, and for the export of the last spans.
 _FINAL_MESSAGES_S = 2.0
@@ -92,6 +70,9 @@ class Gateway:
         queries: admin queries of each model's scheduler, by model name.
         tls: for connections to replicas.
         watchers: watchers of endpoint pools, by model and pool.
+
+    Attributes:
+        router: routes of all endpoints.
 
     Raises:
         SettingsError: a model has no scheduler, a key cannot be read, or tracing is enabled but unavailable.
@@ -150,7 +131,7 @@ class Gateway:
         self._batches: BatchApi | None = None
         self._debug = DebugPages(self._queries, self._reader, prices)
         self._key_admin = KeyAdmin(self._reader, self._budgets, settings.keys_path)
-        self._routes = self._routing_table(watchers or {})
+        self.router = Router(self._routes(watchers or {}))
 
     def __repr__(self) -> str:
         return f"<Gateway models={len(self._settings.models)} in_flight={self.in_flight} {self._upstream!r}>"
@@ -185,31 +166,30 @@ class Gateway:
         differing = [name for name in names if getattr(before, name) != getattr(changed, name)]
         logger.info("event=audit action=settings_changed by=deploy settings=%s", ",".join(differing))
 
-    def _routing_table(
-        self, watchers: Mapping[tuple[str, str], PoolWatcher]
-    ) -> dict[str, tuple[str, Handler]]:
-        """Return the allowed methods and the handler of each path."""
+    def _routes(self, watchers: Mapping[tuple[str, str], PoolWatcher]) -> Iterator[HttpRoute]:
+        for path in (*SCHEDULED, *FORMS):
+            yield HttpRoute("POST", path, self._scheduled)
+        for path in UNSCHEDULED:
+            yield HttpRoute("POST", path, self._forward_unscheduled)
+        for path in QUERY_ROUTES:
+            yield HttpRoute("GET", path, self._forward_query)
         engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)
-        endpoint_admin = EndpointAdmin(watchers, self._reader)
-        mode_admin = ModeAdmin(self._queries, self._reader)
-        return {
-            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
-            **dict.fromkeys(UNSCHEDULED, ("POST", self._forward_unscheduled)),
-            **dict.fromkeys(QUERY_ROUTES, ("GET", self._forward_query)),
-            "/load": ("GET", self._load),
-            "/ping": ("GET", self._health),
-            _MODELS: ("GET", self._list_models),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._metrics),
-            ENGINES_PATH: ("GET", engine_pages.serve),
-            ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
-            MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
-            KEYS_PATH: (KEYS_METHODS, self._key_admin.serve),
-            "/openapi.json": ("GET", self._openapi),
-            **self._debug.routes,
-            **self._dashboard.routes,
-        }
+        yield HttpRoute("GET", "/v1/models", self._list_models)
+        yield HttpRoute("GET", "/v1/models/{name}", self._show_model)
+        yield HttpRoute("GET", "/load", self._load)
+        yield HttpRoute("GET", "/ping", self._health)
+        yield HttpRoute("GET", "/health", self._health)
+        yield HttpRoute("GET", "/ready", self._ready)
+        yield HttpRoute("GET", "/metrics", self._metrics)
+        yield HttpRoute("GET", ENGINES_PATH, engine_pages.serve)
+        yield HttpRoute("GET", "/openapi.json", self._openapi)
+        yield from batch_routes(self._batch_handler)
+        yield from self._stored.routes()
+        yield from EndpointAdmin(watchers, self._reader).routes()
+        yield from ModeAdmin(self._queries, self._reader).routes()
+        yield from self._key_admin.routes()
+        yield from self._debug.routes()
+        yield from self._dashboard.routes()
 
     def start_batches(self, folder: Path) -> None:
         """Offer the Batch API, and run its batches. Without this, its endpoints answer 501.
@@ -301,48 +281,14 @@ class Gateway:
         incoming = self._reader.incoming(scope, receive, client, path, monotonic())
         client.request_id = incoming.client_request_id.encode()
         try:
-            handler = self._route(path, scope["method"])
-            await handler(incoming)
+            handler, parameters = self.router.find(scope["method"], path)
+            await handler(incoming, *parameters)
         except RequestRejected as rejection:
             status, key = rejection.status, rejection.key
             self._conclude_unscheduled(incoming, rejection.outcome, status, rejection.message, key)
             await send_rejection(incoming.api, client, rejection, incoming.id_headers)
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
-
-    def _route(self, path: str, method: str) -> Handler:
-        route = self._find(path)
-        if route is None:
-            # A base URL lacks /v1, has it twice, or has a slash too many.
-            bare = "/" + path.removeprefix("/v1").strip("/")
-            near = next((each for each in (bare, f"/v1{bare}") if self._find(each) is not None), None)
-            advice = "" if near is None else f": use {near[:200]}"
-            raise RequestRejected(
-                Outcome.REJECTED_INVALID, f"unknown path {path[:200]}{advice}", code="not_found", status=404
-            )
-        allowed, handler = route
-        if ("GET" if method == "HEAD" else method) not in allowed.split(", "):
-            raise MethodRejected(method, path, allowed)
-        return handler
-
-    def _find(self, path: str) -> tuple[str, Handler] | None:
-        """Return the allowed methods and the handler of a path."""
-        route = self._routes.get(path)
-        if route is not None or path.endswith("/"):
-            pass
-        elif path.startswith(_MODELS + "/"):
-            route = "GET", self._show_model
-        elif path.startswith(RECEIPTS_PATH):
-            route = "GET", self._debug.receipt
-        elif path.startswith(PROGRAMS_PATH):
-            route = "GET", self._debug.program
-        elif path.startswith(KEYS_PATH + "/"):
-            route = KEY_METHODS, self._key_admin.serve
-        elif (stored_method := method_of(path)) is not None:
-            route = stored_method, self._stored.serve
-        elif (batch_methods := methods_of(path)) is not None:
-            route = batch_methods, self._serve_batches
-        return route
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:
         self._check_stopping()
@@ -366,14 +312,19 @@ class Gateway:
             self._calls.discard(call)
             self._call_ended.set()
 
-    async def _serve_batches(self, incoming: IncomingRequest) -> None:
-        if self._batches is None:
-            message = (
-                "the Batch API has no folder here: this cluster has several nodes, so set "
-                "gateway.batches.folder to a folder that all of them share"
-            )
-            raise RequestRejected(Outcome.FAILED, message, code="not_supported", status=501)
-        await self._batches.serve(incoming)
+    def _batch_handler(self, handler: BatchHandler) -> Callable[..., Awaitable[None]]:
+        """Return a handler of the Batch API that rejects requests while this gateway does not offer it."""
+
+        async def serve(incoming: IncomingRequest, *parameters: str) -> None:
+            if self._batches is None:
+                message = (
+                    "the Batch API has no folder here: this cluster has several nodes, so set "
+                    "gateway.batches.folder to a folder that all of them share"
+                )
+                raise RequestRejected(Outcome.FAILED, message, code="not_supported", status=501)
+            await self._batches.serve(handler, incoming, *parameters)
+
+        return serve
 
     async def _batch_overview(self) -> Mapping[str, Any]:
         """Return the batches of all tenants, for the dashboard."""
@@ -409,9 +360,8 @@ class Gateway:
         document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
-    async def _show_model(self, incoming: IncomingRequest) -> None:
+    async def _show_model(self, incoming: IncomingRequest, name: str) -> None:
         caller = self._reader.authenticate(incoming)
-        name = incoming.path.removeprefix(_MODELS + "/")
         found = self._served.find(name, caller)
         await send_json(incoming.send, 200, encode(found.describe()), [])
 
@@ -474,7 +424,7 @@ class Gateway:
             tenant=DEFAULT_TENANT if key is None else key.tenant,
         )
         # Clients choose the path, so only known paths become labels.
-        endpoint = incoming.path if incoming.path in self._routes else "-"
+        endpoint = incoming.path if self.router.is_literal(incoming.path) else "-"
         self.telemetry.on_conclusion(
             ConcludedRequest(
                 record=record,

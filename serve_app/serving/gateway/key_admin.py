@@ -9,7 +9,7 @@ All gateways, and `ewsjf keys`, use the same file. Gateways notice a change with
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +30,10 @@ from serve_app.serving.gateway.budgets import PERIODS, Budgets
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.router import HttpRoute
 
 KEYS_PATH = "/admin/keys"
-KEYS_METHODS = "GET, POST"
-KEY_METHODS = "POST, DELETE"
+_KEY = KEYS_PATH + "/{key_id}"
 
 _FIXED = frozenset({"id", "hash", "created_at", "revoked_at", "status"})
 _PERMISSIONS = frozenset(KeyRecord.__struct_fields__) - _FIXED
@@ -55,7 +55,12 @@ class KeyAdmin:
         """Use another file."""
         self._path = path
 
-    async def serve(self, incoming: IncomingRequest) -> None:
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of this API."""
+        for method, path in (("GET", KEYS_PATH), ("POST", KEYS_PATH), ("POST", _KEY), ("DELETE", _KEY)):
+            yield HttpRoute(method, path, self._serve)
+
+    async def _serve(self, incoming: IncomingRequest, key_id: str = "") -> None:
         """List, create, change or revoke keys."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
@@ -64,7 +69,6 @@ class KeyAdmin:
                 "there is no file of keys: set gateway.keys_file, and create the first key by `ewsjf keys`"
             )
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="no_keys_file", status=409)
-        key_id = incoming.path.removeprefix(KEYS_PATH).removeprefix("/")
         method = incoming.scope["method"]
         if method == "DELETE":
             await self._revoke(self._path, key_id, incoming, caller)

@@ -20,7 +20,7 @@ from serve_app.serving.gateway.admin import (
     ModeChange,
 )
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
-from serve_app.serving.gateway.batches.api import BATCH_PATHS, FILES_PATH, BatchBody
+from serve_app.serving.gateway.batches.api import BATCH_ROUTES, FILES_PATH, BatchBody
 from serve_app.serving.gateway.key_admin import KEYS_PATH
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
@@ -154,15 +154,17 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     )
     request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
     summary = "receipt of a request (times and wait causes), until ten minutes after its end; for admins"
-    yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[request_id])}
+    yield RECEIPTS_PATH, {"get": _operation(summary, parameters=[request_id])}
     program = {"name": "program", "in": "path", "required": True, "schema": {"type": "string"}}
     summary = "where the time of an agent program went, with its last turns; for admins"
-    yield f"{PROGRAMS_PATH}{{program}}", {"get": _operation(summary, parameters=[program])}
+    yield PROGRAMS_PATH, {"get": _operation(summary, parameters=[program])}
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}
-    for path, methods in BATCH_PATHS.items():
-        yield path, {method.lower(): _batch_operation(path, method, text) for method, text in methods.items()}
+    by_path: dict[str, Schema] = {}
+    for method, path, summary, _ in BATCH_ROUTES:
+        by_path.setdefault(path, {})[method.lower()] = _batch_operation(path, method, summary)
+    yield from by_path.items()
     for path, summary in _ACTIONS.items():
         yield path, {"post": _operation(summary)}
     change = {"required": True, "content": {_JSON: {"schema": _reference(EndpointChange)}}}

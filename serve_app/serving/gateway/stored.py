@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from urllib.parse import parse_qsl, urlencode
@@ -25,6 +25,7 @@ from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.headers import engine_head, response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest, ResponseTerms
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.router import HttpRoute
 from serve_app.serving.gateway.upstream import (
     EngineSilentError,
     UpstreamError,
@@ -134,17 +135,9 @@ STORED_PATHS: Mapping[str, tuple[str, str]] = {
 }
 
 # Two endpoints of OpenAI, which vLLM lacks, have the form of an id.
-_PATH = re.compile(
-    re.escape(RESPONSES_PATH) + r"/(?!(?:compact|input_tokens)$)([A-Za-z0-9_.:-]{1,200})(/cancel)?"
-)
+_RESPONSE_ID = r"(?!(?:compact|input_tokens)$)[A-Za-z0-9_.:-]{1,200}"
 _RETRY_AFTER_S = 1.0
 _EVENT_STREAM = b"text/event-stream"
-
-
-def method_of(path: str) -> str | None:
-    """Return the method of a stored-response path; None for any other path."""
-    found = _PATH.fullmatch(path)
-    return None if found is None else "POST" if found[2] else "GET"
 
 
 class StoredResponses:
@@ -163,6 +156,11 @@ class StoredResponses:
         self._models = models
         self._reader = reader
         self._holders = holders
+
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of stored responses."""
+        for path, (method, _) in STORED_PATHS.items():
+            yield HttpRoute(method, path, self._serve, _RESPONSE_ID)
 
     def bound(self, job: ForwardJob) -> ForwardJob:
         """Bind a job that continues an earlier response to the replica that stores it.
@@ -188,7 +186,7 @@ class StoredResponses:
         bound = replace(submission, bound_to=replica.replica_id, program=program)
         return msgspec.structs.replace(job, submission=bound, fallbacks=())
 
-    async def serve(self, incoming: IncomingRequest) -> None:
+    async def _serve(self, incoming: IncomingRequest, response_id: str) -> None:
         """Forward the retrieval or cancellation of a response.
 
         Raises:
@@ -196,11 +194,9 @@ class StoredResponses:
         """
         caller = self._reader.authenticate(incoming)
         owner = self._reader.owner(incoming, caller)
-        found = _PATH.fullmatch(incoming.path)
-        assert found is not None, "checked by the router"
         held = await self._reader.body(incoming)
         held.release()
-        replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
+        replica = self._holder(response_id, owner, self._replicas(caller), param="response_id")
         with incoming.watch():
             await self._forward(replica, incoming)
 

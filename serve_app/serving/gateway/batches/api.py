@@ -1,23 +1,11 @@
-"""Endpoints of the Batch API, as OpenAI specifies them.
-
-POST    /v1/files                  upload, as a form with `purpose` and `file`
-GET     /v1/files                  list
-GET     /v1/files/ID               one file
-GET     /v1/files/ID/content       its contents
-DELETE  /v1/files/ID               deletion
-POST    /v1/batches                creation
-GET     /v1/batches                list
-GET     /v1/batches/ID             one batch
-POST    /v1/batches/ID/cancel      cancellation
-"""
+"""Endpoints of the Batch API, as OpenAI specifies them: `BATCH_ROUTES` at the end lists them."""
 
 import asyncio
-import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
@@ -42,19 +30,11 @@ from serve_app.serving.gateway.batches.upload import UploadForm
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.router import Handler, HttpRoute
 from serve_app.serving.gateway.settings import GatewaySettings
 
 FILES_PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
-# Methods by path, and summaries by method, for the router and the API description.
-BATCH_PATHS: Mapping[str, Mapping[str, str]] = {
-    FILES_PATH: {"POST": "upload a file of batch requests", "GET": "list of files"},
-    FILES_PATH + "/{file_id}": {"GET": "one file", "DELETE": "delete a file"},
-    FILES_PATH + "/{file_id}/content": {"GET": "contents of a file"},
-    BATCHES_PATH: {"POST": "create a batch", "GET": "list of batches"},
-    BATCHES_PATH + "/{batch_id}": {"GET": "one batch"},
-    BATCHES_PATH + "/{batch_id}/cancel": {"POST": "cancel a batch"},
-}
-_PATH = re.compile(r"(/v1/files|/v1/batches)(?:/([A-Za-z0-9_-]{1,100})(?:/(content|cancel))?)?")
+_ID = "[A-Za-z0-9_-]{1,100}"
 _FILES_PAGE, _BATCHES_PAGE = 10_000, 100
 _DEFAULT_BATCHES_PAGE = 20
 _PIECE_BYTES = 1024 * 1024
@@ -85,16 +65,11 @@ class BatchBody(msgspec.Struct):
 _body_decoder = msgspec.json.Decoder(BatchBody)
 
 
-def methods_of(path: str) -> str | None:
-    """Return the methods of a path of this API, separated by commas; None for any other path."""
-    found = _PATH.fullmatch(path)
-    if found is None:
-        return None
-    collection, entry, part = found.groups()
-    name = "file_id" if collection == FILES_PATH else "batch_id"
-    written = collection + (f"/{{{name}}}" if entry else "") + (f"/{part}" if part else "")
-    methods = BATCH_PATHS.get(written)
-    return None if methods is None else ", ".join(methods)
+class BatchOwner(NamedTuple):
+    """The caller of an endpoint: the tenant that owns files and batches, and the id of its key."""
+
+    tenant: str
+    key_id: str
 
 
 class BatchApi:
@@ -141,67 +116,28 @@ class BatchApi:
         ]
         return {"rows": rows, "error": ""}
 
-    async def serve(self, incoming: IncomingRequest) -> None:
-        """Serve a request of this API.
+    async def serve(self, handler: "BatchHandler", incoming: IncomingRequest, *parameters: str) -> None:
+        """Serve a request by a handler of `BATCH_ROUTES`.
 
         Raises:
             RequestRejected: it is invalid or not allowed, or the storage is not available.
         """
         caller = self._reader.authenticate(incoming)
-        owner = self._reader.owner(incoming, caller)
-        found = _PATH.fullmatch(incoming.path)
-        assert found is not None, "checked by the router"
-        collection, entry, part = found.groups()
-        method = incoming.scope["method"]
+        tenant = self._reader.owner(incoming, caller)
+        owner = BatchOwner(tenant, "" if caller.key is None else caller.key.id)
         try:
-            if collection == FILES_PATH:
-                await self._serve_files(incoming, owner, method, entry, part)
-            else:
-                key_id = "" if caller.key is None else caller.key.id
-                await self._serve_batches(incoming, owner, key_id, method, entry)
+            await handler(self, incoming, owner, *parameters)
         except StoreError as error:
             raise storage_rejection(error) from error
 
-    async def _serve_files(
-        self, incoming: IncomingRequest, owner: str, method: str, file_id: str | None, part: str | None
-    ) -> None:
-        if file_id is None and method == "POST":
-            await _send(incoming, (await self._upload(incoming, owner)).shown())
-        elif file_id is None:
-            await self._list_files(incoming, owner)
-        elif part is not None:
-            await self._send_contents(incoming, await self._file(file_id, owner))
-        elif method == "DELETE":
-            await self._delete(await self._file(file_id, owner))
-            await _send(incoming, {"id": file_id, "object": "file", "deleted": True})
-        else:
-            await _send(incoming, (await self._file(file_id, owner)).shown())
-
-    async def _serve_batches(
-        self, incoming: IncomingRequest, owner: str, key_id: str, method: str, batch_id: str | None
-    ) -> None:
-        if batch_id is None and method == "POST":
-            record: BatchRecord | None = await self._create(incoming, owner, key_id)
-        elif batch_id is None:
-            await self._list_batches(incoming, owner)
-            return
-        elif method == "POST":
-            record = await self._storage(BatchStore.cancel, batch_id, owner, time())
-        else:
-            record = await self._storage(BatchStore.batch, batch_id, owner)
-        if record is None:
-            raise _not_found("batch", str(batch_id))
-        if method == "POST":
-            self._runner.wake()
-        await _send(incoming, record.shown(time()))
-
     # -- files
 
-    async def _upload(self, incoming: IncomingRequest, owner: str) -> FileRecord:
+    async def upload_file(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+        """Store a form with `purpose` and `file`."""
         form = UploadForm(incoming.headers.get(b"content-type", b""))
         checker = InputChecker(self._settings.max_requests, self._reader.max_body_bytes)
         record = FileRecord(
-            id=new_id("file-"), owner=owner, filename="", purpose="batch", created_at=int(time())
+            id=new_id("file-"), owner=owner.tenant, filename="", purpose="batch", created_at=int(time())
         )
         # Incomplete files are deleted after a day if this process ends now.
         await self._storage(BatchStore.put_file, record)
@@ -225,25 +161,32 @@ class BatchApi:
         except BaseException:
             await asyncio.shield(self._abandon(record.id, writer.abandon))
             raise
-        return record
+        await _send(incoming, record.shown())
 
     async def _abandon(self, file_id: str, abandon: Any) -> None:
         await self._storage.file_call(abandon)
         await self._storage(BatchStore.delete_file, file_id)
 
-    async def _list_files(self, incoming: IncomingRequest, owner: str) -> None:
+    async def list_files(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+        """Send a page of the tenant's files."""
         query = _query(incoming)
         page = _page(query, _FILES_PAGE, _FILES_PAGE)
-        found = await self._storage(BatchStore.files, owner, query.get("purpose"), page)
+        found = await self._storage(BatchStore.files, owner.tenant, query.get("purpose"), page)
         await _send_list(incoming, [record.shown() for record in found], page)
 
-    async def _file(self, file_id: str, owner: str, param: str | None = None) -> FileRecord:
-        found = await self._storage(BatchStore.file, file_id, owner)
+    async def show_file(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+        """Send the description of a file."""
+        await _send(incoming, (await self._file(file_id, owner)).shown())
+
+    async def _file(self, file_id: str, owner: BatchOwner, param: str | None = None) -> FileRecord:
+        found = await self._storage(BatchStore.file, file_id, owner.tenant)
         if found is None or (found.expires_at is not None and found.expires_at <= time()):
             raise _not_found("file", file_id, param)
         return found
 
-    async def _delete(self, record: FileRecord) -> None:
+    async def delete_file(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+        """Delete a file that no running batch reads."""
+        record = await self._file(file_id, owner)
         batch_id = await self._storage(BatchStore.uses, record.id)
         if batch_id is not None:
             raise RequestRejected(
@@ -254,8 +197,11 @@ class BatchApi:
             )
         await self._storage.file_call(self._storage.contents.delete, record.id)
         await self._storage(BatchStore.delete_file, record.id)
+        await _send(incoming, {"id": file_id, "object": "file", "deleted": True})
 
-    async def _send_contents(self, incoming: IncomingRequest, record: FileRecord) -> None:
+    async def send_contents(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+        """Send the contents of a file."""
+        record = await self._file(file_id, owner)
         try:
             file = await self._storage.file_call(self._storage.contents.open, record.id)
         except FileNotFoundError:
@@ -283,12 +229,13 @@ class BatchApi:
 
     # -- batches
 
-    async def _create(self, incoming: IncomingRequest, owner: str, key_id: str) -> BatchRecord:
+    async def create_batch(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+        """Create a batch of the requests in a file."""
         body = await self._body(incoming)
         record = BatchRecord(
             id=new_id("batch_"),
-            owner=owner,
-            key_id=key_id,
+            owner=owner.tenant,
+            key_id=owner.key_id,
             endpoint=body.endpoint,
             input_file_id=body.input_file_id,
             completion_window=body.completion_window,
@@ -312,7 +259,7 @@ class BatchApi:
         if record.errors:
             record.enter("failed", time())
         await self._storage(BatchStore.add_batch, record)
-        return record
+        await self._send_changed(incoming, record)
 
     async def _body(self, incoming: IncomingRequest) -> BatchBody:
         held = await self._reader.body(incoming)
@@ -326,11 +273,48 @@ class BatchApi:
         finally:
             held.release()
 
-    async def _list_batches(self, incoming: IncomingRequest, owner: str) -> None:
+    async def list_batches(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+        """Send a page of the tenant's batches."""
         page = _page(_query(incoming), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
         now = time()
-        found = await self._storage(BatchStore.batches, owner, page)
+        found = await self._storage(BatchStore.batches, owner.tenant, page)
         await _send_list(incoming, [record.shown(now) for record in found], page)
+
+    async def show_batch(self, incoming: IncomingRequest, owner: BatchOwner, batch_id: str) -> None:
+        """Send the description of a batch."""
+        record = await self._storage(BatchStore.batch, batch_id, owner.tenant)
+        await _send(incoming, _existing(record, batch_id).shown(time()))
+
+    async def cancel_batch(self, incoming: IncomingRequest, owner: BatchOwner, batch_id: str) -> None:
+        """Cancel a batch."""
+        record = await self._storage(BatchStore.cancel, batch_id, owner.tenant, time())
+        await self._send_changed(incoming, _existing(record, batch_id))
+
+    async def _send_changed(self, incoming: IncomingRequest, record: BatchRecord) -> None:
+        self._runner.wake()
+        await _send(incoming, record.shown(time()))
+
+
+BatchHandler = Callable[..., Awaitable[None]]
+_FILE, _BATCH = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
+BATCH_ROUTES: tuple[tuple[str, str, str, BatchHandler], ...] = (
+    ("POST", FILES_PATH, "upload a file of batch requests", BatchApi.upload_file),
+    ("GET", FILES_PATH, "list of files", BatchApi.list_files),
+    ("GET", _FILE, "one file", BatchApi.show_file),
+    ("DELETE", _FILE, "delete a file", BatchApi.delete_file),
+    ("GET", _FILE + "/content", "contents of a file", BatchApi.send_contents),
+    ("POST", BATCHES_PATH, "create a batch", BatchApi.create_batch),
+    ("GET", BATCHES_PATH, "list of batches", BatchApi.list_batches),
+    ("GET", _BATCH, "one batch", BatchApi.show_batch),
+    ("POST", _BATCH + "/cancel", "cancel a batch", BatchApi.cancel_batch),
+)
+"""Method, path, summary and handler of each endpoint."""
+
+
+def batch_routes(serve: Callable[[BatchHandler], Handler]) -> Iterator[HttpRoute]:
+    """Yield the routes of this API; `serve` adds what all handlers have in common."""
+    for method, path, _, handler in BATCH_ROUTES:
+        yield HttpRoute(method, path, serve(handler), _ID)
 
 
 def storage_rejection(error: StoreError) -> RequestRejected:
@@ -427,6 +411,12 @@ def _checked_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
 
 def _invalid(param: str, message: str) -> RequestRejected:
     return RequestRejected(Outcome.REJECTED_INVALID, message, param=param)
+
+
+def _existing(record: BatchRecord | None, batch_id: str) -> BatchRecord:
+    if record is None:
+        raise _not_found("batch", batch_id)
+    return record
 
 
 def _not_found(kind: str, given: str, param: str | None = None) -> RequestRejected:

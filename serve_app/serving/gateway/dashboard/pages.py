@@ -13,7 +13,7 @@ import contextvars
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +30,7 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.router import HttpRoute
 
 logger = logging.getLogger("ray.serve")
 
@@ -176,8 +177,6 @@ _STREAM_HEADERS: HeaderList = [
     (b"x-accel-buffering", b"no"),
 ]
 
-Handler = Callable[[IncomingRequest], Awaitable[None]]
-
 
 class Dashboard:
     """The page, its files, and its events for at most `max_watchers` browsers."""
@@ -187,15 +186,14 @@ class Dashboard:
         self._reader = reader
         self._max_watchers = max_watchers
 
-    @property
-    def routes(self) -> Mapping[str, tuple[str, Handler]]:
-        """The method and the handler of each path."""
+    def routes(self) -> Iterator[HttpRoute]:
+        """Yield the routes of the page, its files and its data."""
         files = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in _TYPES)
-        served: dict[str, tuple[str, Handler]] = {
-            f"{DASHBOARD_PATH}/{path.name}": ("GET", partial(_send_file, _File(path))) for path in files
-        }
-        served[DASHBOARD_PATH] = served.pop(f"{DASHBOARD_PATH}/{_INDEX}")
-        return {**served, f"{DASHBOARD_PATH}/": ("GET", _redirect), EVENTS_PATH: ("GET", self._watch)}
+        for each in files:
+            path = DASHBOARD_PATH if each.name == _INDEX else f"{DASHBOARD_PATH}/{each.name}"
+            yield HttpRoute("GET", path, partial(_send_file, _File(each)))
+        yield HttpRoute("GET", f"{DASHBOARD_PATH}/", _redirect)
+        yield HttpRoute("GET", EVENTS_PATH, self._watch)
 
     def close(self) -> None:
         """End all streams."""
