@@ -1,7 +1,7 @@
 """A request inside the scheduler, from its admission to its outcome, and the table of these requests."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.core.accounting.engine_share import EngineShare
 from serve_app.core.accounting.wait_causes import WaitTally
@@ -62,6 +62,7 @@ class ScheduledRequest:
         engine_priority: the priority sent to its engine; None for none.
         prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
         cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
+        prefill_tokens: expected uncached prompt tokens, at least 1; the length of the request for policies.
         dispatch_number: number of requests sent to that replica by then, this one included.
         prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
         prefilled_before: prompt tokens that the replica had computed by the dispatch, in total.
@@ -121,11 +122,20 @@ class ScheduledRequest:
     parked: bool = False
     waits: WaitTally | None = None
     engine_share: EngineShare | None = None
+    prefill_tokens: int = field(init=False)
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Expected uncached prompt tokens, at least 1. Policies use it as the length of the request."""
-        return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
+    def __post_init__(self) -> None:
+        self.expect_cached(self.cached_tokens)
+
+    def expect_cached(self, tokens: int) -> None:
+        """Set the cached tokens of its prompt, and with them the tokens to prefill."""
+        self.cached_tokens = tokens
+        self.prefill_tokens = max(1, self.estimate.expected_prompt_tokens - tokens)
+
+    def expect(self, estimate: TokenEstimate) -> None:
+        """Replace the estimate."""
+        self.estimate = estimate
+        self.expect_cached(self.cached_tokens)
 
     @property
     def destination(self) -> Destination:

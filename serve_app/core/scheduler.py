@@ -279,8 +279,9 @@ class Scheduler:
     ) -> ScheduledRequest:
         """Return a request that is new to this scheduler, with what an earlier one knew about it."""
         self._sequence += 1
-        scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
-        scheduled.cached_tokens = cached_tokens
+        scheduled = ScheduledRequest(
+            request, estimate, self._sequence, pools, request.expires_at, cached_tokens=cached_tokens
+        )
         self.isolation.on_arrival(scheduled, now)
         restore_put_backs(scheduled, self.settings)
         return scheduled
@@ -347,7 +348,7 @@ class Scheduler:
         record_attempt(scheduled, cause, now)
         if event.generated_tokens != scheduled.generated:
             scheduled.generated = event.generated_tokens
-            scheduled.estimate = self.estimator.estimate(scheduled.request).after(event.generated_tokens)
+            scheduled.expect(self.estimator.estimate(scheduled.request).after(event.generated_tokens))
         record_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=is_revoked)
         self.programs.on_release(scheduled, event.replica_id)
@@ -372,7 +373,7 @@ class Scheduler:
             self._conclude(scheduled.request, rejection, dispatched=True)
             return
         prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
-        scheduled.cached_tokens = self.affinity.cached_tokens(scheduled.request, prompt_tokens)
+        scheduled.expect_cached(self.affinity.cached_tokens(scheduled.request, prompt_tokens))
         self.programs.on_put_back(scheduled, now)
         self._enqueue(scheduled)
 
@@ -471,7 +472,7 @@ class Scheduler:
         self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
-        scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
+        scheduled.expect_cached(scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens)
         self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)

@@ -271,7 +271,7 @@ class ProgramScheduler:
         if replica is not None and replica.is_usable and replica.spec.pool in scheduled.pools:
             if turn.extends:
                 known = scheduled.estimate.expected_prompt_tokens - 1
-                scheduled.cached_tokens = max(0, min(known, conversation.context_tokens))
+                scheduled.expect_cached(max(0, min(known, conversation.context_tokens)))
             self._admit(scheduled, turn, replica, now)
         elif self._settings.residency and not self._is_small(scheduled):
             scheduled.parked, turn.parked_since = True, now
@@ -377,9 +377,8 @@ class ProgramScheduler:
         assert turn is not None
         self._unpark(scheduled, turn, now)
         prompt_tokens = scheduled.estimate.expected_prompt_tokens
-        scheduled.cached_tokens = self._affinity.cached_on(
-            replica.spec.replica_id, scheduled.request, prompt_tokens
-        )
+        replica_id = replica.spec.replica_id
+        scheduled.expect_cached(self._affinity.cached_on(replica_id, scheduled.request, prompt_tokens))
         self._admit(scheduled, turn, replica, now)
         return scheduled
 

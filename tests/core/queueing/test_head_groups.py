@@ -47,7 +47,8 @@ def test_a_group_has_its_smallest_and_its_earliest_head_after_any_change() -> No
 def test_requests_that_exclude_replicas_are_counted_while_they_wait_in_the_group() -> None:
     queue = RequestQueue(ShortestFirst(), FairnessSettings())
     one = waiting(1, "a", 50)
-    one.put_backs, one.cached_tokens = 1, 20
+    one.put_backs = 1
+    one.expect_cached(20)
     queue.add(one)
     group = queue.groups.of(*GROUP)
     assert (group.restricted, group.cached) == (1, 1)
