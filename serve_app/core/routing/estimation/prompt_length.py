@@ -196,8 +196,9 @@ class PromptLength:
 
     def _forecast(self, shape: PromptShape, sizes: Sizes) -> tuple[float, float]:
         """Return expected tokens without those of a plain prompt's start, and their standard deviation."""
-        expected = float(self.weights @ sizes)
-        known = max(0.0, float(sizes @ self._covariance @ sizes))
+        # For vectors of this length, `dot` takes half the time of `@`.
+        expected = float(self.weights.dot(sizes))
+        known = max(0.0, float(sizes.dot(self._covariance).dot(sizes)))
         text = expected - self._template(shape)
         return expected, math.sqrt(known + (self._deviations[shape.category][0] * text) ** 2)
 
