@@ -120,9 +120,7 @@ class Scheduler:
         self.in_flight = InFlight(
             self.ledger, self._prefills, self.suspensions, priorities, self.headroom, self._backfill
         )
-        self.affinity = PrefixAffinity(
-            settings.affinity, self.prefill_costs, self.estimator.bytes_per_token, self.ledger.speeds
-        )
+        self.affinity = PrefixAffinity(settings.affinity, self.estimator.bytes_per_token, self.ledger.speeds)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(
             settings, self.queue, self.ledger, placement, self._policy, self.headroom

@@ -1,34 +1,28 @@
 """Prefix affinity: the index of cached prompt blocks, and the trade-off between cached prefixes and load.
 
-The rule compares the replica selected by load alone (`there`) with replicas that have more of the prompt
-cached (`here`):
+The replica selected by load alone is compared with replicas that have more of the prompt cached. The request
+goes to the one with the least cost:
 
-    saved  = (tokens left to compute there - tokens left here) * t
-    waited = (prefill tokens pending here - pending there) * t
-    slowed = expected output * (requests in flight here - in flight there) * step_cost_tokens * t
-    choose the largest saved - waited - slowed if that is above zero; otherwise the one selected by load
+    cost = (tokens left to compute there + prefill tokens pending there) * (requests in flight there + 1)
 
-`t` is the learned prefill time of a token, so all terms are seconds of this request. A replica may have less
-work than the one selected by load, because load is judged by free KV tokens. Its terms are then negative, and
-count as gains. Only replicas that may accept the request now are compared. So affinity never leaves capacity
-idle, and a request never waits for one replica.
+The sum stands for the time to the first token, and the factor for the time of each further one. So sessions
+spread over the fleet before a cache overflows. Only replicas that may accept the request now are compared.
+Affinity therefore leaves no capacity idle, and a request never waits for one replica.
 
-Source: cache-aware routers (SGLang, llm-d, Ray's prefix router) balance a hit ratio against a queue length by
-configured thresholds. Here both sides are times.
+Source: LMetric (arXiv 2603.15202), which knows all caches exactly, and dispatches at arrival.
 """
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Annotated
 
-from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.routing.speeds import STEP_COST_TOKENS, Speeds
-from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
+from serve_app.core.routing.speeds import Speeds
+from serve_app.core.settings_base import settings
 from serve_app.request import PromptShape, Request
 
 BYTES_PER_TOKEN = 4
@@ -178,8 +172,8 @@ class ReplicaCache:
 #
 # The index learns from dispatches alone. A replica that was sent a prompt has its blocks cached until the
 # blocks sent since fill its KV cache. The index is approximate, because engines do not report their caches.
-# An engine may evict earlier, because answers need capacity too, or later, if it was idle. It also caches
-# answers, which become part of the next prompt.
+# An engine evicts a little earlier, because answers need capacity too. But forgetting a prefix costs more, a
+# prefill and the place of a session, than believing in one that is gone.
 #
 # Theory of operation. A block's hash covers everything before the block, so equal hashes mean equal prompts
 # up to its end. `_holders` maps a hash to the set of replicas that have it, as the bits of one integer, so
@@ -332,8 +326,6 @@ class AffinitySettings:
 
     # Disable it for engines without prefix caching. vLLM enables prefix caching by default.
     enabled: bool = True
-    # Higher balances load more evenly; lower retains more sessions on their replica.
-    step_cost_tokens: Annotated[float, NOT_NEGATIVE, INTERNAL] = STEP_COST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +352,6 @@ ReplicaFilter = Callable[[str, int], ReplicaState | None]
 
 # Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
 LIKELY_KV_TOKENS = 100_000
-# Share of a KV cache assumed to hold past prompts; answers and running requests use the rest. Too high
-# expects hits on evicted prefixes; too low misses prefixes that are still cached.
-_CAPACITY_RATIO = 0.7
 # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
 _MAX_BLOCKS = 500_000
 
@@ -377,13 +366,11 @@ class PrefixAffinity:
     def __init__(
         self,
         settings: AffinitySettings,
-        prefill_costs: PrefillCosts,
         bytes_per_token: Callable[[PromptShape], float],
         speeds: Speeds,
     ) -> None:
         self._settings = settings
         self._speeds = speeds
-        self._prefill_costs = prefill_costs
         self._bytes_per_token = bytes_per_token
         self.index = PrefixIndex(_MAX_BLOCKS)
 
@@ -396,7 +383,7 @@ class PrefixAffinity:
         """Add a replica that has joined, with an empty cache."""
         if self._settings.enabled:
             kv_tokens = LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
-            self.index.join(spec.replica_id, int(kv_tokens * _CAPACITY_RATIO))
+            self.index.join(spec.replica_id, kv_tokens)
 
     def lose(self, replica_id: str) -> None:
         """Remove a lost replica and its cache."""
@@ -438,33 +425,25 @@ class PrefixAffinity:
         name = "" if by_load is None else by_load.spec.replica_id
         held, more = self.index.better_than(name, request.submission.prefix, _MAX_CANDIDATES)
         best = None if by_load is None else PrefixPlacement(by_load, self._left(request, prompt_tokens, held))
-        baseline, best_gain_s = best, 0.0
+        least = math.inf if best is None else self._cost(best, query)
         for match in more:
             left = self._left(request, prompt_tokens, match.blocks)
             replica = admissible(match.replica_id, left)
             if replica is None:
                 continue
-            if baseline is None:
-                return PrefixPlacement(replica, left)
-            gain_s = self._gain_s(PrefixPlacement(replica, left), baseline, query)
-            if gain_s > best_gain_s:
-                best, best_gain_s = PrefixPlacement(replica, left), gain_s
+            placement = PrefixPlacement(replica, left)
+            if by_load is None:
+                return placement
+            if (cost := self._cost(placement, query)) < least:
+                best, least = placement, cost
         return best
 
-    def _gain_s(self, here: PrefixPlacement, there: PrefixPlacement, query: PrefixQuery) -> float:
-        """Return the seconds that the request saves here compared with there."""
-        per_token_s = self._prefill_costs.of(here.replica.spec.pool).per_token_s
-        if self._speeds.are_unlike(here.replica.spec.pool):
-            here_tokens, there_tokens = (
-                self._speeds.completion(at.replica, at.prefill_tokens, query.output_tokens, query.now)
-                for at in (here, there)
-            )
-            return (there_tokens - here_tokens) * per_token_s
-        saved = there.prefill_tokens - here.prefill_tokens
-        waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
-        more_in_flight = here.replica.in_flight - there.replica.in_flight
-        slowed = query.output_tokens * more_in_flight * self._settings.step_cost_tokens
-        return (saved - waited - slowed) * per_token_s
+    def _cost(self, at: PrefixPlacement, query: PrefixQuery) -> float:
+        """Return a figure that orders replicas for a request."""
+        replica = at.replica
+        if self._speeds.are_unlike(replica.spec.pool):
+            return self._speeds.completion(replica, at.prefill_tokens, query.output_tokens, query.now)
+        return (at.prefill_tokens + replica.pending_prefill_tokens) * (replica.in_flight + 1)
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:

@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.core.routing.speeds import Speeds
@@ -36,13 +35,8 @@ class NoBackpressure:
 class Fleet:
     """Replicas with prefix affinity beside their ledger."""
 
-    def __init__(self, *replica_ids: str, **changes: float | bool) -> None:
-        self.affinity = PrefixAffinity(
-            AffinitySettings(**changes),  # type: ignore[arg-type]
-            PrefillCosts(),
-            lambda _category: 4.0,
-            Speeds(),
-        )
+    def __init__(self, *replica_ids: str) -> None:
+        self.affinity = PrefixAffinity(AffinitySettings(), lambda _category: 4.0, Speeds())
         self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
         for replica_id in replica_ids:
             joined = spec(replica_id)
@@ -93,34 +87,35 @@ def test_a_replica_that_may_not_accept_the_request_is_excluded() -> None:
 
 
 def test_a_session_moves_when_waiting_for_other_prefills_costs_more_than_it_saves() -> None:
-    fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
-    fleet.on_dispatch("s2")  # saves 1,024 tokens
-    fleet.busy("s2", 1, prefill_tokens=1_023)
-    assert fleet.choose("s1", prompt()) == "s2"
-    fleet.busy("s2", 1, prefill_tokens=1)
-    assert fleet.choose("s1", prompt()) == "s1"
+    # 76 of 1,100 tokens are left on s2, for one request more in its batch.
+    for pending, chosen in ((473, "s2"), (474, "s1")):
+        fleet = Fleet("s1", "s2")
+        fleet.on_dispatch("s2")
+        fleet.busy("s2", 1, prefill_tokens=pending)
+        assert fleet.choose("s1", prompt()) == chosen
     fleet.busy("s1", 1, prefill_tokens=1)
     assert fleet.choose("s1", prompt()) == "s2"
 
 
-def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves() -> None:
-    fleet = Fleet("s1", "s2", step_cost_tokens=2.0)
+@pytest.mark.parametrize(("on_s1", "on_s2"), [(0, 13), (1, 27)])
+def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves(on_s1: int, on_s2: int) -> None:
+    fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
-    fleet.busy("s2", 5)  # each delays 100 tokens of output by 2 prefill tokens
+    fleet.busy("s1", on_s1)
+    fleet.busy("s2", on_s2)
     assert fleet.choose("s1", prompt()) == "s2"
     fleet.busy("s2", 1)
     assert fleet.choose("s1", prompt()) == "s1"
-    assert fleet.choose("s1", prompt(output_tokens=10)) == "s2"
 
 
 def test_blocks_cached_on_the_least_loaded_replica_save_nothing() -> None:
-    fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
-    fleet.on_dispatch("s1", SESSION[:7])
-    fleet.on_dispatch("s2")
-    fleet.busy("s2", 1, prefill_tokens=127)
-    assert fleet.choose("s1", prompt()) == "s2"
-    fleet.busy("s2", 1, prefill_tokens=1)
-    assert fleet.choose("s1", prompt()) == "s1"
+    # 204 tokens are left on s1.
+    for pending, chosen in ((25, "s2"), (26, "s1")):
+        fleet = Fleet("s1", "s2")
+        fleet.on_dispatch("s1", SESSION[:7])
+        fleet.on_dispatch("s2")
+        fleet.busy("s2", 1, prefill_tokens=pending)
+        assert fleet.choose("s1", prompt()) == chosen
 
 
 def test_a_replica_with_enough_of_the_prompt_cached_is_chosen_if_none_accepts_all() -> None:
@@ -146,8 +141,7 @@ def test_cached_blocks_are_counted_where_most_of_them_are() -> None:
 
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
 def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: float, cached: int) -> None:
-    cost = PrefillCosts()
-    affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token, Speeds())
+    affinity = PrefixAffinity(AffinitySettings(), lambda _category: bytes_per_token, Speeds())
     affinity.join(spec("s1"))
     text = request(
         prompt_tokens=4_000, prefix=prompt().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
@@ -184,16 +178,3 @@ def test_among_equally_busy_replicas_one_that_holds_most_is_chosen(held: list[in
     chosen = fleet.choose(names[0], prompt())
     assert chosen is not None
     assert held[names.index(chosen)] == max(held)
-
-
-def test_what_is_in_flight_on_both_replicas_cancels() -> None:
-    fleet = Fleet("a", "b")
-    fleet.on_dispatch("b")
-    fleet.busy("a", 60)
-    fleet.busy("b", 60)
-    assert fleet.choose("a", prompt()) == "b"
-    # 1,024 cached tokens against 2 tokens in each of 100 steps for every additional request there.
-    fleet.busy("b", 5)
-    assert fleet.choose("a", prompt()) == "b"
-    fleet.busy("b", 1)
-    assert fleet.choose("a", prompt()) == "a"
