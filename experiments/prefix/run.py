@@ -24,7 +24,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.load_balancers import PowerOfTwo, RoundRobin
+from experiments.common.load_balancers import LMetric, PowerOfTwo, RoundRobin, StickyUntilSaturated
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
@@ -40,9 +40,10 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import SimulatedReplica, Simulation
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
 from serve_app.lab.simulation.workload import Disclosure, requests_of
 from serve_app.lab.workloads.generators import GammaArrivals, LognormalLengths, MixedLengths, stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
@@ -189,6 +190,56 @@ class _Conversations:
             at += float(pause_s)
 
 
+@settings
+class CodeGeneration:
+    """Coding agents: long instructions, and sessions of several turns whose think time is kept.
+
+    Like the workload of this name in the catalogue of inference-perf. The next turn follows `think_s` after
+    the end of an answer, which is assumed to take `token_s` per token: a trace has one clock for all systems.
+
+    Attributes:
+        instructions: number of different instructions.
+        added_tokens: fewest and most tokens that a turn adds.
+        output_tokens: fewest and most tokens of an answer.
+    """
+
+    instructions: int = 4
+    instruction_tokens: int = 8_192
+    turns: int = 8
+    added_tokens: tuple[int, int] = (300, 2_000)
+    output_tokens: tuple[int, int] = (50, 400)
+    think_s: float = 20.0
+    token_s: float = 0.02
+
+    def trace(self, count: int, rate_per_s: float, seed: int) -> Trace:
+        """Return `count` requests of sessions with random starts, at nearly `rate_per_s` turns per second."""
+        rng, ids = stream(seed, "code generation"), itertools.count()
+        blocks = self.instruction_tokens // PREFIX_BLOCK_TOKENS
+        instructions = [[next(ids) for _ in range(blocks)] for _ in range(self.instructions)]
+        starts = GammaArrivals(rate_per_s=rate_per_s / self.turns).sample(count, stream(seed, "code starts"))
+        requests: list[TraceRequest] = []
+        for start in starts:
+            prefix, tokens, at = (
+                list(instructions[rng.integers(self.instructions)]),
+                self.instruction_tokens,
+                start,
+            )
+            for _ in range(self.turns):
+                tokens += int(rng.integers(*self.added_tokens, endpoint=True))
+                output = int(rng.integers(*self.output_tokens, endpoint=True))
+                prefix += [next(ids) for _ in range(tokens // PREFIX_BLOCK_TOKENS - len(prefix))]
+                requests.append(
+                    TraceRequest(
+                        arrival_s=at, prompt_tokens=tokens, output_tokens=output, prefix=tuple(prefix)
+                    )
+                )
+                tokens += output
+                at += self.think_s + self.token_s * output
+        requests.sort(key=lambda request: request.arrival_s)
+        source = f"code generation at {rate_per_s:.4g} turns/s, seed {seed}, {self}"
+        return Trace(name="code-generation", source=source, requests=tuple(requests[:count]))
+
+
 # The first fifth of requests, while caches fill, is not in the TTFT.
 _WARM_UP_RATIO = 0.2
 # Rate at which conversations are drawn, before they are scaled to a load.
@@ -208,7 +259,25 @@ class ReplicaChoice:
 
     policy: str | None = None
     affinity: bool = False
-    balance: Literal["round-robin", "power-of-two"] = "round-robin"
+    balance: Literal["round-robin", "power-of-two", "lmetric", "sticky"] = "round-robin"
+
+
+@settings
+class CodeSettings:
+    """Settings of the runs with `CodeGeneration`.
+
+    Attributes:
+        replicas: sizes of the fleets.
+        rates_per_s: turns per second and four replicas.
+        requests: in each run, per four replicas.
+    """
+
+    profile: str
+    replicas: tuple[int, ...]
+    rates_per_s: tuple[float, ...]
+    choices: Mapping[str, ReplicaChoice]
+    requests: int
+    seeds: tuple[int, ...]
 
 
 @settings
@@ -222,6 +291,7 @@ class PrefixSettings:
         pause_s: between the turns of a conversation, at 10 requests/s.
         hashed_bytes: lengths of the texts whose hashing is timed.
         indexed_replicas: sizes of the fleets whose index is timed.
+        code: runs with another workload; None for none.
     """
 
     profile: str
@@ -233,6 +303,7 @@ class PrefixSettings:
     pause_s: float = 30.0
     hashed_bytes: tuple[int, ...] = ()
     indexed_replicas: tuple[int, ...] = ()
+    code: CodeSettings | None = None
 
     def fleet(self) -> FleetSettings:
         """Return a fleet with all replicas in one pool."""
@@ -268,6 +339,8 @@ class RunFigures:
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
     tokens_per_s: float
 
 
@@ -284,7 +357,50 @@ def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
                 runs = [Run(settings, choice, load, *of_seed) for of_seed in zip(seeds, rates, strict=True)]
                 yield _measurement(key, list(parallel(_play, runs, context.jobs)), rates, load)
             advance()
+    if settings.code is not None:
+        yield from _code_generation(settings.code, context)
     yield from _costs(settings)
+
+
+def _code_generation(code: CodeSettings, context: Context) -> Iterator[Measurement]:
+    cells = list(itertools.product(code.replicas, code.rates_per_s, code.choices))
+    with progress_bar("code generation", len(cells)) as advance:
+        for replicas, rate_per_s, name in cells:
+            key: Key = {
+                "workload": "code generation",
+                "replicas": replicas,
+                "rate_per_s": rate_per_s,
+                "rule": name,
+            }
+            if not context.has(key):
+                runs = [CodeRun(code, code.choices[name], replicas, rate_per_s, seed) for seed in code.seeds]
+                columns = [asdict(run) for run in parallel(play_code, runs, context.jobs)]
+                yield Measurement(
+                    key=key,
+                    seeds=code.seeds,
+                    traces=generated("code generation"),
+                    figures={name: [one[name] for one in columns] for name in columns[0]},
+                )
+            advance()
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRun:
+    """One choice at one rate with one seed."""
+
+    settings: CodeSettings
+    choice: ReplicaChoice
+    replicas: int
+    rate_per_s: float
+    seed: int
+
+
+def play_code(run: CodeRun) -> RunFigures:
+    """Play a run."""
+    share = run.replicas / 4
+    fleet = FleetSettings(profile=run.settings.profile, replicas={ONE_POOL: run.replicas})
+    requests, rate_per_s = round(run.settings.requests * share), run.rate_per_s * share
+    return _figures(*_outcome(run.choice, fleet, CodeGeneration().trace(requests, rate_per_s, run.seed)))
 
 
 def _measurement(key: Key, runs: list[RunFigures], rates: list[float], load: float) -> Measurement:
@@ -316,10 +432,13 @@ def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
 
 def _play(run: Run) -> RunFigures:
     trace = scale_to_rate(run.settings.trace(run.seed), run.load * run.saturated_per_s)
-    records, replicas = _outcome(run.choice, run.settings.fleet(), trace)
+    return _figures(*_outcome(run.choice, run.settings.fleet(), trace))
+
+
+def _figures(records: list[RequestRecord], replicas: list[SimulatedReplica]) -> RunFigures:
     records.sort(key=lambda record: record.arrived_at)
-    measured = [record.ttft_s for record in records[round(_WARM_UP_RATIO * len(records)) :]]
-    ttft_s = sorted(time_s for time_s in measured if time_s is not None)
+    measured = records[round(_WARM_UP_RATIO * len(records)) :]
+    ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
     end_s = max(record.finished_at for record in records)
     snapshots = [replica.model.snapshot(end_s) for replica in replicas]
     queries = sum(snapshot.prefix_queries_tokens for snapshot in snapshots)
@@ -328,8 +447,18 @@ def _play(run: Run) -> RunFigures:
         ttft_mean_s=statistics.fmean(ttft_s),
         ttft_p50_s=ttft_s[len(ttft_s) // 2],
         ttft_p95_s=ttft_s[int(0.95 * len(ttft_s))],
+        ttft_p99_s=ttft_s[int(0.99 * len(ttft_s))],
+        tpot_mean_s=statistics.fmean(record.tpot_s for record in measured if record.tpot_s is not None),
         tokens_per_s=sum(record.prompt_tokens + record.output_tokens for record in records) / end_s,
     )
+
+
+_BALANCERS: Mapping[str, Callable[[Sequence[ReplicaPlan]], DirectSimulation]] = {
+    "round-robin": RoundRobin,
+    "power-of-two": PowerOfTwo,
+    "lmetric": LMetric,
+    "sticky": StickyUntilSaturated,
+}
 
 
 def _outcome(
@@ -339,7 +468,7 @@ def _outcome(
     plans = fleet.plans(isolated=choice.policy == "ewsjf")
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if choice.policy is None:
-        direct = (PowerOfTwo if choice.balance == "power-of-two" else RoundRobin)(plans)
+        direct = _BALANCERS[choice.balance](plans)
         return direct.run(requests), direct.replicas
     changes = {"affinity.enabled": choice.affinity}
     simulation = Simulation(scheduler_settings(choice.policy, fleet.routing, changes), plans)

@@ -31,6 +31,24 @@ def _headline(rows: Sequence[Row]) -> str:
     return markdown(head, lines, text_columns=2)
 
 
+def _code(rows: Sequence[Row]) -> str:
+    head = ["replicas", "requests/s", "rule", "TTFT mean, s", "p99, s", "cache hits, %", "ms per token"]
+    return markdown(head, [_code_line(row) for row in rows], text_columns=3)
+
+
+def _code_line(row: Row) -> list[str]:
+    figures, replicas = row.figures, int(str(row.key["replicas"]))
+    return [
+        str(replicas),
+        f"{float(str(row.key['rate_per_s'])) * replicas / 4:.1f}",
+        str(row.key["rule"]),
+        plus_minus(figures["ttft_mean_s"], 3),
+        plus_minus(figures["ttft_p99_s"], 2),
+        plus_minus(figures["hit_ratio"], 0, scale=100),
+        plus_minus(figures["tpot_mean_s"], 1, scale=1_000),
+    ]
+
+
 def _hashing(rows: Sequence[Row]) -> str:
     lines = [[f"{row.key['bytes']:,}", f"{row.figures['us']:,.1f}"] for row in where(rows, cost="hash")]
     return markdown(["bytes of the prompt", "hashing, µs"], lines, text_columns=0)
@@ -56,6 +74,7 @@ _CHOICES = ("round-robin, no gateway", "power of two, no gateway", "ewsjf, by lo
 TABLES = {
     "headline": Table(text=_headline, where={"choice": tuple(_BY_LOAD_OR_PREFIX)}, note=_NOTE),
     "choices": Table(text=_choices, where={"choice": _CHOICES}, note=_NOTE),
+    "code": Table(text=_code, where={"workload": "code generation"}, note=_NOTE),
     "hashing": Table(text=_hashing, where={"cost": "hash"}, note="The best of five rounds, on one core"),
     "index": Table(text=_index, where={"cost": "index"}, note="The best of five rounds, on one core"),
 }
