@@ -49,11 +49,12 @@ IMPURE_STANDARD_LIBRARY = {
     *("signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
 }
 
-# Libraries that only compute, and the only modules of the core that need them.
+# Libraries that only compute, and the only pure modules that need them.
 PURE_LIBRARIES = {
     "core/decision_log.py": "msgspec",
     "core/routing/estimation/byte_classes.py": "numpy",
     "core/routing/estimation/prompt_length.py": "numpy",
+    "request.py": "msgspec",
 }
 
 # Places where the heavy libraries may be imported.

@@ -17,5 +17,5 @@ def test_every_copy_of_a_request_has_the_shortcuts_to_its_submission() -> None:
         assert copy == asked
         assert (copy.request_id, copy.tenant, copy.priority) == ("r1", "acme", PriorityClass.BATCH)
         assert (copy.spec, copy.shape) == (asked.submission.spec, asked.submission.spec.shape)
-    renamed = replace(asked, submission=replace(asked.submission, request_id="r2"))
+    renamed = replace(asked, submission=msgspec.structs.replace(asked.submission, request_id="r2"))
     assert renamed.request_id == "r2"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from experiments.common.config import as_json
@@ -181,7 +182,7 @@ class _Clients:
         request_id = f"{old.request_id}+"
         again = replace(
             old,
-            submission=replace(old.submission, request_id=request_id),
+            submission=msgspec.structs.replace(old.submission, request_id=request_id),
             arrived_at=at,
             expires_at=at + old.expires_at - old.arrived_at,
         )

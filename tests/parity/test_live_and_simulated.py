@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from serve_app.core import SchedulerSettings
@@ -93,7 +94,7 @@ def with_keys(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
     for number, simulated in enumerate(requests):
         if number % 2:
             request, which = simulated.request, number // 2 % len(keys)
-            submission = replace(request.submission, key=keys[which], tenant=f"t{which}")
+            submission = msgspec.structs.replace(request.submission, key=keys[which], tenant=f"t{which}")
             simulated.request = replace(request, submission=submission)
     return requests
 

@@ -19,10 +19,12 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
+
+from msgspec.structs import replace
 
 from serve_app.core.settings_base import ADVANCED, settings
 from serve_app.errors import Outcome, SettingsError

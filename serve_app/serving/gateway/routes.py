@@ -8,10 +8,11 @@ model. A change of weights moves only as many of them as it has to: weighted ren
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from typing import Annotated, Literal
+
+from msgspec.structs import replace
 
 from serve_app.core.settings_base import ADVANCED, POSITIVE, settings
 from serve_app.errors import Outcome, SettingsError

@@ -7,7 +7,6 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from hashlib import blake2b
 from urllib.parse import parse_qsl, urlencode
 
@@ -183,7 +182,7 @@ class StoredResponses:
         )
         submission = holders[replica]
         program = submission.program or ProgramHint(session=self._holders.chain(job.response.previous))
-        bound = replace(submission, bound_to=replica.replica_id, program=program)
+        bound = msgspec.structs.replace(submission, bound_to=replica.replica_id, program=program)
         return msgspec.structs.replace(job, submission=bound, fallbacks=())
 
     async def _serve(self, incoming: IncomingRequest, response_id: str) -> None:

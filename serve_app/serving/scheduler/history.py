@@ -7,8 +7,10 @@ counts of served requests are derived from these records on demand.
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import time
+
+import msgspec
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
@@ -241,7 +243,7 @@ class RequestHistory:
         gateway_request = known.gateway_request
         if gateway_request.submission.prefix:
             # The hashes take up to some kilobytes and are no longer needed.
-            gateway_request.submission = replace(gateway_request.submission, prefix=())
+            gateway_request.submission = msgspec.structs.replace(gateway_request.submission, prefix=())
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known
         while len(self._ended) > self._most or self._ended[0].ended_at < now - RETENTION_S:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
+
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.commands import Command, Conclude, Dispatch
@@ -113,7 +115,7 @@ class OverloadSimulation:
         old = attempt.request
         again = replace(
             old,
-            submission=replace(old.submission, request_id=f"{old.request_id}+"),
+            submission=msgspec.structs.replace(old.submission, request_id=f"{old.request_id}+"),
             arrived_at=at,
             expires_at=at + old.expires_at - old.arrived_at,
         )

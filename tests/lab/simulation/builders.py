@@ -4,6 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest
@@ -47,7 +49,7 @@ def simulated(
     made = request(request_id, text_bytes=0, prompt_tokens=prompt_tokens, arrived_at=at, bound_to=bound_to)
     program = None if session is None else ProgramHint(session=session)
     return SimulatedRequest(
-        replace(made, submission=replace(made.submission, program=program)),
+        replace(made, submission=msgspec.structs.replace(made.submission, program=program)),
         output_tokens=output_tokens,
         block_hashes=blocks,
         ending=ending,

@@ -14,7 +14,7 @@ next to nothing and use any replica; only the model is read from their bodies.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -133,8 +133,9 @@ class BodyParser:
             raise _nested_too_deeply() from exc
         if not uncounted:
             return parsed
-        shape = replace(shape, tool_bytes=shape.tool_bytes + uncounted)
-        return msgspec.structs.replace(parsed, spec=replace(parsed.spec, shape=shape))
+        shape = msgspec.structs.replace(shape, tool_bytes=shape.tool_bytes + uncounted)
+        spec = msgspec.structs.replace(parsed.spec, shape=shape)
+        return msgspec.structs.replace(parsed, spec=spec)
 
 
 def parse_model(body: bytes) -> str:

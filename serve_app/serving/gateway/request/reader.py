@@ -4,10 +4,10 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from time import monotonic
 
 import msgspec
+from msgspec.structs import replace
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve_app.core.routing.replica import ReplicaReport
@@ -90,8 +91,9 @@ class DashboardHarness:
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:
         """Submit a request in the background; it waits until the harness stops."""
         wanted = submission(request_id, model=MODEL, **changes)
-        shape = replace(wanted.spec.shape, prompt_tokens=tokens)
-        wanted = replace(wanted, spec=replace(wanted.spec, shape=shape))
+        shape = msgspec.structs.replace(wanted.spec.shape, prompt_tokens=tokens)
+        spec = msgspec.structs.replace(wanted.spec, shape=shape)
+        wanted = msgspec.structs.replace(wanted, spec=spec)
         self._submitted.append(asyncio.create_task(self.fleet.client.acquire(wanted)))
 
     async def cancel_submitted(self) -> None:
