@@ -155,16 +155,18 @@ class Caller:
         key: None without configured keys, and for the application's own admin key.
         is_admin: may do all that operators do, see `ApiKey.admin`.
         key_terms: precomputed terms of the key.
+        default_class: class of requests that name none.
     """
 
     key: KeyRecord | None = None
     is_admin: bool = False
     key_terms: KeyTerms | None = None
+    default_class: PriorityClass = PriorityClass.DEFAULT
 
     @classmethod
     def with_key(cls, key: KeyRecord) -> "Caller":
         """Return the caller that a key identifies."""
-        return cls(key, key.admin, key.terms)
+        return cls(key, key.admin, key.terms, key.class_of_unnamed)
 
     @property
     def may_act_for_tenants(self) -> bool:
@@ -174,11 +176,6 @@ class Caller:
     def has_id(self, key_id: str) -> bool:
         """Return whether its key has this id."""
         return self.key is not None and self.key.id == key_id
-
-    @property
-    def default_class(self) -> PriorityClass:
-        """Class of requests that name none."""
-        return PriorityClass.DEFAULT if self.key is None else self.key.class_of_unnamed
 
     def tenant(self, header: bytes | None, user: str | None) -> str:
         """Return the tenant of a request.

@@ -32,7 +32,6 @@ from serve_app.serving.gateway.request.fields import (
     CountTokensFields,
     EmbeddingFields,
     FormFields,
-    GenerationFields,
     MessagesFields,
     ModelOnly,
     ResponsesFields,
@@ -55,7 +54,6 @@ from serve_app.serving.gateway.request.prefix import (
     messages_opening,
     responses_opening,
 )
-from serve_app.serving.gateway.request.program import session_of_body, session_of_user
 
 T = TypeVar("T")
 
@@ -64,40 +62,18 @@ _MAX_NAME_BYTES = 1_000
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a body that scheduling and forwarding need.
+    """The fields of a body, and what they mean for scheduling.
 
     Attributes:
         spec: work requested from an engine.
-        usage_on_request: streams of this endpoint report usage only on request.
-        usage_requested: the client requested usage itself, so it is not hidden.
-        may_be_assembled: the answer is not streamed, and a stream would carry the same information.
-        has_stream_options: the body has `stream_options`, which must be preserved.
-        priority: vLLM's field, lower is sooner; None if absent.
-        user: end user named in the body.
-        session: conversation named in the body; empty for none.
         opening: beginning of the prompt; empty for embeddings.
-        stores_responses: the engine may store the response, and later requests may refer to it.
-        previous_response: id of the response that this request continues.
-        background: the engine continues after its answer.
-        names_response: the client names its response, which some engines accept.
         measure: source of the prompt's shape; None if not needed later.
         form_model: place of the model's name in a form; None for JSON.
     """
 
+    fields: BodyFields
     spec: RequestSpec
-    usage_on_request: bool = False
-    usage_requested: bool = False
-    may_be_assembled: bool = False
-    has_stream_options: bool = False
-    service_tier: str | None = None
-    priority: int | None = None
-    user: str | None = None
-    session: str = ""
     opening: Opening = NO_OPENING
-    stores_responses: bool = False
-    previous_response: str | None = None
-    background: bool = False
-    names_response: bool = False
     measure: PromptMeasure | None = None
     form_model: slice | None = None
 
@@ -107,7 +83,7 @@ class BodyParser:
 
     Args:
         body_type: fields to decode.
-        read: converts the decoded fields.
+        read: derives the work from the decoded fields.
     """
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
@@ -199,57 +175,40 @@ def _field_rejected(found: str) -> RequestRejected:
 def _read_chat(body: ChatFields) -> ParsedBody:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     measure = PromptMeasure()
-    return _parsed(
-        body,
-        RequestSpec(
-            model=body.model,
-            shape=chat_shape(body, measure),
-            max_output_tokens=limit,
-            choices=body.n or 1,
-            streamed=bool(body.stream),
-        ),
-        opening=chat_opening(body, measure.utf8),
-        measure=measure,
-        **_usage_terms(body),
+    spec = RequestSpec(
+        model=body.model,
+        shape=chat_shape(body, measure),
+        max_output_tokens=limit,
+        choices=body.n or 1,
+        streamed=bool(body.stream),
     )
+    return ParsedBody(fields=body, spec=spec, opening=chat_opening(body, measure.utf8), measure=measure)
 
 
 def _read_completion(body: CompletionFields) -> ParsedBody:
     if body.prompt is None and not memoryview(body.prompt_embeds):
         raise _missing("prompt")
     shape = completion_shape(body)
-    return _parsed(
-        body,
-        RequestSpec(
-            model=body.model,
-            shape=shape,
-            max_output_tokens=body.max_tokens,
-            choices=(body.n or 1) * shape.prompts,
-            streamed=bool(body.stream),
-        ),
-        opening=completion_opening(body),
-        **_usage_terms(body),
+    spec = RequestSpec(
+        model=body.model,
+        shape=shape,
+        max_output_tokens=body.max_tokens,
+        choices=(body.n or 1) * shape.prompts,
+        streamed=bool(body.stream),
     )
+    return ParsedBody(fields=body, spec=spec, opening=completion_opening(body))
 
 
 def _read_responses(body: ResponsesFields) -> ParsedBody:
     """Parse a Responses body. Only the new input counts; the length of a stored conversation is unknown."""
     measure = PromptMeasure()
-    return _parsed(
-        body,
-        RequestSpec(
-            model=body.model,
-            shape=responses_shape(body, measure),
-            max_output_tokens=body.max_output_tokens,
-            streamed=bool(body.stream),
-        ),
-        opening=responses_opening(body, measure.utf8),
-        measure=measure,
-        stores_responses=True,
-        previous_response=body.previous_response_id,
-        background=bool(body.background),
-        names_response=bool(memoryview(body.request_id)),
+    spec = RequestSpec(
+        model=body.model,
+        shape=responses_shape(body, measure),
+        max_output_tokens=body.max_output_tokens,
+        streamed=bool(body.stream),
     )
+    return ParsedBody(fields=body, spec=spec, opening=responses_opening(body, measure.utf8), measure=measure)
 
 
 def _read_messages(body: MessagesFields) -> ParsedBody:
@@ -260,10 +219,7 @@ def _read_messages(body: MessagesFields) -> ParsedBody:
         max_output_tokens=body.max_tokens,
         streamed=bool(body.stream),
     )
-    opening = messages_opening(body, measure.utf8)
-    parsed = _parsed(body, spec, opening=opening, measure=measure)
-    user = body.metadata.user_id if body.metadata is not None else None
-    return msgspec.structs.replace(parsed, user=user, session=session_of_user(user or ""))
+    return ParsedBody(fields=body, spec=spec, opening=messages_opening(body, measure.utf8), measure=measure)
 
 
 def _read_embedding(body: EmbeddingFields) -> ParsedBody:
@@ -271,33 +227,10 @@ def _read_embedding(body: EmbeddingFields) -> ParsedBody:
     if body.input is None and body.messages is None:
         raise _missing("input")
     shape = embedding_shape(body)
-    return _parsed(
-        body,
-        RequestSpec(
-            model=body.model, shape=shape, max_output_tokens=0, choices=shape.prompts, streamed=False
-        ),
+    spec = RequestSpec(
+        model=body.model, shape=shape, max_output_tokens=0, choices=shape.prompts, streamed=False
     )
-
-
-def _parsed(body: BodyFields, spec: RequestSpec, **more: Any) -> ParsedBody:
-    return ParsedBody(
-        spec=spec,
-        service_tier=body.service_tier,
-        priority=body.priority,
-        user=body.safety_identifier or body.user,
-        session=session_of_body(body) if isinstance(body, GenerationFields) else "",
-        **more,
-    )
-
-
-def _usage_terms(body: ChatFields | CompletionFields) -> dict[str, bool]:
-    options = body.stream_options
-    return {
-        "usage_on_request": True,
-        "usage_requested": options is not None and bool(options.include_usage),
-        "may_be_assembled": not body.stream and options is None and body.may_be_assembled,
-        "has_stream_options": options is not None,
-    }
+    return ParsedBody(fields=body, spec=spec)
 
 
 def _missing(name: str) -> RequestRejected:
@@ -345,7 +278,7 @@ _sized_decoder = msgspec.json.Decoder(BodyFields, strict=False)
 
 def _read_sized(body: bytes) -> ParsedBody:
     fields = _decode(_sized_decoder, body)
-    return _parsed(fields, TEXTS.spec(fields.model, len(body)))
+    return ParsedBody(fields=fields, spec=TEXTS.spec(fields.model, len(body)))
 
 
 def read_form(body: bytes, content_type: bytes) -> ParsedBody:
@@ -355,7 +288,7 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
         RequestRejected: the body is not a form, names no model, or is ambiguous between servers.
     """
     model, place = _model_of(body, content_type)
-    return ParsedBody(spec=AUDIO.spec(model, len(body)), form_model=place)
+    return ParsedBody(fields=BodyFields(model), spec=AUDIO.spec(model, len(body)), form_model=place)
 
 
 def _model_of(body: bytes, content_type: bytes) -> tuple[str, slice]:
@@ -491,7 +424,5 @@ QUERY_ROUTES: Mapping[str, str] = {
 }
 
 
-def api_of(path: str) -> ClientApi:
-    """Return the API of a path; unknown paths use OpenAI's."""
-    endpoint = SCHEDULED.get(path) or UNSCHEDULED.get(path)
-    return OPENAI if endpoint is None else endpoint.api
+APIS: Mapping[str, ClientApi] = {path: route.api for path, route in {**SCHEDULED, **UNSCHEDULED}.items()}
+"""API of a path; unknown paths use OpenAI's."""

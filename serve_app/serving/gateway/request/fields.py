@@ -58,12 +58,7 @@ class MessageFields(msgspec.Struct, gc=False):
     @property
     def is_plain(self) -> bool:
         """True if there is only a role and content, as in most messages."""
-        return (
-            self.tool_calls is ABSENT
-            and self.function_call is ABSENT
-            and self.reasoning is ABSENT
-            and self.reasoning_content is ABSENT
-        )
+        return self.tool_calls is self.function_call is self.reasoning is self.reasoning_content is ABSENT
 
 
 class InputItem(msgspec.Struct, gc=False):
@@ -91,6 +86,11 @@ class BodyFields(msgspec.Struct):
     safety_identifier: str | None = None
     priority: EnginePriority | None = None
 
+    @property
+    def end_user(self) -> str | None:
+        """End user named by the client; None or empty if it names none."""
+        return self.safety_identifier or self.user
+
 
 class GenerationFields(BodyFields):
     """Fields of all OpenAI endpoints that generate text."""
@@ -110,18 +110,30 @@ class GenerationFields(BodyFields):
     # With `echo`, ids and logprobs of the prompt appear in only one of the two forms.
     echo: msgspec.Raw = ABSENT
 
+
+class UsageOnRequestFields(GenerationFields):
+    """Fields of the endpoints whose streams report usage only on request."""
+
+    stream_options: StreamOptionFields | None = None
+
+    @property
+    def usage_requested(self) -> bool:
+        """True if the client requests usage itself, so it is not hidden."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     @property
     def may_be_assembled(self) -> bool:
-        """True if a stream carries the same information as the non-streamed answer."""
-        others = (self.prompt_logprobs, self.use_beam_search, self.best_of, self.kv_transfer_params)
-        return all(field is ABSENT for field in (*others, self.return_token_ids, self.echo))
+        """True if the answer is not streamed, and a stream would carry the same information."""
+        if self.stream or self.stream_options is not None:
+            return False
+        others = self.prompt_logprobs is self.use_beam_search is self.best_of is self.kv_transfer_params
+        return others and self.echo is self.return_token_ids is self.prompt_logprobs is ABSENT
 
 
-class ChatFields(GenerationFields, kw_only=True):
+class ChatFields(UsageOnRequestFields, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: list[MessageFields]
-    stream_options: StreamOptionFields | None = None
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     n: Count | None = None
@@ -134,22 +146,21 @@ class ChatFields(GenerationFields, kw_only=True):
 
     @property
     def may_be_assembled(self) -> bool:
-        """See `GenerationFields`. Tool calls are parsed differently in a stream than in a finished text."""
-        others = (self.tools, self.functions, self.audio, self.modalities)
-        return super().may_be_assembled and all(field is ABSENT for field in others)
+        """See `UsageOnRequestFields`. Streams parse tool calls differently than finished texts."""
+        others = self.tools is self.functions is self.audio is self.modalities is ABSENT
+        return others and super().may_be_assembled
 
 
 # Texts or token ids, of one prompt or of several.
 Prompt = str | list[str | int | list[int]]
 
 
-class CompletionFields(GenerationFields, kw_only=True):
+class CompletionFields(UsageOnRequestFields, kw_only=True):
     """`/v1/completions`."""
 
     prompt: Prompt | None = None
     prompt_embeds: msgspec.Raw = ABSENT
     suffix: str | None = None
-    stream_options: StreamOptionFields | None = None
     max_tokens: TokenLimit | None = COMPLETION_DEFAULT_MAX_TOKENS
     n: Count | None = None
     response_format: msgspec.Raw = ABSENT
@@ -225,6 +236,11 @@ class MessagesFields(BodyFields, kw_only=True):
     cache_salt: str | None = None
     tools: msgspec.Raw = ABSENT
     output_config: msgspec.Raw = ABSENT
+
+    @property
+    def end_user(self) -> str | None:
+        """End user in the metadata."""
+        return self.metadata.user_id if self.metadata is not None else None
 
 
 class CountTokensFields(ModelOnly):

@@ -19,7 +19,13 @@ import msgspec
 
 from serve_app.request import ProgramHint
 from serve_app.serving.gateway.answer.responses import header_text
-from serve_app.serving.gateway.request.fields import ABSENT, GenerationFields, ResponsesFields
+from serve_app.serving.gateway.request.fields import (
+    ABSENT,
+    BodyFields,
+    GenerationFields,
+    MessagesFields,
+    ResponsesFields,
+)
 
 SESSION_HEADERS = (
     b"x-session-id",
@@ -34,20 +40,20 @@ SESSION_HEADERS = (
 )
 PARENT_HEADERS = (b"x-parent-session-id", b"x-dynamo-parent-session-id", b"x-codex-parent-thread-id")
 PROGRAM_HEADERS = (b"x-program-id",)
+_HEADERS = frozenset((*SESSION_HEADERS, *PARENT_HEADERS, *PROGRAM_HEADERS))
 
 _MAX_CHARACTERS = 256
 # `user_<hash>_account_<uuid>_session_<uuid>`; newer versions of Claude Code write an object as text.
 _USER_OF_CLAUDE_CODE = re.compile(r"user_.*_session_(.+)")
 
 
-def program_hint(headers: Mapping[bytes, bytes], body_session: str) -> ProgramHint | None:
-    """Return the program that a request states; None if it states none.
-
-    Args:
-        body_session: the session that the body states; empty for none.
-    """
+def program_hint(headers: Mapping[bytes, bytes], body: BodyFields) -> ProgramHint | None:
+    """Return the program that a request states; None if it states none."""
+    if _HEADERS.isdisjoint(headers):
+        session = _session_of_body(body)
+        return ProgramHint(session=session) if session else None
     program = _header_id(headers, PROGRAM_HEADERS)
-    session = session_of(headers) or body_session or program
+    session = session_of(headers) or _session_of_body(body) or program
     if not session:
         return None
     parent = _header_id(headers, PARENT_HEADERS)
@@ -59,9 +65,15 @@ def session_of(headers: Mapping[bytes, bytes]) -> str:
     return _header_id(headers, SESSION_HEADERS)
 
 
-def session_of_body(body: GenerationFields) -> str:
-    """Return the session that a body in one of OpenAI's formats states; empty for none."""
-    conversation = _value(body.conversation) if isinstance(body, ResponsesFields) else None
+def _session_of_body(body: BodyFields) -> str:
+    if isinstance(body, MessagesFields):
+        return _session_of_user(body.end_user or "")
+    if not isinstance(body, GenerationFields):
+        return ""
+    stated = body.conversation if isinstance(body, ResponsesFields) else ABSENT
+    if body.session_id is body.prompt_cache_key is body.metadata is stated is ABSENT:
+        return ""
+    conversation = _value(stated)
     return _first_id(
         (
             _value(body.session_id),
@@ -73,7 +85,7 @@ def session_of_body(body: GenerationFields) -> str:
     )
 
 
-def session_of_user(user_id: str) -> str:
+def _session_of_user(user_id: str) -> str:
     """Return the session inside a user id of Claude Code; empty for an id that names only a user."""
     if user_id.startswith("{"):
         return _first_id([_member(_value(user_id), "session_id")])

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import PriorityClass, RequestSpec, Submission
+from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
+from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.continuation import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.budgets import Budgets
@@ -20,7 +21,8 @@ from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
-from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody, api_of
+from serve_app.serving.gateway.request.endpoints import APIS, FORMS, SCHEDULED, ParsedBody
+from serve_app.serving.gateway.request.fields import BodyFields, ResponsesFields, UsageOnRequestFields
 from serve_app.serving.gateway.request.incoming import (
     AS_STREAM,
     CALLER,
@@ -33,10 +35,10 @@ from serve_app.serving.gateway.request.incoming import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
+from serve_app.serving.gateway.request.prefix import NO_OPENING, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.program import program_hint, session_of
 from serve_app.serving.gateway.routes import with_limit
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
 # Longer bodies are checked and parsed on a thread. For shorter ones, changing threads costs more than the
@@ -100,7 +102,7 @@ class RequestReader:
             receive=receive,
             send=send,
             path=path,
-            api=api_of(path),
+            api=APIS.get(path, OPENAI),
             headers=headers,
             request_id=own,
             client_request_id=heads.request_id(headers.get(b"x-request-id"), own),
@@ -226,23 +228,20 @@ class RequestReader:
         """
         caller = self.authenticate(incoming)
         try:
-            return await self._job_by(caller, incoming)
+            if caller.key is not None and caller.key.has_budget:
+                await self._budgets.check(caller.key)
+            held = await self.body(incoming)
+            try:
+                size = len(held.data)
+                if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
+                    return self._job_of(incoming, caller, held)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
+            except BaseException:
+                held.release()
+                raise
         except RequestRejected as rejection:
             rejection.key = caller.key
-            raise
-
-    async def _job_by(self, caller: Caller, incoming: IncomingRequest) -> ForwardJob:
-        if caller.key is not None and caller.key.has_budget:
-            await self._budgets.check(caller.key)
-        held = await self.body(incoming)
-        try:
-            size = len(held.data)
-            if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
-                return self._job_of(incoming, caller, held)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
-        except BaseException:
-            held.release()
             raise
 
     def close(self) -> None:
@@ -252,52 +251,66 @@ class RequestReader:
 
     def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
         """Check a body and build its job; for large bodies, this runs on a thread."""
-        body, form = held.data, FORMS.get(incoming.path)
-        if form is not None:
+        body, headers, settings = held.data, incoming.headers, self._settings
+        if (form := FORMS.get(incoming.path)) is not None:
             parsed, announced = form.parse(body, heads.content_type(incoming.scope["headers"])), None
         else:
             check_structure(body)
             endpoint = SCHEDULED[incoming.path]
             parsed, announced = endpoint.parse(body), endpoint.announced
-        found = self._models.find(parsed.spec.model, caller)
-        settings = self._settings.prefix
-        fields = _fields(parsed, body)
-        tenant = caller.tenant(incoming.headers.get(b"x-tenant"), parsed.user)
-        models = _in_order(found, incoming, parsed, tenant)
-        submissions = [_submission(incoming, caller, parsed, tenant, model, settings) for model in models]
-        revocable = submissions[0].revocable
-        assembles = parsed.may_be_assembled and (self._settings.assemble_answers or revocable)
-        if assembles:
-            fields.append(AS_STREAM)
-            # The scheduler treats it as a stream, because its first token is observed.
-            submissions = [replace(each, spec=replace(each.spec, streamed=True)) for each in submissions]
-        is_whole = assembles and revocable
-        served = [each.model for each in models if is_whole or _is_resumed(parsed, each.model)]
-        continuable: dict[str, int | None] = {}
-        if served and _may_be_continued(parsed.spec, body):
-            continuable = {each.name: each.max_model_len for each in served}
-            submissions = [
-                replace(each, revocable=True) if each.spec.model in continuable else each
-                for each in submissions
-            ]
-        submission, *fallbacks = submissions
+        fields, spec = parsed.fields, parsed.spec
+        found = self._models.find(spec.model, caller)
+        tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
+        response = self._response(incoming, caller, fields)
+        background = response is not None and response.background
+        models = found.models if found.route is None else _in_order(found, incoming, fields, tenant, response)
+        priority = _priority(headers.get(b"x-priority"), caller, fields)
+        no_wait = heads.no_wait(headers.get(b"x-queue"))
+        timeout_s = heads.queue_timeout_s(headers.get(b"x-queue-timeout-s"))
+        # Whether it generates text of which its client receives nothing before the end.
+        may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
+        revocable = priority is PriorityClass.BATCH and not no_wait and may_restart
+        hide_usage = assembles = False
+        if isinstance(fields, UsageOnRequestFields):
+            hide_usage = not fields.usage_requested
+            assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
+        continuable = _continuable(models, parsed, body, is_whole=assembles and revocable)
+        key, program = caller.terms(tenant), program_hint(headers, fields)
+        hashed = parsed.opening if settings.prefix.enabled else NO_OPENING
+        isolated = tenant if settings.prefix.per_tenant else ""
+        # To the scheduler, an assembled answer is a stream, because its first token is observed.
+        streamed = spec.streamed or assembles
+        submission, *fallbacks = [
+            Submission(
+                request_id=incoming.request_id,
+                spec=replace(spec, model=each.model.name, adapter=each.adapter, streamed=streamed),
+                tenant=tenant,
+                priority=priority,
+                queue_timeout_s=timeout_s,
+                no_wait=no_wait,
+                # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
+                prefix=prefix_hashes(hashed, model=each.name, tenant=isolated),
+                key=key,
+                program=program,
+                revocable=revocable or each.model.name in continuable,
+            )
+            for each in models
+        ]
         after_s = None if found.route is None else found.route.fallback_after_s
-        if settings.per_tenant and parsed.opening is not NO_OPENING:
-            fields.append(salt_field(engine_salt(tenant, parsed.opening.salt)))
-        held.data = append_fields(body, fields)
+        held.data = append_fields(body, _added_fields(parsed, body, isolated, assembles=assembles))
         return ForwardJob(
             incoming=incoming,
             submission=with_limit(submission, after_s) if fallbacks else submission,
             forwarded=self.forwarded(incoming),
             body=held,
-            hide_usage=parsed.usage_on_request and not parsed.usage_requested,
+            hide_usage=hide_usage,
             assembles=assembles,
             continuable=continuable,
             # Clients of background work need its id at once.
-            announced=None if parsed.background else announced,
-            response=self._response(incoming, caller, parsed),
+            announced=None if background else announced,
+            response=response,
             form_model=parsed.form_model,
-            queue_form=heads.queue_form(incoming.headers.get(heads.QUEUE_HEADER)),
+            queue_form=heads.queue_form(headers.get(heads.QUEUE_HEADER)),
             requested=found.name,
             route="" if found.route is None else found.name,
             fallbacks=tuple(fallbacks),
@@ -313,15 +326,15 @@ class RequestReader:
         return caller.tenant(incoming.headers.get(b"x-tenant"), None)
 
     def _response(
-        self, incoming: IncomingRequest, caller: Caller, parsed: ParsedBody
+        self, incoming: IncomingRequest, caller: Caller, fields: BodyFields
     ) -> ResponseTerms | None:
-        if not parsed.stores_responses:
+        if not isinstance(fields, ResponsesFields):
             return None
         return ResponseTerms(
             owner=self.owner(incoming, caller),
-            previous=parsed.previous_response,
-            background=parsed.background,
-            is_named=parsed.names_response,
+            previous=fields.previous_response_id,
+            background=bool(fields.background),
+            is_named=bool(memoryview(fields.request_id)),
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:
@@ -347,97 +360,74 @@ def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
         pieces.append(bytearray(piece))
 
 
-def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
-    """Return fields that the engine needs and the client did not send."""
-    fields: list[bytes] = []
-    if parsed.spec.streamed and parsed.usage_on_request and not parsed.usage_requested:
-        fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
-    if parsed.priority:
-        # The priority was read as the request's class. Engines reject the field unless they schedule by
-        # priority, and there it would overtake other requests, so the client's number is never forwarded.
-        fields.append(priority_field(NO_PRIORITY))
-    return fields
-
-
 def _in_order(
-    found: FoundName, incoming: IncomingRequest, parsed: ParsedBody, tenant: str
+    found: FoundName,
+    incoming: IncomingRequest,
+    fields: BodyFields,
+    tenant: str,
+    response: ResponseTerms | None,
 ) -> tuple[FoundModel, ...]:
-    """Return the models that may serve a request, the preferred one first."""
-    if found.route is None:
-        return found.models
+    """Return the models of a route that may serve a request, the preferred one first."""
+    assert found.route is not None
     session = session_of(incoming.headers)
-    subject = found.route.subject(session, parsed.user, tenant, incoming.request_id)
-    models = found.order(subject)
-    if parsed.previous_response is None:
+    models = found.order(found.route.subject(session, fields.end_user, tenant, incoming.request_id))
+    if response is None or response.previous is None:
         return models
     # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
     names = {model.name for model in models}
     return (*models, *(model for model in found.models if model.name not in names))
 
 
-def _submission(
-    incoming: IncomingRequest,
-    caller: Caller,
-    parsed: ParsedBody,
-    tenant: str,
-    model: FoundModel,
-    prefix: PrefixSettings,
-) -> Submission:
-    """Return the submission of a request to one model."""
-    headers, spec = incoming.headers, parsed.spec
-    if model.adapter is not None or model.name != spec.model:
-        spec = replace(spec, model=model.model.name, adapter=model.adapter)
-    priority = _priority(headers.get(b"x-priority"), caller, parsed)
-    no_wait = heads.no_wait(headers.get(b"x-queue"))
-    return Submission(
-        request_id=incoming.request_id,
-        spec=spec,
-        tenant=tenant,
-        key=caller.terms(tenant),
-        priority=priority,
-        no_wait=no_wait,
-        revocable=priority is PriorityClass.BATCH and not no_wait and _may_restart(parsed),
-        queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
-        # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
-        prefix=_prefix(parsed, model.name, tenant, prefix),
-        program=program_hint(headers, parsed.session),
-    )
-
-
-def _priority(header: bytes | None, caller: Caller, parsed: ParsedBody) -> PriorityClass:
-    requested = heads.requested_class(header, parsed.service_tier, parsed.priority)
+def _priority(header: bytes | None, caller: Caller, fields: BodyFields) -> PriorityClass:
+    requested = heads.requested_class(header, fields.service_tier, fields.priority)
     if requested is None:
         return caller.default_class
     caller.check_class(*requested)
     return requested[0]
 
 
-def _may_restart(parsed: ParsedBody) -> bool:
-    """Return whether a request generates text of which its client receives nothing before the end."""
-    generates = parsed.spec.max_output_tokens != 0 and parsed.form_model is None
-    return generates and not parsed.spec.streamed and not parsed.background
-
-
-def _is_resumed(parsed: ParsedBody, model: ServedModel) -> bool:
-    """Return whether a stream is to be continued after the death of its replica."""
-    return parsed.usage_on_request and parsed.spec.streamed and model.resume_streams
-
-
 _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _may_be_continued(spec: RequestSpec, body: bytes) -> bool:
-    """Return whether an answer depends on the tokens before it alone; see `continuation`."""
-    if spec.choices != 1 or spec.shape.media_items:
-        return False
-    return _raw_fields_decoder.decode(body).keys() <= CONTINUABLE_FIELDS
+def _continuable(
+    models: Iterable[FoundModel], parsed: ParsedBody, body: bytes, *, is_whole: bool
+) -> dict[str, int | None]:
+    """Return the models whose engines may continue an answer; see `ForwardJob.continuable`.
+
+    Args:
+        is_whole: it is assembled and revocable, so it can be continued without `resume_streams`.
+    """
+    spec = parsed.spec
+    is_stream = spec.streamed and isinstance(parsed.fields, UsageOnRequestFields)
+    served = {
+        each.model.name: each.model.max_model_len
+        for each in models
+        if is_whole or (is_stream and each.model.resume_streams)
+    }
+    if not served or spec.choices != 1 or spec.shape.media_items:
+        return {}
+    # The answer must depend on the tokens before it alone.
+    return served if _raw_fields_decoder.decode(body).keys() <= CONTINUABLE_FIELDS else {}
 
 
-def _prefix(parsed: ParsedBody, model: str, tenant: str, settings: PrefixSettings) -> tuple[int, ...]:
-    if not settings.enabled:
-        return ()
-    apart = tenant if settings.per_tenant else ""
-    return prefix_hashes(parsed.opening, model=model, tenant=apart)
+def _added_fields(parsed: ParsedBody, body: bytes, isolated: str, *, assembles: bool) -> list[bytes]:
+    """Return fields that the engine needs and the client did not send.
+
+    Args:
+        isolated: tenant that shares no prefixes with others; empty if all share them.
+    """
+    fields, added = parsed.fields, []
+    if isinstance(fields, UsageOnRequestFields) and fields.stream and not fields.usage_requested:
+        added.append(usage_field(body, has_stream_options=fields.stream_options is not None))
+    if fields.priority:
+        # The priority was read as the request's class. Engines reject the field unless they schedule by
+        # priority, and there it would overtake other requests, so the client's number is never forwarded.
+        added.append(priority_field(NO_PRIORITY))
+    if assembles:
+        added.append(AS_STREAM)
+    if isolated and parsed.opening is not NO_OPENING:
+        added.append(salt_field(engine_salt(isolated, parsed.opening.salt)))
+    return added
 
 
 def _too_slow(settings: GatewaySettings) -> RequestRejected:

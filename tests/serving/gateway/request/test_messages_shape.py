@@ -52,7 +52,7 @@ def test_tools_and_their_calls_are_counted_as_json() -> None:
 
 
 def test_the_user_is_the_one_that_the_metadata_name() -> None:
-    assert parse(user(text("a")), metadata={"user_id": "u1"}).user == "u1"
+    assert parse(user(text("a")), metadata={"user_id": "u1"}).fields.end_user == "u1"
 
 
 def test_turns_of_a_conversation_share_a_prefix() -> None:

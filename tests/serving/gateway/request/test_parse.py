@@ -7,6 +7,7 @@ import pytest
 
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
+from serve_app.serving.gateway.request.fields import UsageOnRequestFields
 from serve_app.serving.gateway.request.prefix import prefix_hashes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -98,17 +99,16 @@ def test_responses_take_a_text_or_items_and_instructions() -> None:
     assert parsed.spec.shape.messages == 6
     assert parsed.spec.max_output_tokens == 7
     assert parsed.spec.streamed
-    assert not parsed.usage_on_request
 
 
-def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
-    assert parse(CHAT, messages=[], stream=True).usage_requested is False
-    parsed_chat = parse(CHAT, messages=[], stream=True, stream_options={"include_usage": True})
-    assert parsed_chat.usage_requested
-    other = parse(CHAT, messages=[], stream=True, stream_options={"continuous_usage_stats": False})
-    assert other.has_stream_options
-    assert not other.usage_requested
-    assert not parse(CHAT, messages=[], stream_options=None).has_stream_options
+@pytest.mark.parametrize(
+    ("options", "requested"),
+    [(None, False), ({}, False), ({"continuous_usage_stats": False}, False), ({"include_usage": True}, True)],
+)
+def test_stream_options_decide_whether_the_client_sees_the_usage(options: object, requested: bool) -> None:
+    fields = parse(CHAT, messages=[], stream=True, stream_options=options).fields
+    assert isinstance(fields, UsageOnRequestFields)
+    assert fields.usage_requested is requested
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
     ],
 )
 def test_vllms_priority_is_read_at_every_endpoint(path: str, prompt: dict[str, Any]) -> None:
-    assert parse(path, **prompt).priority is None
-    assert parse(path, **prompt, priority=-(2**63)).priority == -(2**63)
+    assert parse(path, **prompt).fields.priority is None
+    assert parse(path, **prompt, priority=-(2**63)).fields.priority == -(2**63)
     with pytest.raises(RequestRejected, match="priority is invalid"):
         parse(path, **prompt, priority="high")
 
 
 def test_the_end_user_is_found_under_either_name() -> None:
-    assert parse(CHAT, messages=[], user="u").user == "u"
-    assert parse(CHAT, messages=[], user="u", safety_identifier="s").user == "s"
+    assert parse(CHAT, messages=[], user="u").fields.end_user == "u"
+    assert parse(CHAT, messages=[], user="u", safety_identifier="s").fields.end_user == "s"
 
 
 def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
@@ -187,14 +187,6 @@ def test_values_that_vllm_coerces_are_taken() -> None:
     assert (spec.max_output_tokens, spec.choices, spec.streamed) == (5, 2, True)
     with pytest.raises(RequestRejected, match="max_tokens"):
         parse(CHAT, messages=[], max_tokens=5.5)
-
-
-def test_references_and_background_are_parsed() -> None:
-    parsed = parse(RESPONSES, input="go on", previous_response_id="resp_1", background=True)
-    assert (parsed.previous_response, parsed.background, parsed.stores_responses) == ("resp_1", True, True)
-    parsed = parse(RESPONSES, input="go on", previous_response_id=None)
-    assert (parsed.previous_response, parsed.background, parsed.stores_responses) == (None, False, True)
-    assert not parse(CHAT, messages=[]).stores_responses
 
 
 def test_a_prompt_that_begins_with_a_stored_response_has_no_known_beginning() -> None:
