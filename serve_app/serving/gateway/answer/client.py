@@ -26,11 +26,13 @@ class ClientExchange(Protocol):
     """A server's side of a request.
 
     Attributes:
+        more_body: part of the request's body has not arrived.
         disconnected: the client has disconnected.
         on_disconnect: called on a disconnect before the response is complete.
         on_writable: called when more can be written after `write_chunk` returned False.
     """
 
+    more_body: bool
     disconnected: bool
     on_disconnect: Callable[[], None] | None
     on_writable: Callable[[], None] | None

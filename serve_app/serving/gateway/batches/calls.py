@@ -34,6 +34,7 @@ ServeRequest = Callable[[str, bytes, Mapping[bytes, bytes], Caller], Awaitable[A
 class CollectingExchange:
     """A `ClientExchange` of a request that has no connection; it collects the pieces of the answer."""
 
+    more_body: bool = False
     disconnected: bool = False
     on_disconnect: Callable[[], None] | None = None
     on_writable: Callable[[], None] | None = None

@@ -133,8 +133,9 @@ class HeldBody:
 
     def release(self) -> None:
         """Release the body. Idempotent."""
-        self._budget.give_back(self._held_bytes)
-        self._held_bytes, self.data = 0, b""
+        if self._held_bytes:
+            self._budget.give_back(self._held_bytes)
+            self._held_bytes, self.data = 0, b""
 
 
 class BodyBudget:
@@ -173,8 +174,6 @@ class BodyBudget:
 
     def give_back(self, size: int) -> None:
         """Release `size` bytes."""
-        if not size:
-            return
         self.held_bytes -= size
         now = asyncio.get_running_loop().time()
         if self._released is None:

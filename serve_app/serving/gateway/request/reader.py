@@ -185,8 +185,12 @@ class RequestReader:
             raise _too_large(limit)
         held = HeldBody(self.bodies)
         try:
-            async with asyncio.timeout(self._settings.body_grace_s) as deadline:
-                await self._receive(incoming, held, deadline)
+            if incoming.send.exchange.more_body:
+                async with asyncio.timeout(self._settings.body_grace_s) as deadline:
+                    await self._receive(incoming, held, deadline)
+            else:
+                # Nothing is left to wait for, and a timer takes longer than the rest of this method.
+                await self._receive(incoming, held, None)
         except TimeoutError as exc:
             held.release()
             raise _too_slow(self._settings) from exc
@@ -196,7 +200,9 @@ class RequestReader:
         held.received_at = monotonic()
         return held
 
-    async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
+    async def _receive(
+        self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout | None
+    ) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
         limit, size = settings.max_body_bytes, 0
         pieces: list[bytes | bytearray] = []
@@ -214,7 +220,8 @@ class RequestReader:
                 held.data = piece
                 return
             _collect(pieces, piece)
-            deadline.reschedule(began + settings.body_grace_s + size / settings.min_body_bytes_per_s)
+            if deadline is not None:
+                deadline.reschedule(began + settings.body_grace_s + size / settings.min_body_bytes_per_s)
             if is_last:
                 held.data = b"".join(pieces)
                 return

@@ -45,7 +45,7 @@ def reader_of(
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    client = ClientStream(not_called, CollectingExchange())
+    client = ClientStream(not_called, CollectingExchange(more_body=True))
     return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
 
 
