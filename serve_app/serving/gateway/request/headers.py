@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from serve_app.core.commands import Dispatch
 from serve_app.errors import Outcome
@@ -121,14 +122,45 @@ def _class_of_tier(service_tier: str) -> PriorityClass | None:
     return _TIER_CLASS[service_tier]
 
 
-def queue_timeout_s(header: bytes | None) -> float | None:
-    """Return the queue timeout of a request (`x-queue-timeout-s`), in seconds; None if absent.
+class QueueOptions(NamedTuple):
+    """Options of a request for its time in the queue.
+
+    Attributes:
+        no_wait: reject it instead of queueing it (`x-queue: no-wait`).
+        timeout_s: queue timeout (`x-queue-timeout-s`); None for the default.
+        form: format of queue updates (`x-ewsjf-queue`); None if the client does not subscribe.
+    """
+
+    no_wait: bool = False
+    timeout_s: float | None = None
+    form: QueueForm | None = None
+
+
+_DEFAULT_OPTIONS = QueueOptions()
+_QUEUE_HEADERS = frozenset({b"x-queue", b"x-queue-timeout-s", QUEUE_HEADER})
+
+
+def queue_options(headers: Mapping[bytes, bytes]) -> QueueOptions:
+    """Return the queue options of a request.
 
     Raises:
-        RequestRejected: it is not a positive number of seconds, or too large.
+        RequestRejected: a header has an invalid value.
     """
-    if header is None:
-        return None
+    if _QUEUE_HEADERS.isdisjoint(headers):
+        return _DEFAULT_OPTIONS
+    no_wait, timeout_s, form = (
+        headers.get(name) for name in (b"x-queue", b"x-queue-timeout-s", QUEUE_HEADER)
+    )
+    if no_wait is not None and no_wait.strip().lower() != b"no-wait":
+        raise _bad_value("x-queue", header_text(no_wait), "no-wait, or omit the header")
+    return QueueOptions(
+        no_wait=no_wait is not None,
+        timeout_s=None if timeout_s is None else _queue_timeout_s(timeout_s),
+        form=None if form is None else _queue_form(header_text(form)),
+    )
+
+
+def _queue_timeout_s(header: bytes) -> float:
     try:
         value = float(header)
     except ValueError:
@@ -138,28 +170,7 @@ def queue_timeout_s(header: bytes | None) -> float | None:
     return value
 
 
-def no_wait(header: bytes | None) -> bool:
-    """Return whether to reject a request instead of queueing it (`x-queue: no-wait`).
-
-    Raises:
-        RequestRejected: the header has another value.
-    """
-    if header is None:
-        return False
-    if header.strip().lower() != b"no-wait":
-        raise _bad_value("x-queue", header_text(header), "no-wait, or omit the header")
-    return True
-
-
-def queue_form(header: bytes | None) -> QueueForm | None:
-    """Return the format of queue updates (`x-ewsjf-queue`); None if the client does not subscribe.
-
-    Raises:
-        RequestRejected: the header has another value.
-    """
-    if header is None:
-        return None
-    asked = header_text(header)
+def _queue_form(asked: str) -> QueueForm:
     try:
         return QueueForm(asked.strip().lower())
     except ValueError:

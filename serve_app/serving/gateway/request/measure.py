@@ -108,11 +108,9 @@ class PromptMeasure:
 
     def add_content(self, content: Content) -> None:
         """Add a text or a list of parts."""
-        if content is None:
-            return
         if isinstance(content, str):
             self.texts.append(content)
-        else:
+        elif content is not None:
             for part in content:
                 self.add_part(part)
 

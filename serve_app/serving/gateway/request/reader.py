@@ -268,15 +268,16 @@ class RequestReader:
         fields, spec = parsed.fields, parsed.spec
         found = self._models.find(spec.model, caller)
         tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
-        response = self._response(incoming, caller, fields)
+        response = None
+        if isinstance(fields, ResponsesFields):
+            response = self._response(incoming, caller, fields)
         background = response is not None and response.background
         models = found.models if found.route is None else _in_order(found, incoming, fields, tenant, response)
         priority = _priority(headers.get(b"x-priority"), caller, fields)
-        no_wait = heads.no_wait(headers.get(b"x-queue"))
-        timeout_s = heads.queue_timeout_s(headers.get(b"x-queue-timeout-s"))
+        options = heads.queue_options(headers)
         # Whether it generates text of which its client receives nothing before the end.
         may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
-        revocable = priority is PriorityClass.BATCH and not no_wait and may_restart
+        revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
         hide_usage = assembles = False
         if isinstance(fields, UsageOnRequestFields):
             hide_usage = not fields.usage_requested
@@ -293,8 +294,8 @@ class RequestReader:
                 spec=replace(spec, model=each.model.name, adapter=each.adapter, streamed=streamed),
                 tenant=tenant,
                 priority=priority,
-                queue_timeout_s=timeout_s,
-                no_wait=no_wait,
+                queue_timeout_s=options.timeout_s,
+                no_wait=options.no_wait,
                 # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
                 prefix=prefix_hashes(hashed, model=each.name, tenant=isolated),
                 key=key,
@@ -317,7 +318,7 @@ class RequestReader:
             announced=None if background else announced,
             response=response,
             form_model=parsed.form_model,
-            queue_form=heads.queue_form(headers.get(heads.QUEUE_HEADER)),
+            queue_form=options.form,
             requested=found.name,
             route="" if found.route is None else found.name,
             fallbacks=tuple(fallbacks),
@@ -332,11 +333,7 @@ class RequestReader:
         """
         return caller.tenant(incoming.headers.get(b"x-tenant"), None)
 
-    def _response(
-        self, incoming: IncomingRequest, caller: Caller, fields: BodyFields
-    ) -> ResponseTerms | None:
-        if not isinstance(fields, ResponsesFields):
-            return None
+    def _response(self, incoming: IncomingRequest, caller: Caller, fields: ResponsesFields) -> ResponseTerms:
         return ResponseTerms(
             owner=self.owner(incoming, caller),
             previous=fields.previous_response_id,

@@ -71,7 +71,9 @@ def test_bad_values_are_rejected_by_name_and_value() -> None:
     with pytest.raises(RequestRejected, match="service_tier: 'gold'"):
         class_of(None, "gold", 1)
     with pytest.raises(RequestRejected, match="x-queue: 'wait'"):
-        headers.no_wait(b"wait")
+        headers.queue_options({b"x-queue": b"wait"})
+    with pytest.raises(RequestRejected, match="x-ewsjf-queue: 'often'"):
+        headers.queue_options({headers.QUEUE_HEADER: b"often"})
     with pytest.raises(RequestRejected, match="content-encoding: 'gzip'"):
         headers.reject_encoded_body(b"gzip")
 
@@ -79,7 +81,7 @@ def test_bad_values_are_rejected_by_name_and_value() -> None:
 @pytest.mark.parametrize("value", [b"0", b"-1", b"nan", b"inf", b"soon", b"", b"1e9"])
 def test_a_queue_timeout_must_be_a_sensible_number(value: bytes) -> None:
     with pytest.raises(RequestRejected, match="x-queue-timeout-s"):
-        headers.queue_timeout_s(value)
+        headers.queue_options({b"x-queue-timeout-s": value})
 
 
 def test_connection_headers_and_those_of_the_gateway_are_not_forwarded() -> None:
