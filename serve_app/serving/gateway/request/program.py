@@ -49,15 +49,12 @@ _USER_OF_CLAUDE_CODE = re.compile(r"user_.*_session_(.+)")
 
 def program_hint(headers: Mapping[bytes, bytes], body: BodyFields) -> ProgramHint | None:
     """Return the program that a request states; None if it states none."""
-    if _HEADERS.isdisjoint(headers):
-        session = _session_of_body(body)
-        return ProgramHint(session=session) if session else None
-    program = _header_id(headers, PROGRAM_HEADERS)
-    session = session_of(headers) or _session_of_body(body) or program
-    if not session:
-        return None
-    parent = _header_id(headers, PARENT_HEADERS)
-    return ProgramHint(session=session, program=program or None, parent=parent or None)
+    session = program = parent = ""
+    if not _HEADERS.isdisjoint(headers):
+        session, program = session_of(headers), _header_id(headers, PROGRAM_HEADERS)
+        parent = _header_id(headers, PARENT_HEADERS)
+    session = session or _session_of_body(body) or program
+    return ProgramHint(session=session, program=program or None, parent=parent or None) if session else None
 
 
 def session_of(headers: Mapping[bytes, bytes]) -> str:
