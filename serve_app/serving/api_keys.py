@@ -166,7 +166,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def has_budget(self) -> bool:
         """True if a budget limits it."""
         limits = (self.tokens_per_day, self.tokens_per_month, self.cost_per_day, self.cost_per_month)
-        return any(limit is not None for limit in limits)
+        return limits != (None, None, None, None)
 
     def budget(self, period: str) -> "KeyBudget":
         """Return its budget for a `day` or a `month`."""

@@ -220,7 +220,7 @@ class Caller:
 
     def check_class(self, priority: PriorityClass, source: str) -> None:
         """Raise `ForbiddenError` unless the key allows a class; `source` is where the request named it."""
-        if self.key is not None and priority not in self.key.classes:
+        if self.key is not None and priority.rank < self.key.highest_class.rank:
             allowed = ", ".join(self.key.classes)
             raise ForbiddenError(
                 f"this API key may not use the class {priority} ({source}); it may use: {allowed}",
