@@ -651,16 +651,54 @@ class Exchange:
         elif not self.response_started or self.response_complete:
             raise RuntimeError(f"{message['type']} was sent before the start of a response, or after its end")
         else:
-            self._write(message.get("body", b""), ends=not message.get("more_body", False))
+            self.write_chunk(message.get("body", b""), ends=not message.get("more_body", False))
 
-    def write_chunk(self, piece: bytes) -> bool:
+    def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more.
 
         Pieces are buffered if there is no room; `on_writable` is called when writing may continue.
+
+        Args:
+            ends: the piece is the last one.
+
+        Raises:
+            RuntimeError: the response does not have its declared length.
         """
-        if not self.disconnected:
-            self._write(piece, ends=False)
-        return not self._connection.write_paused
+        if self.disconnected:
+            return True
+        if self._method == "HEAD":
+            piece, self._remaining_bytes = b"", None
+        if self._remaining_bytes is not None:
+            self._check_length(len(piece), ends=ends)
+        connection = self._connection
+        head, self._head = self._head, b""
+        if self._chunked:
+            piece = b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if piece else head
+            if ends:
+                piece += b"0\r\n\r\n"
+        elif len(piece) <= _MAX_COALESCED_BYTES:
+            piece = head + piece
+        elif head:
+            connection.transport.write(head)
+        if piece:
+            connection.transport.write(piece)
+        if ends:
+            self.response_complete = True
+            self.on_disconnect = self.on_writable = None
+            self._received.set()
+            connection.on_response_end(keep_alive=self.keep_alive)
+        return not connection.write_paused
+
+    def _check_length(self, added_bytes: int, *, ends: bool) -> None:
+        """Count a piece of a response that has declared its length."""
+        assert self._remaining_bytes is not None
+        self._remaining_bytes -= added_bytes
+        if self._remaining_bytes < 0:
+            excess = -self._remaining_bytes
+            raise RuntimeError(f"the response body exceeds its content-length by {excess} bytes")
+        if ends and self._remaining_bytes:
+            missing = self._remaining_bytes
+            raise RuntimeError(f"the response body is {missing} bytes shorter than its content-length")
 
     def _render_head(self, status: int, headers: Headers) -> bytes:
         lines = [_STATUS_LINES[status], self._connection.date_line()]
@@ -688,35 +726,6 @@ class Exchange:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         return b"".join(lines)
-
-    def _write(self, body: bytes, *, ends: bool) -> None:
-        if self._method == "HEAD":
-            body, self._remaining_bytes = b"", None
-        if self._remaining_bytes is not None:
-            self._remaining_bytes -= len(body)
-            if self._remaining_bytes < 0:
-                excess = -self._remaining_bytes
-                raise RuntimeError(f"the response body exceeds its content-length by {excess} bytes")
-            if ends and self._remaining_bytes:
-                missing = self._remaining_bytes
-                raise RuntimeError(f"the response body is {missing} bytes shorter than its content-length")
-        write = self._connection.transport.write
-        head, self._head = self._head, b""
-        if self._chunked:
-            body = b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
-            if ends:
-                body += b"0\r\n\r\n"
-        elif len(body) <= _MAX_COALESCED_BYTES:
-            body = head + body
-        elif head:
-            write(head)
-        if body:
-            write(body)
-        if ends:
-            self.response_complete = True
-            self.on_disconnect = self.on_writable = None
-            self._received.set()
-            self._connection.on_response_end(keep_alive=self.keep_alive)
 
     async def _fail(self) -> None:
         if self.response_complete or self.disconnected:

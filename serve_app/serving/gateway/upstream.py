@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, cast
 
 import httptools
@@ -41,36 +42,38 @@ class UpstreamResponse:
     """A replica's response while it arrives. Read it with `next` or `read`, and always `close` it.
 
     Attributes:
-        on_pieces: called when body bytes have arrived before the end; `take` returns them.
+        has_ended: nothing more will arrive, because the body is complete or the connection broke.
+        pieces: body bytes that have not been taken.
+        buffered_bytes: bytes received since the last take, with their framing.
+        on_change: called when more of the answer, its end or its failure has arrived.
     """
 
     __slots__ = (
-        "_buffered_bytes",
         "_connection",
-        "_pieces",
-        "_waiter",
+        "buffered_bytes",
         "complete",
         "error",
+        "has_ended",
         "headers",
-        "on_pieces",
+        "on_change",
+        "pieces",
         "status",
     )
 
     def __init__(self, connection: "UpstreamConnection") -> None:
         self.status = 0
         self.headers: HeaderList = []
-        self.complete = False
+        self.has_ended = self.complete = False
         self.error: UpstreamError | None = None
-        self.on_pieces: Callable[[], None] | None = None
+        self.pieces: list[bytes] = []
+        self.buffered_bytes = 0
+        self.on_change: Callable[[], None] | None = None
         self._connection: UpstreamConnection | None = connection
-        self._pieces: list[bytes] = []
-        self._buffered_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def at_end(self) -> bool:
         """True if the body is complete and has been taken."""
-        return self.complete and not self._pieces
+        return self.complete and not self.pieces
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header (lower-case name), or empty if it is absent."""
@@ -88,7 +91,7 @@ class UpstreamResponse:
         while not self.status:
             if self.error is not None:
                 raise self.error
-            await self.waiter()
+            await self._change()
 
     async def next(self) -> bytes:
         """Return all body bytes since the last call. Waits for some; empty only at the end.
@@ -96,19 +99,19 @@ class UpstreamResponse:
         Raises:
             UpstreamError: the connection broke before the body was complete.
         """
-        while not self._pieces:
+        while not self.pieces:
             if self.complete:
                 return b""
             if self.error is not None:
                 raise self.error
-            await self.waiter()
+            await self._change()
         return self.take()
 
     def take(self) -> bytes:
         """Return all body bytes since the last call, without waiting."""
-        pieces, self._pieces = self._pieces, []
-        self._buffered_bytes = 0
-        if self._connection is not None:
+        pieces, self.pieces = self.pieces, []
+        self.buffered_bytes = 0
+        if self._connection is not None and self._connection.paused:
             self._connection.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -131,35 +134,29 @@ class UpstreamResponse:
         if self._connection is not None:
             self._connection.abort()
 
-    def waiter(self) -> "asyncio.Future[None]":
-        """Return a future that completes at the next change; with `on_pieces`, only at the end."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
+    def _change(self) -> "asyncio.Future[None]":
+        """Return a future that completes at the next change."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_change = partial(complete, waiter)
+        return waiter
 
     # Called by the connection.
 
-    def push(self, piece: bytes) -> bool:
-        """Add body bytes; return True if the buffer is full and reading must pause."""
-        self._pieces.append(piece)
-        self._buffered_bytes += len(piece)
-        return self._buffered_bytes >= BUFFER_HIGH_BYTES
-
     def detach(self, error: UpstreamError | None = None) -> None:
         """End the response, as complete or broken by `error`."""
-        self._connection = None
+        self._connection, self.has_ended = None, True
         if error is None:
             self.complete = True
-        elif self.error is None:
+        else:
             self.error = error
-        self.wake()
+        if self.on_change is not None:
+            self.on_change()
 
-    def wake(self) -> None:
-        """Notify the reader of a change."""
-        if self.on_pieces is not None and not self.complete and self.error is None:
-            if self._pieces:
-                self.on_pieces()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def complete(waiter: "asyncio.Future[None]") -> None:
+    """Wake the task that awaits a future. Idempotent."""
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 # HTTP/1.1 connections from a gateway to replicas, at protocol level.
@@ -193,6 +190,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     Attributes:
         address: the replica's server; key in the pool.
+        paused: reading is paused because the client is slow.
         silent_ticks: sweeps of the pool since the replica's last bytes, or since it became idle.
     """
 
@@ -205,7 +203,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_keep_alive",
         "_owner",
         "_parser",
-        "_paused",
         "_response",
         "_saw_body",
         "_saw_byte",
@@ -213,11 +210,13 @@ class UpstreamConnection(asyncio.Protocol):
         "_transport",
         "_writable",
         "address",
+        "paused",
         "silent_ticks",
     )
 
     def __init__(self, owner: "UpstreamPool", address: ServerAddress) -> None:
         self.address = address
+        self.paused = False
         self.silent_ticks = 0
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
@@ -233,7 +232,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._informational = False
         # Bytes received since the request, the head or a piece of the body.
         self._framing_bytes = 0
-        self._paused = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -256,11 +254,6 @@ class UpstreamConnection(asyncio.Protocol):
         """True if another request can be sent, as far as this side knows."""
         transport = self._transport
         return not self._closed and transport is not None and not transport.is_closing()
-
-    @property
-    def is_paused(self) -> bool:
-        """True if reading is paused because the client is slow."""
-        return self._paused
 
     async def exchange(self, head: bytes, body: bytes) -> UpstreamResponse:
         """Send a request and wait for the head of its answer.
@@ -318,8 +311,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """Continue reading after the buffer was emptied."""
-        if self._paused:
-            self._paused = False
+        if self.paused:
+            self.paused = False
             self.silent_ticks = 0
             if self._transport is not None and not self._closed:
                 self._transport.resume_reading()
@@ -370,6 +363,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._saw_byte = True
         self.silent_ticks = 0
         self._framing_bytes += len(data)
+        response.buffered_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
@@ -377,8 +371,17 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if self._framing_bytes > MAX_HEAD_BYTES:
             self.fail(f"the head or chunk framing of the replica's answer exceeds {MAX_HEAD_BYTES} bytes")
-        else:
-            response.wake()
+            return
+        if response.on_change is not None:
+            response.on_change()
+        if response.buffered_bytes >= BUFFER_HIGH_BYTES and not response.has_ended:
+            self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        """Stop reading until the buffer is emptied. Idempotent."""
+        if not self.paused and self._transport is not None:
+            self.paused = True
+            self._transport.pause_reading()
 
     # httptools callbacks
 
@@ -419,10 +422,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Add body bytes without their chunk framing."""
         response, self._saw_body = self._response, True
         self._framing_bytes = 0
-        if response is not None and response.push(body) and not self._paused:
-            assert self._transport is not None
-            self._paused = True
-            self._transport.pause_reading()
+        if response is not None:
+            response.pieces.append(body)
 
     def on_message_complete(self) -> None:
         """Complete the response, and return the connection to the pool if it can be reused."""
@@ -543,7 +544,7 @@ class UpstreamPool:
         return {
             connection.address
             for connection in self._all
-            if not (connection.is_idle or connection.is_paused)
+            if not (connection.is_idle or connection.paused)
             and connection.silent_ticks * self._sweep_s > longer_than_s
         }
 
@@ -633,7 +634,7 @@ class UpstreamPool:
             if connection.is_idle:
                 if silent_s > self._idle_expiry_s(connection.address):
                     connection.abort()
-            elif silent_s > settings.silence_timeout_s and not connection.is_paused:
+            elif silent_s > settings.silence_timeout_s and not connection.paused:
                 # A paused connection waits for its client; the HTTP server limits that.
                 message = f"the replica sent nothing for {settings.silence_timeout_s} s"
                 connection.fail(message, EngineSilentError)

@@ -24,7 +24,7 @@ from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
 from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse, complete
 from serve_app.serving.metric_cells import HistogramCell
 
 _KINDS = {"chat.completion.chunk": "chat.completion"}
@@ -376,27 +376,30 @@ class StreamScanner:
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes from the engine, and return those that may be sent to the client now."""
-        if not self._held:
-            if data.endswith((b"\n\n", b"\n\r\n")):
-                return self._inspected(data)
-            end = _last_end(data, 0)
-            self._held += data[end:]
-            return self._inspected(data[:end]) if end else self._overflow()
-        # Search only the new bytes and the few before them that may begin the end of an event.
-        searched_from = max(0, len(self._held) - 2)
-        self._held += data
-        end = _last_end(self._held, searched_from)
-        if not end:
-            return self._overflow()
-        whole = bytes(memoryview(self._held)[:end])
-        del self._held[:end]
-        return self._inspected(whole)
+        if self._held or not data.endswith((b"\n\n", b"\n\r\n")):
+            data = self._whole(data)
+            if not data:
+                return self._overflow()
+        if b'"usage"' in data or b'"error"' in data:
+            return self._inspected(data)
+        self._before = data
+        return data
 
     def flush(self) -> bytes:
         """End the stream, and return the remaining bytes."""
         rest = bytes(self._held)
         self._held.clear()
-        return self._inspected(rest) if rest else rest
+        return self._inspected(rest)
+
+    def _whole(self, data: bytes) -> bytes:
+        """Buffer bytes, and return the events that are whole now."""
+        # Search only the new bytes and the few before them that may begin the end of an event.
+        searched_from = max(0, len(self._held) - 2)
+        self._held += data
+        end = _last_end(self._held, searched_from)
+        whole = bytes(memoryview(self._held)[:end])
+        del self._held[:end]
+        return whole
 
     def _overflow(self) -> bytes:
         """Return the beginning of an event that is too long to buffer; otherwise empty."""
@@ -408,9 +411,7 @@ class StreamScanner:
         return part
 
     def _inspected(self, events: bytes) -> bytes:
-        if b'"usage"' not in events and b'"error"' not in events:
-            self._before = events
-            return events
+        """Return events without those to hide."""
         return b"".join([event for event in _split(events) if not self._is_hidden(event)])
 
     def _is_hidden(self, event: bytes) -> bool:
@@ -537,7 +538,7 @@ def stream_outcome(scanner: StreamScanner) -> Outcome:
 class StreamPassing:
     """Passing of a stream whose first events have been read; `gaps` records inter-token times. Single use."""
 
-    __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
+    __slots__ = ("_client", "_ended", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
 
     def __init__(
         self, response: UpstreamResponse, scanner: StreamScanner, client: ClientExchange, gaps: HistogramCell
@@ -548,6 +549,7 @@ class StreamPassing:
         self._scanner = scanner
         self._client = client
         self._has_room = True
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault: Exception | None = None
 
     async def run(self, events: bytes) -> bytes:
@@ -559,29 +561,26 @@ class StreamPassing:
         response, client = self._response, self._client
         client.on_writable = self._go_on
         self._has_room = client.write_chunk(events)
-        response.on_pieces = self._take
+        response.on_change = self._on_change
         try:
             self._pass_on()
-            while (waiter := self._waiter()) is not None:
-                await waiter
+            if not response.has_ended:
+                await self._ended
         finally:
-            response.on_pieces = client.on_writable = None
+            response.on_change = client.on_writable = None
         if self._fault is not None:
             raise self._fault
         return self._scanner.feed(response.take()) + (self._scanner.flush() if response.complete else b"")
 
-    def _waiter(self) -> "asyncio.Future[None] | None":
-        response = self._response
-        if response.complete or response.error is not None or self._fault is not None:
-            return None
-        return response.waiter()
-
-    def _take(self) -> None:
-        """Record the gap, and pass on the pieces that have arrived."""
-        now = monotonic()
-        self._gaps.observe(now - self._last_at)
-        self._last_at = now
-        self._pass_on()
+    def _on_change(self) -> None:
+        """Record the gap, and pass on the pieces that have arrived before the end."""
+        if self._response.has_ended:
+            complete(self._ended)
+        elif self._response.pieces:
+            now = monotonic()
+            self._gaps.observe(now - self._last_at)
+            self._last_at = now
+            self._pass_on()
 
     def _pass_on(self) -> None:
         if not self._has_room or self._response.complete:
