@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from time import time
 from urllib.parse import unquote
 
@@ -76,6 +77,8 @@ _INVALID_IN_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _INVALID_IN_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _NO_BODY_STATUSES = frozenset({204, 304})
 _VERSIONS = frozenset({"1.0", "1.1"})
+# Headers of a response that the server interprets.
+_INTERPRETED = frozenset({b"connection", b"content-length", b"transfer-encoding"})
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
@@ -243,8 +246,8 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self, server: HttpServer) -> None:
+        self.server = server
         self.write_paused = False
-        self._server = server
         self._loop = asyncio.get_running_loop()
         # None after a malformed request and at the end.
         self._parser: httptools.HttpRequestParser | None = _parser_of(self)
@@ -254,7 +257,7 @@ class Connection(asyncio.Protocol):
         self._read_paused = False
         # The current request, the queued ones, and the last one received.
         self._active: Exchange | None = None
-        self._waiting: deque[Exchange] = deque()
+        self._waiting: deque[tuple[Exchange, Scope]] = deque()
         self._last: Exchange | None = None
         # Start of the head being received; None between the end of a head and the first byte of the next.
         self._head_since: float | None = None
@@ -291,7 +294,7 @@ class Connection(asyncio.Protocol):
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
             "root_path": "",
         }
-        app = self._server.register(self)
+        app = self.server.register(self)
         if app is None:
             transport.abort()
         else:
@@ -299,13 +302,14 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio passes it
         """Notify the open requests."""
-        self._server.unregister(self)
+        self.server.unregister(self)
         # The parser refers to this object.
         self._parser = None
         self._writable.set()
-        for exchange in (self._active, *self._waiting):
-            if exchange is not None:
-                exchange.handle_disconnect()
+        if self._active is not None:
+            self._active.handle_disconnect()
+        for exchange, _ in self._waiting:
+            exchange.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of requests."""
@@ -378,6 +382,13 @@ class Connection(asyncio.Protocol):
             return
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
+        exchange = Exchange(
+            self,
+            method,
+            version,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            expects_continue=self._expects_continue,
+        )
         scope: Scope = {
             **self._base_scope,
             "http_version": version,
@@ -386,19 +397,14 @@ class Connection(asyncio.Protocol):
             "raw_path": url.path,
             "query_string": url.query or b"",
             "headers": self._headers,
+            "extensions": {EXCHANGE: exchange},
         }
-        exchange = Exchange(
-            self,
-            scope,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            expects_continue=self._expects_continue,
-        )
         self._last = exchange
         if self._active is None:
-            self._run(exchange)
+            self._run(exchange, scope)
         else:
             self.pause_reading()
-            self._waiting.append(exchange)
+            self._waiting.append((exchange, scope))
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of a body to its request."""
@@ -413,15 +419,6 @@ class Connection(asyncio.Protocol):
             self._last.end_body()
 
     # Used by exchanges.
-
-    @property
-    def server_is_stopping(self) -> bool:
-        """True if the connection must close after its next response."""
-        return self._server.stopping
-
-    def date_line(self) -> bytes:
-        """Return the `date` header line."""
-        return self._server.date_line()
 
     def pause_reading(self) -> None:
         """Pause reading, for backpressure. Idempotent."""
@@ -444,12 +441,12 @@ class Connection(asyncio.Protocol):
         """End the current request, and run the next."""
         self._response_ended_at = self._loop.time()
         self._active = None
-        if not keep_alive or (self._server.closes_idle and not self._waiting):
+        if not keep_alive or (self.server.closes_idle and not self._waiting):
             self.transport.close()
         if self.transport.is_closing():
             return
         if self._waiting:
-            self._run(self._waiting.popleft())
+            self._run(*self._waiting.popleft())
         if not self._waiting:
             self.resume_reading()
 
@@ -493,10 +490,10 @@ class Connection(asyncio.Protocol):
         if self._stalled_checks * CHECK_INTERVAL_S > stalled_s:
             self.transport.abort()
 
-    def _run(self, exchange: "Exchange") -> None:
+    def _run(self, exchange: "Exchange", scope: Scope) -> None:
         self._active = exchange
-        tasks = self._server.tasks
-        task = self._loop.create_task(exchange.run(self._app))
+        tasks = self.server.tasks
+        task = self._loop.create_task(exchange.run(self._app, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -512,13 +509,15 @@ class Connection(asyncio.Protocol):
             return
         if not self.transport.is_closing():
             head = b"%bcontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            start = _STATUS_LINES[status] + self._server.date_line()
+            start = _STATUS_LINES[status] + self.server.date_line()
             self.transport.write(head % (start, len(message)) + message.encode())
             self.transport.close()
 
 
 class Exchange:
     """One request and its response: the ASGI cycle.
+
+    It does not refer to the scope, which refers to it, so that both are freed with the request.
 
     A gateway finds it in the scope's extensions (`gateway.answer.client`). It registers a callback for a
     disconnect, instead of awaiting `receive`, and writes chunks of a stream without a coroutine for each.
@@ -536,14 +535,16 @@ class Exchange:
     """
 
     __slots__ = (
+        "_arrival",
         "_body",
         "_chunked",
         "_connection",
         "_expects_continue",
+        "_has_news",
         "_head",
         "_method",
-        "_received",
         "_remaining_bytes",
+        "_version",
         "disconnected",
         "keep_alive",
         "more_body",
@@ -551,13 +552,11 @@ class Exchange:
         "on_writable",
         "response_complete",
         "response_started",
-        "scope",
     )
 
     def __init__(
-        self, connection: Connection, scope: Scope, *, keep_alive: bool, expects_continue: bool
+        self, connection: Connection, method: str, version: str, *, keep_alive: bool, expects_continue: bool
     ) -> None:
-        self.scope = scope
         self.keep_alive = keep_alive
         self.more_body = True
         self.disconnected = False
@@ -566,15 +565,17 @@ class Exchange:
         self.on_disconnect: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
         self._connection = connection
-        self._method: str = scope["method"]
+        self._method = method
+        self._version = version
         self._expects_continue = expects_continue
-        self._body = bytearray()
-        self._received = asyncio.Event()
+        self._body: bytes | bytearray = b""
+        # Whether `receive` has something to return, and its event once it has had to wait.
+        self._has_news = False
+        self._arrival: asyncio.Event | None = None
         self._head = b""
         self._chunked = False
         # Remaining bytes of the declared length; None without one.
         self._remaining_bytes: int | None = None
-        scope["extensions"] = {EXCHANGE: self}
 
     # Called by the connection.
 
@@ -582,38 +583,48 @@ class Exchange:
         """Buffer a piece of the body."""
         if self.response_complete:
             return
-        self._body += piece
+        if not self._body:
+            self._body = piece
+        elif isinstance(self._body, bytes):
+            self._body = bytearray(self._body) + piece
+        else:
+            self._body += piece
         if len(self._body) > _BODY_BUFFER_BYTES:
             self._connection.pause_reading()
-        self._received.set()
+        self._notify()
 
     def end_body(self) -> None:
         """Mark the body as complete."""
         self.more_body = False
-        self._received.set()
+        self._notify()
 
     def handle_disconnect(self) -> None:
         """Notify the application that the connection was closed."""
         if self.response_complete:
             return
         self.disconnected = True
-        self._received.set()
+        self._notify()
         if self.on_disconnect is not None:
             self.on_disconnect()
 
-    async def run(self, app: ASGIApp) -> None:
+    def _notify(self) -> None:
+        self._has_news = True
+        if self._arrival is not None:
+            self._arrival.set()
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Run the application; if it fails, send an error or abort the response."""
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
         except asyncio.CancelledError:
             # The server is stopping.
             await self._fail()
         except Exception:
-            logger.exception("event=http_error path=%r", self.scope["path"])
+            logger.exception("event=http_error path=%r", scope["path"])
             await self._fail()
         else:
             if not self.response_complete and not self.disconnected:
-                logger.error("event=http_error path=%r reason='incomplete response'", self.scope["path"])
+                logger.error("event=http_error path=%r reason='incomplete response'", scope["path"])
                 await self._fail()
 
     # Called by the app.
@@ -625,11 +636,14 @@ class Exchange:
             self._expects_continue = False
         if not self.disconnected and not self.response_complete:
             self._connection.resume_reading()
-            await self._received.wait()
-            self._received.clear()
+            if not self._has_news:
+                self._arrival = self._arrival or asyncio.Event()
+                self._arrival.clear()
+                await self._arrival.wait()
+            self._has_news = False
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
-        body, self._body = self._body, bytearray()
+        body, self._body = self._body, b""
         return {"type": "http.request", "body": bytes(body), "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
@@ -685,7 +699,7 @@ class Exchange:
         if ends:
             self.response_complete = True
             self.on_disconnect = self.on_writable = None
-            self._received.set()
+            self._notify()
             connection.on_response_end(keep_alive=self.keep_alive)
         return not connection.write_paused
 
@@ -701,23 +715,25 @@ class Exchange:
             raise RuntimeError(f"the response body is {missing} bytes shorter than its content-length")
 
     def _render_head(self, status: int, headers: Headers) -> bytes:
-        lines = [_STATUS_LINES[status], self._connection.date_line()]
+        server = self._connection.server
+        lines = [_STATUS_LINES[status], server.date_line()]
         has_length = closes = False
         for name, value in headers:
-            if _INVALID_IN_NAME.search(name) or _INVALID_IN_VALUE.search(value):
+            key = _lower_name(name)
+            if _INVALID_IN_VALUE.search(value):
                 raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
-            name = name.lower()  # noqa: PLW2901 - the same name
-            if name == b"content-length":
-                self._remaining_bytes, has_length = int(value), True
-            elif name == b"transfer-encoding":
-                continue  # added below
-            elif name == b"connection" and b"close" in value.lower():
-                closes = True
-            lines += (name, b": ", value, b"\r\n")
-        if closes or self._connection.server_is_stopping:
+            if key in _INTERPRETED:
+                if key == b"content-length":
+                    self._remaining_bytes, has_length = int(value), True
+                elif key == b"transfer-encoding":
+                    continue  # added below
+                elif b"close" in value.lower():
+                    closes = True
+            lines += (key, b": ", value, b"\r\n")
+        if closes or server.stopping:
             self.keep_alive = False
         if not has_length and self._method != "HEAD" and status not in _NO_BODY_STATUSES:
-            if self.scope["http_version"] == "1.0":
+            if self._version == "1.0":
                 self.keep_alive = False
             else:
                 self._chunked = True
@@ -739,6 +755,15 @@ class Exchange:
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), length]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
+
+
+# Responses have few different names, most of them constants of the application.
+@lru_cache(maxsize=256)
+def _lower_name(name: bytes) -> bytes:
+    """Return the name of a header in lower case; raise `RuntimeError` if it is invalid."""
+    if _INVALID_IN_NAME.search(name):
+        raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
+    return name.lower()
 
 
 EXCHANGE = "ewsjf.exchange"

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -61,6 +63,27 @@ def test_a_body_in_chunks_is_returned_in_chunks(loop: Callable[[], asyncio.Abstr
     assert body.replace(b"\r\n", b"").endswith(b"0")
     assert b"abc" in body
     assert b"de" in body
+
+
+async def test_a_request_is_freed_without_the_garbage_collector() -> None:
+    """Objects of each request that refer to each other would cost its pauses."""
+
+    class Mark:
+        pass
+
+    marks: list[weakref.ref[Mark]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["mark"] = mark = Mark()
+        marks.append(weakref.ref(mark))
+        await echo(scope, receive, send)
+
+    gc.disable()
+    try:
+        await answer_to(app, b"GET / HTTP/1.1\r\n" + CLOSE)
+        assert [mark() for mark in marks] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,6 @@ class ClientStream:
         """Send one message."""
         if message["type"] == "http.response.start":
             self.status, headers = message["status"], message["headers"]
-            if self.request_id and all(name != _REQUEST_ID for name, _ in headers):
+            if self.request_id and _REQUEST_ID not in dict(headers):
                 message["headers"] = [*headers, (_REQUEST_ID, self.request_id)]
         await self._send(message)
