@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Annotated, cast
 
 import httptools
@@ -205,7 +206,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_parser",
         "_response",
         "_saw_body",
-        "_saw_byte",
         "_sent",
         "_transport",
         "_writable",
@@ -225,7 +225,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None
         self._asked_at = 0.0
         self._first_use = True
-        self._saw_byte = False
         self._saw_body = False
         self._sent = False
         self._keep_alive = False
@@ -268,8 +267,8 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._transport is not None
         assert self._response is None
         response = self._response = UpstreamResponse(self)
-        self._saw_byte = self._saw_body = self._sent = False
-        self._asked_at = asyncio.get_running_loop().time()
+        self._saw_body = self._sent = False
+        self._asked_at = monotonic()
         self.silent_ticks = self._framing_bytes = 0
         try:
             if len(body) <= _ONE_WRITE_BYTES:
@@ -339,8 +338,9 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the open answer; as stale if a reused connection broke at once and without an answer."""
         reason = f": {exc}" if exc is not None else ""
-        unanswered_s = asyncio.get_running_loop().time() - self._asked_at
-        stale = not self._first_use and not self._saw_byte and unanswered_s < _STALE_WINDOW_S
+        response = self._response
+        is_unseen = response is not None and not response.status and not self._framing_bytes
+        stale = not self._first_use and is_unseen and monotonic() - self._asked_at < _STALE_WINDOW_S
         kind = StaleConnectionError if stale else UpstreamError
         self._lose(f"the replica closed the connection before its answer was complete{reason}", kind)
 
@@ -360,7 +360,6 @@ class UpstreamConnection(asyncio.Protocol):
         if response is None:
             self.fail("the replica sent unsolicited bytes")
             return
-        self._saw_byte = True
         self.silent_ticks = 0
         self._framing_bytes += len(data)
         response.buffered_bytes += len(data)
@@ -567,7 +566,7 @@ class UpstreamPool:
     def on_idle(self, connection: UpstreamConnection) -> None:
         """Add a connection to the idle ones of its replica, or close it if there are enough."""
         idle = self._idle.setdefault(connection.address, [])
-        if len(idle) < self._settings.max_idle_per_replica and connection.is_usable:
+        if len(idle) < self._settings.max_idle_per_replica:
             idle.append(connection)
         else:
             connection.abort()
