@@ -13,7 +13,6 @@ from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
 
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import KeyRecord
@@ -413,21 +412,18 @@ class Gateway:
         key: KeyRecord | None = None,
     ) -> None:
         """Count and log a request that never reached a scheduler."""
-        record = RequestRecord(
-            request_id=incoming.request_id,
-            arrived_at=incoming.arrived_at,
-            finished_at=monotonic(),
-            outcome=outcome,
-            prompt_tokens=0,
-            output_tokens=0,
-            detail=detail,
-            tenant=DEFAULT_TENANT if key is None else key.tenant,
-        )
         # Clients choose the path, so only known paths become labels.
         endpoint = incoming.path if self.router.is_literal(incoming.path) else "-"
         self.telemetry.on_conclusion(
             ConcludedRequest(
-                record=record,
+                request_id=incoming.request_id,
+                arrived_at=incoming.arrived_at,
+                finished_at=monotonic(),
+                outcome=outcome,
+                prompt_tokens=0,
+                output_tokens=0,
+                detail=detail,
+                tenant=DEFAULT_TENANT if key is None else key.tenant,
                 model="",
                 incoming=incoming,
                 endpoint=endpoint,

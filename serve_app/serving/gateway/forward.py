@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from time import monotonic
 
 from serve_app.core.events import DispatchFailure
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
 from serve_app.request import Submission, Usage
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, SchedulerClient
@@ -630,7 +629,7 @@ class ScheduledCall:
     def _conclusion_record(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._submission, self._usage
         dispatch = self._grant.dispatch if self._grant is not None else None
-        record = RequestRecord(
+        return ConcludedRequest(
             request_id=submission.request_id,
             arrived_at=incoming.arrived_at,
             dispatched_at=self._times.granted_at,
@@ -646,9 +645,6 @@ class ScheduledCall:
             length_queue=dispatch.length_queue if dispatch is not None else "",
             estimated_tokens=dispatch.estimated_tokens if dispatch is not None else None,
             detail=self._detail,
-        )
-        return ConcludedRequest(
-            record=record,
             model=submission.spec.model,
             route=self._job.route,
             incoming=incoming,

@@ -33,11 +33,10 @@ from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConcludedRequest:
-    """A concluded request, with details that its record lacks.
+class ConcludedRequest(RequestRecord):
+    """Record of a concluded request on the gateway's clock, with what only a gateway knows.
 
     Attributes:
-        record: timestamps on the gateway's clock, and counts.
         model: the model that served or rejected it; empty if it was rejected before its model was known.
         route: the requested name if it is a route's; otherwise empty.
         endpoint: its path, or `-` for an unknown path.
@@ -46,7 +45,6 @@ class ConcludedRequest:
         status: HTTP status of the answer; 0 if the client received none.
     """
 
-    record: RequestRecord
     incoming: IncomingRequest
     model: str
     endpoint: str
@@ -54,6 +52,11 @@ class ConcludedRequest:
     key_id: str = ""
     attempts: int = 0
     status: int = 0
+
+    @property
+    def shown_status(self) -> int:
+        """Status for logs and traces, which show a client that left as 499."""
+        return self.status or HTTP_STATUS[Outcome.CANCELLED]
 
 
 Value = str | int | float
@@ -64,24 +67,24 @@ _ADDRESS_CHARACTERS = 200
 _UNFIT_FOR_ADDRESS = re.compile(r"[^0-9A-Za-z.:,%_\[\]-]+")
 
 
-def text_line(concluded: ConcludedRequest) -> str:
+def text_line(record: ConcludedRequest) -> str:
     """Return a request as a line of `name=value` pairs."""
     # Unrolled, because a loop over fields costs several times as much.
-    record, incoming = concluded.record, concluded.incoming
+    incoming = record.incoming
     client, forwarded_for = _addresses(incoming)
-    route = f" route={concluded.route}" if concluded.route else ""
-    key = f" key={concluded.key_id}" if concluded.key_id else ""
+    route = f" route={record.route}" if record.route else ""
+    key = f" key={record.key_id}" if record.key_id else ""
     forwarded = f" forwarded_for={forwarded_for}" if forwarded_for else ""
     line = (
-        f"event=concluded outcome={record.outcome} status={_status(concluded)} model={concluded.model or '-'}"
-        f"{route} endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}{key}"
+        f"event=concluded outcome={record.outcome} status={record.shown_status} model={record.model or '-'}"
+        f"{route} endpoint={record.endpoint} class={record.priority} tenant={record.tenant}{key}"
         f" client={client or '-'}{forwarded} e2e_s={record.e2e_s:.4f}"
     )
     if record.dispatched_at is not None:
         line += (
             f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
             f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={concluded.attempts}"
+            f" attempts={record.attempts}"
         )
     if record.first_token_at is not None:
         line += f" ttft_s={record.ttft_s:.4f}"
@@ -95,20 +98,20 @@ def text_line(concluded: ConcludedRequest) -> str:
     return line
 
 
-def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
+def json_fields(record: ConcludedRequest) -> dict[str, Value]:
     """Return a request as fields of a JSON document."""
-    record, incoming = concluded.record, concluded.incoming
+    incoming = record.incoming
     client, forwarded_for = _addresses(incoming)
     fields: dict[str, Value | None] = {
         "event": "concluded",
         "outcome": record.outcome.value,
-        "status": _status(concluded),
-        "model": concluded.model or "-",
-        "route": concluded.route or None,
-        "endpoint": concluded.endpoint,
+        "status": record.shown_status,
+        "model": record.model or "-",
+        "route": record.route or None,
+        "endpoint": record.endpoint,
         "class": record.priority.value,
         "tenant": record.tenant,
-        "key": concluded.key_id or None,
+        "key": record.key_id or None,
         "client": client or "-",
         "forwarded_for": forwarded_for or None,
         "e2e_s": round(record.e2e_s, 4),
@@ -120,7 +123,7 @@ def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
             "replica": record.replica,
             "length_queue": record.length_queue,
             "estimated_tokens": record.estimated_tokens,
-            "attempts": concluded.attempts,
+            "attempts": record.attempts,
         }
     if record.ttft_s is not None:
         fields["ttft_s"] = round(record.ttft_s, 4)
@@ -133,10 +136,6 @@ def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
         "detail": record.detail[:_DETAIL_CHARACTERS] or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _status(concluded: ConcludedRequest) -> int:
-    return concluded.status or HTTP_STATUS[Outcome.CANCELLED]
 
 
 def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
@@ -198,7 +197,7 @@ class RequestLog:
 
     def add(self, concluded: ConcludedRequest) -> None:
         """Queue the line of a request, unless its outcome has too many; on the event loop."""
-        outcome = concluded.record.outcome
+        outcome = concluded.outcome
         if outcome is not Outcome.COMPLETED:
             self._in_this_second[outcome] += 1
             if self._second is None:

@@ -5,7 +5,7 @@ the log only. Every series has the gateway's id, because gateways behind one add
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.targets import ClassTargets, Miss
-from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.errors import Outcome
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes
 from serve_app.serving.gateway.answer.responses import HeaderList, encode
@@ -71,6 +71,28 @@ class _Series:
         self.queue_wait = metrics.queue_wait[labels]
         self.prompt = metrics.tokens[(*labels, "prompt")]
         self.output = metrics.tokens[(*labels, "output")]
+
+    def count_slo(self, misses: Collection[Miss]) -> None:
+        """Count a request that met its latency targets, or missed some."""
+        self.slo_requests.inc()
+        if not misses:
+            self.slo_attained.inc()
+        for miss in misses:
+            self.misses[miss].inc()
+
+    def observe(self, record: RequestRecord, trace_id: str) -> None:
+        """Add the latencies and tokens of a request that was dispatched."""
+        # Exemplars (trace ids) appear in the OpenMetrics format only.
+        if (queue_wait_s := record.queue_wait_s) is not None:
+            self.queue_wait.observe(queue_wait_s, trace_id)
+        if (ttft_s := record.ttft_s) is not None:
+            self.ttft.observe(ttft_s, trace_id)
+        if (tpot_s := record.tpot_s) is not None:
+            self.tpot.observe(tpot_s, trace_id)
+        if record.completed:
+            self.e2e.observe(record.e2e_s, trace_id)
+        self.prompt.inc(record.prompt_tokens)
+        self.output.inc(record.output_tokens)
 
 
 class Telemetry:
@@ -192,17 +214,21 @@ class Telemetry:
         """Count a request to a route that one model rejected and another one receives."""
         self.fallbacks[self._gateway_id, route, model, fallback, reason].inc()
 
-    def on_conclusion(self, concluded: ConcludedRequest) -> None:
+    def on_conclusion(self, record: ConcludedRequest) -> None:
         """Count and log a request that has reached its outcome."""
-        record, model = concluded.record, concluded.model
-        self.requests[self._gateway_id, model, record.priority, record.pool, record.outcome].inc()
-        if model:
-            self._count_slo(model, record)
-        if record.dispatched_at is not None:
-            self._observe(model, record, concluded.incoming.trace.trace_id)
-        concluded.incoming.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
+        model, priority, pool, trace = record.model, record.priority, record.pool, record.incoming.trace
+        self.requests[self._gateway_id, model, priority, pool, record.outcome].inc()
+        targets = self._targets.get(model, _USUAL_TARGETS)
+        counts_for_slo = bool(model) and targets.is_attributable(record)
+        if counts_for_slo or record.dispatched_at is not None:
+            series = self._series_of(model, priority, pool)
+            if counts_for_slo:
+                series.count_slo(targets.missed_by(record))
+            if record.dispatched_at is not None:
+                series.observe(record, trace.trace_id)
+        trace.ended(record, record.shown_status)
         if self.log_requests and logger.isEnabledFor(logging.INFO):
-            self._log.add(concluded)
+            self._log.add(record)
 
     def flush_log(self) -> None:
         """Write the log lines of all concluded requests."""
@@ -242,39 +268,12 @@ class Telemetry:
             family.add_metric((self._gateway_id,), value)
             yield family
 
-    def _count_slo(self, model: str, record: RequestRecord) -> None:
-        """Count whether a request met its latency targets, and which ones it missed."""
-        targets = self._targets.get(model, _USUAL_TARGETS)
-        if not targets.is_attributable(record):
-            return
-        series = self._series_of(model, record.priority, record.pool)
-        series.slo_requests.inc()
-        misses = targets.missed_by(record)
-        if not misses:
-            series.slo_attained.inc()
-        for miss in misses:
-            series.misses[miss].inc()
-
     def _series_of(self, model: str, priority: str, pool: str) -> _Series:
         key = (model, priority, pool)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(self, (self._gateway_id, *key))
         return series
-
-    def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
-        series = self._series_of(model, record.priority, record.pool)
-        # Exemplars (trace ids) appear in the OpenMetrics format only.
-        if (queue_wait_s := record.queue_wait_s) is not None:
-            series.queue_wait.observe(queue_wait_s, trace_id)
-        if (ttft_s := record.ttft_s) is not None:
-            series.ttft.observe(ttft_s, trace_id)
-        if (tpot_s := record.tpot_s) is not None:
-            series.tpot.observe(tpot_s, trace_id)
-        if record.completed:
-            series.e2e.observe(record.e2e_s, trace_id)
-        series.prompt.inc(record.prompt_tokens)
-        series.output.inc(record.output_tokens)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Cells[CounterCell]:
         return counters(self.registry, f"ewsjf_gateway_{name}", text, labels)

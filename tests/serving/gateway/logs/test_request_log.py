@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.client import ClientStream
 from serve_app.serving.gateway.answer.client_api import OPENAI
@@ -93,15 +92,18 @@ def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: An
         client_request_id=f"c-{number}",
         arrived_at=0.0,
     )
-    record = RequestRecord(
+    return ConcludedRequest(
         request_id=f"g-{number}",
         arrived_at=0.0,
         finished_at=1.0,
         outcome=outcome,
         prompt_tokens=0,
         output_tokens=0,
+        incoming=incoming,
+        model=MODEL,
+        endpoint=CHAT,
+        status=200,
     )
-    return ConcludedRequest(record=record, incoming=incoming, model=MODEL, endpoint=CHAT, status=200)
 
 
 FULL = replace(
@@ -110,22 +112,16 @@ FULL = replace(
     ),
     key_id="config/acme",
     attempts=2,
-)
-FULL = replace(
-    FULL,
-    record=replace(
-        FULL.record,
-        dispatched_at=0.25,
-        first_token_at=0.5,
-        pool="short",
-        replica="r1",
-        length_queue="0-256",
-        estimated_tokens=44,
-        prompt_tokens=3,
-        output_tokens=9,
-        tenant="acme",
-        detail="a 'quoted' \"word\"\nand a line",
-    ),
+    dispatched_at=0.25,
+    first_token_at=0.5,
+    pool="short",
+    replica="r1",
+    length_queue="0-256",
+    estimated_tokens=44,
+    prompt_tokens=3,
+    output_tokens=9,
+    tenant="acme",
+    detail="a 'quoted' \"word\"\nand a line",
 )
 
 
@@ -154,11 +150,11 @@ def test_text_and_json_agree() -> None:
         "request_id": "g-7",
         "client_request_id": "c-7",
         "trace_id": "ab" * 16,
-        "detail": FULL.record.detail,
+        "detail": FULL.detail,
     }
     line = text_line(FULL)
     before, _, detail = line.partition(" detail=")
-    assert detail == repr(FULL.record.detail)
+    assert detail == repr(FULL.detail)
     logged = dict(part.split("=", 1) for part in before.split(" "))
     assert list(logged) == [name for name in fields if name != "detail"]
     times = {name: logged.pop(name) for name in ("e2e_s", "queue_wait_s", "ttft_s")}
@@ -225,7 +221,7 @@ async def test_lines_are_written_soon_in_order_and_formatted_one_by_one(
     logger.addHandler(memory)
     log = RequestLog(logger)
     logger.info("before")
-    made = [replace(each, record=replace(each.record, detail="100%s")) for each in map(concluded, range(3))]
+    made = [replace(each, detail="100%s") for each in map(concluded, range(3))]
     for each in made:
         log.add(each)
     assert file.read_text() == ""
