@@ -296,6 +296,8 @@ def usage_of(body: bytes) -> Usage | None:
 
 
 _EVENT_END = re.compile(rb"\n\r?\n")
+# Keys of events that are parsed.
+_INSPECTED = re.compile(rb'"(?:usage|error)"')
 _LINE = re.compile(rb"[^\r\n]+")
 _LONGEST_KIND = 80
 # Longer events cannot be usage events, and are passed on in parts.
@@ -380,7 +382,7 @@ class StreamScanner:
             data = self._whole(data)
             if not data:
                 return self._overflow()
-        if b'"usage"' in data or b'"error"' in data:
+        if _INSPECTED.search(data):
             return self._inspected(data)
         self._before = data
         return data
@@ -417,7 +419,7 @@ class StreamScanner:
     def _is_hidden(self, event: bytes) -> bool:
         """Record usage and errors of an event, and return whether to hide it from the client."""
         before, self._before = self._before, event
-        if b'"usage"' not in event and b'"error"' not in event:
+        if not _INSPECTED.search(event):
             return False
         data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
         try:
