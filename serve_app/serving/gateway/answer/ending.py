@@ -10,13 +10,14 @@ Only events near the usage are searched. Of several streamed choices, the last o
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
 from serve_app.request import TurnEnd
 
-_ENDS = {
+_ENDS: dict[str | None, TurnEnd | None] = {
+    None: None,
     "tool_calls": TurnEnd.TOOLS,
     "function_call": TurnEnd.TOOLS,
     "tool_use": TurnEnd.TOOLS,
@@ -24,6 +25,7 @@ _ENDS = {
     "end_turn": TurnEnd.DONE,
     "stop_sequence": TurnEnd.DONE,
 }
+_BY_PRECEDENCE = tuple(TurnEnd)
 # Items whose results the client sends; engines run other calls, such as `mcp_call`, themselves.
 _CALLS = frozenset({"function_call", "custom_tool_call"})
 # JSON escapes quotes inside strings, so generated text cannot match.
@@ -59,8 +61,8 @@ def ending_of(document: bytes) -> TurnEnd | None:
     except (ValueError, RecursionError):
         return None
     found = found.response or found.delta or found
-    reasons = [found.stop_reason, *(choice.finish_reason for choice in found.choices)]
-    ending = combined(_ENDS.get(reason, TurnEnd.OTHER) for reason in reasons if reason is not None)
+    reasons = [found.stop_reason, *[choice.finish_reason for choice in found.choices]]
+    ending = combined([_ENDS.get(reason, TurnEnd.OTHER) for reason in reasons])
     if ending is not None or found.status is None:
         return ending
     if found.status != "completed":
@@ -70,10 +72,12 @@ def ending_of(document: bytes) -> TurnEnd | None:
 
 def ending_in(chunks: bytes) -> TurnEnd | None:
     """Return the end that events of a chat or completion state; None if they state none."""
-    return combined(_ENDS.get(reason.decode(), TurnEnd.OTHER) for reason in _FINISH_REASON.findall(chunks))
+    return combined([_ENDS.get(reason.decode(), TurnEnd.OTHER) for reason in _FINISH_REASON.findall(chunks)])
 
 
-def combined(ends: Iterable[TurnEnd | None]) -> TurnEnd | None:
+def combined(ends: Collection[TurnEnd | None]) -> TurnEnd | None:
     """Return the end of an answer from those of its choices: calls of tools take precedence."""
-    stated = set(ends)
-    return next((end for end in TurnEnd if end in stated), None)
+    for end in _BY_PRECEDENCE:
+        if end in ends:
+            return end
+    return None

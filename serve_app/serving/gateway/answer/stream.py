@@ -10,7 +10,6 @@ The result equals the engine's own answer, except for what streams lack: null fi
 import asyncio
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import TurnEnd, Usage
 from serve_app.serving.channel.scheduler_client import EngineTimes
 from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
@@ -221,24 +220,37 @@ class RawUsage(msgspec.Struct, gc=False):
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
-    def counted(self, before: Usage | None = None) -> Usage | None:
-        """Return the counts in a common form; None if the engine sent none.
+    @property
+    def output(self) -> int | None:
+        """Tokens of the answer; None if they are not counted."""
+        return self.completion_tokens if self.completion_tokens is not None else self.output_tokens
+
+    def counted(self, ending: TurnEnd | None = None, before: Usage | None = None) -> Usage | None:
+        """Return the counts in a common form, with the end of the answer; None if the engine sent none.
 
         Anthropic's last event may count only the output; other counts are then those of `before`.
         """
         prompt = self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens
-        output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
+        output = self.output
         if prompt is None:
             if before is None or output is None:
                 return None
             return Usage(
-                prompt_tokens=before.prompt_tokens, output_tokens=output, cached_tokens=before.cached_tokens
+                prompt_tokens=before.prompt_tokens,
+                output_tokens=output,
+                cached_tokens=before.cached_tokens,
+                ending=ending,
             )
         details = self.prompt_tokens_details or self.input_tokens_details
         cached = details.cached_tokens if details is not None else None
         beside = self.cache_read_input_tokens or 0
         prompt += beside + (self.cache_creation_input_tokens or 0)
-        return Usage(prompt_tokens=prompt, output_tokens=output or 0, cached_tokens=cached or beside)
+        return Usage(
+            prompt_tokens=prompt,
+            output_tokens=output or 0,
+            cached_tokens=cached or beside,
+            ending=ending,
+        )
 
 
 class _RawTimes(msgspec.Struct, gc=False):
@@ -284,9 +296,7 @@ def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
     except (ValueError, RecursionError):
         return None, None
     raw = found.usage if found.meta is None else found.meta.billed_units
-    usage = raw.counted() if raw is not None else None
-    if usage is not None and usage.output_tokens:
-        usage = replace(usage, ending=ending_of(body))
+    usage = raw.counted(ending_of(body) if raw.output else None) if raw is not None else None
     return usage, engine_times_of(found.metrics)
 
 
@@ -430,11 +440,9 @@ class StreamScanner:
         raw = parsed.counted
         if raw is None:
             return False
-        usage = raw.counted(self.usage)
-        if usage is not None:
-            ending = ending_of(data) if parsed.choices is None else ending_in(before + event)
-            stated = self.usage.ending if self.usage is not None else None
-            self.usage = replace(usage, ending=combined((stated, ending)))
+        ending = ending_of(data) if parsed.choices is None else ending_in(before + event)
+        stated = self.usage.ending if self.usage is not None else None
+        self.usage = raw.counted(combined((stated, ending)), self.usage) or self.usage
         self.times = parsed.times
         return self._hide_usage and parsed.choices == []
 
