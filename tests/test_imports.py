@@ -52,6 +52,7 @@ IMPURE_STANDARD_LIBRARY = {
 # Libraries that only compute, and the only pure modules that need them.
 PURE_LIBRARIES = {
     "core/decision_log.py": "msgspec",
+    "core/metrics/record.py": "msgspec",
     "core/routing/estimation/byte_classes.py": "numpy",
     "core/routing/estimation/prompt_length.py": "numpy",
     "request.py": "msgspec",

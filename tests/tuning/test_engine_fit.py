@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from serve_app.core.metrics.record import RequestRecord
@@ -90,9 +91,9 @@ def test_only_requests_after_the_last_fit_count_for_the_error(monkeypatch: pytes
 
 
 def test_requests_of_other_replicas_and_answers_without_a_pace_are_not_measured() -> None:
-    foreign = tuple(replace(each, replica="gone") for each in served(8.0, 1))
+    foreign = tuple(msgspec.structs.replace(each, replica="gone") for each in served(8.0, 1))
     assert fit_engines(EngineFitTask(records=foreign, plans=PLANS, until=math.inf)).engines is None
-    whole = tuple(replace(each, first_token_at=None) for each in served(8.0, 1))
+    whole = tuple(msgspec.structs.replace(each, first_token_at=None) for each in served(8.0, 1))
     assert fit_engines(EngineFitTask(records=whole, plans=PLANS, until=math.inf)).engines is None
 
 

@@ -1,13 +1,12 @@
 """The record of one request: raw timestamps on one clock, and the latencies computed from them."""
 
-from dataclasses import dataclass
+import msgspec
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request from arrival to outcome, as recorded by the simulator, the gateway or a client.
 
     All times are seconds on the observer's clock; only differences are meaningful.

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.slo import slo_attainment_ratio
@@ -22,7 +24,7 @@ def from_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
         return None if at is None else at - start
 
     return [
-        replace(
+        msgspec.structs.replace(
             record,
             arrived_at=record.arrived_at - start,
             finished_at=record.finished_at - start,
@@ -56,7 +58,7 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     """Write raw records, one JSON object per line, with the fields of `RequestRecord`."""
     with path.open("w", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps(asdict(record)) + "\n")
+            file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
 
 
 def table(summary: Summary) -> str:

@@ -19,7 +19,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from typing import Any, TextIO
@@ -32,8 +31,7 @@ from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcludedRequest(RequestRecord):
+class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
     """Record of a concluded request on the gateway's clock, with what only a gateway knows.
 
     Attributes:

@@ -4,12 +4,12 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.client import ClientStream
