@@ -58,7 +58,7 @@ Ray's default of 30 s would abort requests that the application still completes.
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_raylet_start_wait_time_s, value: "120"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.5"}
+- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.2"}
 - {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "10000"}
 - {name: RAY_task_events_report_interval_ms, value: "0"}
 - {name: RAY_event_stats, value: "0"}
