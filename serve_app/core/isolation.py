@@ -116,8 +116,8 @@ class IsolationSettings:
     prior_longest_tokens: Annotated[int, INTERNAL] = 4_096
     # Fair shares take precedence over isolation. Otherwise a tenant with mostly long requests would never get
     # its share beside others with short ones. A tenant may have one more long prefill for each time that it
-    # is this many average requests behind every other waiting tenant, up to `max_owed`. At 1, similar tenants
-    # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy tenants.
+    # is owed this many average requests (`FairShares`), up to `max_owed`. At 1, similar tenants break
+    # isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy tenants.
     owed_requests: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # Maximum number of additional long prefills in flight because of `owed_requests`.
     max_owed: Annotated[int, NOT_NEGATIVE.hint("0 disables it"), INTERNAL] = 4

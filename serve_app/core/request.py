@@ -47,6 +47,7 @@ class ScheduledRequest:
         length_queue: the length queue in which it waits or waited.
         returned: whether it was put back for a fault of its replica and precedes requests never dispatched.
         claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
+        starved_at: time after which it is promoted; infinite outside the queue and without promotion.
         put_backs: number of put-backs, for any reason but a revocation.
         generated: output tokens so far with which it continues after a put-back.
         is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
@@ -89,6 +90,7 @@ class ScheduledRequest:
     length_queue: str = ""
     returned: bool = False
     claimed: bool = False
+    starved_at: float = math.inf
     put_backs: int = 0
     generated: int = 0
     is_guaranteed: bool = False

@@ -488,10 +488,10 @@ class Scheduler:
         self.admission.predictor.on_dequeue(scheduled)
 
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
+        self.dispatcher.before_enqueue(scheduled)
         self.queue.add(scheduled)
         self._expiry.add(scheduled)
         self.admission.predictor.on_enqueue(scheduled)
-        self.dispatcher.on_enqueue(scheduled)
         self.programs.on_enqueue(scheduled)
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:

@@ -37,12 +37,10 @@ def compare(one: Scheduler) -> None:
 def remembered(scheduler: Scheduler) -> list[object]:
     """Return the state after a dispatch that influences later decisions."""
     dispatcher = scheduler.dispatcher
-    promotion = dispatcher._promotion
     return [
         scheduler.next_wakeup(),
         repr(scheduler.ledger),
         [shares.counters() for shares in scheduler.queue.shares.values()],
-        None if promotion is None else promotion._allowed,
         dispatcher._floors._credit,
     ]
 

@@ -1,13 +1,14 @@
 """The dispatcher: selects the next request in the order of service, and its replica.
 
 1. A request put back for a fault of its replica, such as its loss: it had been dispatched in time.
-2. A request beyond its class's starvation bound, at a bounded rate (`starvation`). The bound is at most half
-   of the queue timeout if the request claimed a retry reservation. If it fits nowhere, capacity is reserved
-   for it.
-3. A lower class that is owed its floor share (`starvation`).
-4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Among
-   tenants with equal shares, and within a tenant, the heads of the sub-queues by the policy's score, within
-   the bound on delay (`delay_bound`). Capacity is also reserved for a tenant that is clearly behind.
+2. The request for which capacity is reserved.
+3. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
+   starvation bound (`starvation`).
+4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
+   equal shares have one turn: first the oldest request of each that is beyond its starvation bound, at a
+   bounded rate; then the heads of the sub-queues by the policy's score, within the bound on delay
+   (`delay_bound`). Capacity is reserved for a promoted request, and for one of a tenant that is owed service,
+   if it fits nowhere.
 
 The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
 that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
@@ -16,12 +17,12 @@ that others leave (`backfill`), unless it was put back, is promoted or is owed i
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.dispatch.starvation import CapacityReservations, ClassFloors, Promotion
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.policies.protocol import OrderingPolicy
-from serve_app.core.queueing.expiry import ExpiryHeap
 from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
@@ -126,7 +127,7 @@ class Placement:
 # capacity reservation, is never omitted.
 
 
-# A tenant behind all others by this many average requests gets capacity reserved for its next one. Similar
+# A tenant that is owed this many average requests gets capacity reserved for its next one. Similar
 # tenants are seldom that far behind.
 OWED_REQUESTS = 0.5
 # Examining this many heads costs no more than testing the groups.
@@ -175,18 +176,21 @@ class CandidateGroups:
             return False
         limits: tuple[int, ...] = ()
         if group.prefill_class is not PrefillClass.SHORT and not group.cached:
-            _, behind = self._queue.most_behind(group.priority)
-            limits = self._isolation.limits(group.prefill_class, now, behind)
-        is_backfill = is_backfill and group.priority is PriorityClass.BATCH
+            most = max(self._queue.deficits(group.priority, group.tenants).values(), default=0.0)
+            limits = self._isolation.limits(group.prefill_class, now, most)
+        is_backfill = (
+            is_backfill and group.priority is PriorityClass.BATCH and group.first_starved(now) is None
+        )
         query = CapacityQuery(pool, min(smallest.estimate.expected_tokens, limit), limits, is_backfill)
         return self._ledger.open.best(query, now) is not None
 
     def _needs_reservation(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
-        """Return whether to reserve capacity for a head: its tenant is behind, and it fits nowhere now."""
-        tenant, behind = self._queue.most_behind(group.priority)
-        if behind < OWED_REQUESTS:
-            return False
-        tokens = max((head.estimate.expected_tokens for head in group.heads_of(tenant)), default=0)
+        """Return whether to reserve capacity for a head that is owed service and fits nowhere now."""
+        starved = group.first_starved(now)
+        tokens = 0 if starved is None else starved.estimate.expected_tokens
+        for tenant, deficit in self._queue.deficits(group.priority, group.tenants).items():
+            if deficit >= OWED_REQUESTS:
+                tokens = max(tokens, *(head.estimate.expected_tokens for head in group.heads_of(tenant)))
         return tokens > 0 and self._ledger.open.best(CapacityQuery(pool, min(tokens, limit)), now) is None
 
     def __repr__(self) -> str:
@@ -229,16 +233,15 @@ class Dispatcher:
         self._isolation = placement.isolation
         self._policy = policy
         self._headroom = headroom
-        self._promotion = Promotion(settings.promotion) if policy.promotes else None
-        self._starved = ExpiryHeap(self._starved_at)
-        self._floors = ClassFloors(settings.class_floors)
+        self._promotion = Promotion(settings.promotion, queue) if policy.promotes else None
+        self._floors = ClassFloors(settings.class_floors, settings.promotion.promoted_share)
         self.reservations = CapacityReservations(ledger)
         self._candidates = CandidateGroups(queue, ledger, self._isolation, self._floors)
 
-    def on_enqueue(self, scheduled: ScheduledRequest) -> None:
-        """Register a request that was added to the queue."""
+    def before_enqueue(self, scheduled: ScheduledRequest) -> None:
+        """Set the starvation bound of a request that is about to be added to the queue."""
         if self._promotion is not None:
-            self._starved.add(scheduled)
+            scheduled.starved_at = self._promotion.starved_at(scheduled)
 
     def choices(self, now: float) -> Iterable[DispatchChoice]:
         """Yield the choices of one round, until nothing fits.
@@ -266,7 +269,6 @@ class Dispatcher:
                     # Each spill exposes the next head of its sub-queue, which may fit at home.
                     break
         self._policy.on_round_end(self._queue.queue_names())
-        self._starved.prune(len(self._queue))
 
     def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> DispatchChoice | None:
         """Return what `choices` would select for a request that has just arrived while nothing else waits.
@@ -330,7 +332,8 @@ class Dispatcher:
         self._policy.on_dispatch(scheduled)
         if self._promotion is not None:
             self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
-        self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
+        starved = self._queue.starved_classes(now)
+        self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes(), starved)
 
     def _choose(self, pool: str, now: float, *, position: int) -> DispatchChoice | None:
         """Return the first head in the order of service that fits a replica of `pool`, or None."""
@@ -343,14 +346,13 @@ class Dispatcher:
         # not fit either.
         misfits: dict[tuple[tuple[int, ...], bool], float] = {}
         first = None if position else self.reservations.release_for_trial(pool)
-        first = first or self._promoted(pool, now, position=position)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
         candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
-        for head, is_backfill in self._order(pool, now, first, candidates, position=position):
+        for head, is_backfill, is_promoted in self._order(pool, now, first, candidates, position=position):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, is_backfill))
-            if head is not first and not head.returned:
+            if not is_promoted and not head.returned:
                 query.headroom = self._headroom.tokens(head, pool)
             needed, replica = tokens + query.headroom, None
             if query.is_restricted:
@@ -363,7 +365,7 @@ class Dispatcher:
             if placed is not None:
                 head.is_guaranteed = not is_backfill
                 return DispatchChoice(head, *placed)
-            if not position and (head is first or self._may_reserve(head, pool)):
+            if not position and (is_promoted or self._may_reserve(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
 
@@ -384,7 +386,7 @@ class Dispatcher:
         return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
     def _may_reserve(self, head: ScheduledRequest, pool: str) -> bool:
-        """Return whether to reserve capacity: the tenant is clearly behind, the pool has no reservation."""
+        """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
         return self._queue.deficit_requests(head.request) >= OWED_REQUESTS
@@ -411,19 +413,21 @@ class Dispatcher:
         candidates: Sequence[HeadGroup],
         *,
         position: int,
-    ) -> Iterator[tuple[ScheduledRequest, bool]]:
-        """Yield heads in the order of service, each with whether it only gets capacity that others leave.
+    ) -> Iterator[tuple[ScheduledRequest, bool, bool]]:
+        """Yield heads in the order of service.
+
+        Each is with whether it only gets capacity that others leave, and whether it is promoted.
 
         Args:
-            first: the request to promote.
+            first: the request for which capacity was reserved; nothing is promoted before it.
             candidates: groups whose heads may fit; heads of other groups may be omitted.
         """
         queue = self._queue
         if queue.has_put_backs:
             for head in queue.put_back_heads(pool, position=position):
-                yield head, False
+                yield head, False, False
         if first is not None:
-            yield first, False
+            yield first, False, True
         if not candidates:
             return
         queries = {
@@ -434,24 +438,15 @@ class Dispatcher:
             )
             for priority in queue.waiting_classes()
         }
-        for priority in self._floors.owed():
-            if priority in queries:
-                for head in queue.heads(queries[priority], now):
-                    yield head, False
-        for priority, query in queries.items():
-            is_backfill = priority is PriorityClass.BATCH
-            for head in queue.heads(query, now):
-                yield head, is_backfill
-
-    def _promoted(self, pool: str, now: float, *, position: int) -> ScheduledRequest | None:
-        promotion, first_at = self._promotion, self._starved.next_at()
-        if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
-            return None
-        return promotion.first(self._queue.earliest_heads(pool, position=position), now)
-
-    def _starved_at(self, scheduled: ScheduledRequest) -> float:
-        assert self._promotion is not None
-        return self._promotion.starved_at(scheduled)
+        owed = [priority for priority in self._floors.owed() if priority in queries]
+        for priority in chain(owed, queries):
+            is_backfill = priority is PriorityClass.BATCH and priority not in owed
+            for turn in queue.turns(queries[priority], now):
+                if self._promotion is not None and first is None:
+                    for head in self._promotion.among(turn, now):
+                        yield head, False, True
+                for head in turn:
+                    yield head, is_backfill, False
 
     def _obstacle(self, head: ScheduledRequest, pool: str, now: float) -> str:
         limit = self._ledger.context_limit(pool)

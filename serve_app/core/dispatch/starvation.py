@@ -1,22 +1,27 @@
 """Starvation bounds: promotion after a long wait, capacity reservations, and class floors.
 
-A request is promoted after the `max_wait_s` of its class. In sustained overload every request exceeds it, and
-promoting all of them would turn any policy into FCFS. So at most `promoted_share` of all dispatches are
-promotions. The resulting bound: a request is dispatched at most `max_wait_s` after its arrival, plus the time
-of `(requests promoted before it + 1) / promoted_share` dispatches.
+A request is promoted after the `max_wait_s` of its class: it is first in its tenant's turn. It passes no
+tenant whose turn is earlier, because the backlog of one tenant would otherwise delay all others. In sustained
+overload every request exceeds its bound, and promoting all of them would turn any policy into FCFS. So at
+most `promoted_share` of a tenant's dispatches are promotions. The resulting bound: a request is dispatched at
+most `max_wait_s` after its arrival, plus the time of `(own requests promoted before it + 1) / promoted_share`
+dispatches of its tenant. The time between these dispatches follows from the tenant's share (`fairness`).
 
 Source: ours; the proof of EWSJF that no request starves (Theorem A.1) gives no usable bound.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import POSITIVE, POSITIVE_SHARE, between, settings
 from serve_app.request import PriorityClass
+
+if TYPE_CHECKING:
+    from serve_app.core.queueing.request_queue import RequestQueue
 
 # Promotions that accumulate while no request needs one.
 _SAVED = 4.0
@@ -35,7 +40,7 @@ class PromotionSettings:
     default_s: Annotated[float, POSITIVE] = 60.0
     # Half an hour: batch work may wait for idle capacity, but not indefinitely.
     batch_s: Annotated[float, POSITIVE] = 1_800.0
-    # At most a fifth of the dispatches: short requests retain the rest in overload.
+    # At most a fifth of a tenant's dispatches: its short requests retain the rest in overload.
     promoted_share: Annotated[float, POSITIVE_SHARE] = 0.2
 
     def max_wait_s(self, priority: PriorityClass) -> float:
@@ -45,36 +50,37 @@ class PromotionSettings:
 
 
 class Promotion:
-    """Selects the request to promote, at a bounded rate."""
+    """Selects the requests to promote, at a bounded rate for each tenant and class."""
 
-    def __init__(self, settings: PromotionSettings) -> None:
+    def __init__(self, settings: PromotionSettings, queue: "RequestQueue") -> None:
         self._settings = settings
+        self._queue = queue
         self._max_wait_s = {priority: settings.max_wait_s(priority) for priority in PriorityClass}
-        self._allowed = 1.0
 
-    @property
-    def is_due(self) -> bool:
-        """True if a request may be promoted now."""
-        return self._allowed >= 1.0
-
-    def first(self, heads: Iterable[ScheduledRequest], now: float) -> ScheduledRequest | None:
-        """Return the head beyond its starvation bound that arrived first, or None if none is."""
-        starved = [head for head in heads if self.is_starved(head, now)]
-        return min(starved, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
+    def among(self, turn: Iterable[ScheduledRequest], now: float) -> list[ScheduledRequest]:
+        """Return the requests to promote: the oldest beyond its bound of each tenant that is due."""
+        starved = sorted((head for head in turn if now > head.starved_at), key=_by_arrival)
+        oldest: dict[str, ScheduledRequest] = {}
+        for head in starved:
+            oldest.setdefault(head.request.tenant, head)
+        return [head for head in oldest.values() if self._is_due(head)]
 
     def on_dispatch(
         self, scheduled: ScheduledRequest, now: float, *, capacity_was_reserved: bool = False
     ) -> None:
-        """Count a dispatch.
+        """Count a dispatch of a tenant. The count ends with its backlog.
 
         Args:
             capacity_was_reserved: capacity was withheld from others for it; they precede the next promotion.
         """
+        tenant = self._queue.tenant_queues(scheduled.request)
+        if tenant is None:
+            return
         if capacity_was_reserved:
-            self._allowed = 0.0
-        elif self._allowed >= 1.0 and self.is_starved(scheduled, now):
-            self._allowed -= 1.0
-        self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
+            tenant.promotions = 0.0
+        elif tenant.promotions >= 1.0 and now > scheduled.starved_at:
+            tenant.promotions -= 1.0
+        tenant.promotions = min(_SAVED, tenant.promotions + self._settings.promoted_share)
 
     def starved_at(self, scheduled: ScheduledRequest) -> float:
         """Return the time at which the wait reaches the bound of the class or of the claimed reservation."""
@@ -84,9 +90,13 @@ class Promotion:
             wait_s = min(wait_s, _CLAIMED_SHARE * (request.expires_at - request.arrived_at))
         return request.arrived_at + wait_s
 
-    def is_starved(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Return whether the request has waited longer than its starvation bound."""
-        return now > self.starved_at(scheduled)
+    def _is_due(self, head: ScheduledRequest) -> bool:
+        tenant = self._queue.tenant_queues(head.request)
+        return tenant is not None and tenant.promotions >= 1.0
+
+
+def _by_arrival(head: ScheduledRequest) -> tuple[float, int]:
+    return (head.request.arrived_at, head.sequence)
 
 
 # Capacity reservations: KV tokens reserved for a queued request that is owed service and fits no replica.
@@ -181,7 +191,8 @@ class CapacityReservations:
 # Class floors: the minimum share of dispatches of a lower class while it has queued requests.
 #
 # Higher classes are dispatched first. But of the dispatches made while a lower class waits, it gets its floor
-# share. Credit for them accumulates up to a small bound.
+# share, or the share of promotions while one of its requests is beyond its starvation bound. Credit for them
+# accumulates up to a small bound.
 
 
 # Maximum credit of a class; more would be a burst ahead of the higher classes.
@@ -206,19 +217,30 @@ class ClassFloorSettings:
 class ClassFloors:
     """Counts the dispatches of each class, and determines which classes are owed one."""
 
-    def __init__(self, settings: ClassFloorSettings) -> None:
+    def __init__(self, settings: ClassFloorSettings, promoted_share: float = 0.0) -> None:
         self._settings = settings
+        self._promoted_share = promoted_share
         self._credit = dict.fromkeys(PriorityClass, 0.0)
 
     def owed(self) -> list[PriorityClass]:
         """Return the classes that are owed a dispatch before the others, the highest first."""
         return [priority for priority, credit in self._credit.items() if credit >= 1.0]
 
-    def on_dispatch(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
-        """Count a dispatch of one class while the `waiting` classes have queued requests."""
+    def on_dispatch(
+        self,
+        priority: PriorityClass,
+        waiting: Iterable[PriorityClass],
+        starved: Collection[PriorityClass] = (),
+    ) -> None:
+        """Count a dispatch of one class while the `waiting` classes have queued requests.
+
+        Args:
+            starved: classes with a request beyond its starvation bound.
+        """
         if self._credit[priority] >= 1.0:
             self._credit[priority] -= 1.0
         for other in waiting:
             if other is not priority:
-                credit = self._credit[other] + self._settings.share(other)
+                promoted_share = self._promoted_share if other in starved else 0.0
+                credit = self._credit[other] + max(self._settings.share(other), promoted_share)
                 self._credit[other] = min(_SAVED_DISPATCHES, credit)

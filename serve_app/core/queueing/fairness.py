@@ -16,6 +16,9 @@ when the engine reports the actual token counts. Rules:
   while nothing was queued is not charged. Otherwise a burst would start by blocking the tenant that had used
   an idle fleet most.
 
+A tenant that cannot be served in its turn, because its requests do not fit, is *owed* service: see
+`FairShares.deficit_requests`.
+
 Sources: counters with lift and weights as in VTC (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM
 1996). Quantum and turns are ours, so that scores retain an effect.
@@ -137,6 +140,7 @@ class _Tenant:
         order: order of first arrival; breaks ties.
         served_in: the last turn in which it was served.
         backlogged: whether it has a queued request.
+        queued: expected service of its queued requests.
     """
 
     name: str
@@ -144,6 +148,7 @@ class _Tenant:
     counter: float = 0.0
     served_in: int = 0
     backlogged: bool = False
+    queued: float = 0.0
 
 
 class FairShares:
@@ -160,6 +165,8 @@ class FairShares:
         # The highest counter so far, at which all tenants start after a time without any backlog.
         self._highest = 0.0
         self._joined = 0
+        # None after a change.
+        self._mean_counter: float | None = None
 
     def on_backlog(self, name: str) -> None:
         """Mark a tenant as backlogged, and lift its counter."""
@@ -168,12 +175,14 @@ class FairShares:
         tenant.counter = max(tenant.counter, floor)
         tenant.backlogged = True
         bisect.insort(self._backlogged, tenant, key=_by_counter)
+        self._mean_counter = None
 
     def on_idle(self, name: str) -> None:
         """Mark a tenant as idle: its last queued request has left."""
         tenant = self._tenants[name]
         self._remove(tenant)
         tenant.backlogged = False
+        tenant.queued = 0.0
 
     def on_immediate_dispatch(self, name: str) -> None:
         """Lift the counter of a tenant whose request is dispatched on arrival, with no backlog."""
@@ -226,18 +235,33 @@ class FairShares:
         for tenant in others:
             yield [tenant.name]
 
-    def deficit_requests(self, name: str) -> float:
-        """Return how many average requests the tenant is behind the next one; 0 unless it is behind all."""
-        if len(self._backlogged) < 2 or self._backlogged[0].name != name:
-            return 0.0
-        return self.most_behind()[1]
+    def on_queued(self, name: str, service: float) -> None:
+        """Count the expected service of a request that joins the queue, or leaves it (negative)."""
+        self._tenants[name].queued += service
+        self._mean_counter = None
 
-    def most_behind(self) -> tuple[str, float]:
-        """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
-        if len(self._backlogged) < 2 or not self._mean_cost > 0:
-            return "", 0.0
-        name, behind = self._backlogged[0].name, self._backlogged[1].counter - self._backlogged[0].counter
-        return name, behind * self._weights.of(name) / self._mean_cost
+    def deficit_requests(self, name: str) -> float:
+        """Return how many average requests a tenant is owed now.
+
+        A tenant behind all others is owed its distance to the next one. A tenant uses less than its share if
+        it would be behind the mean of the queued work even after all of its own, and is owed the difference.
+        """
+        tenant = self._tenants.get(name)
+        if tenant is None or not tenant.backlogged or len(self._backlogged) < 2 or not self._mean_cost > 0:
+            return 0.0
+        weight = self._weights.of(name)
+        owed = (self._mean_of_queued() - tenant.counter) * weight - tenant.queued
+        if tenant is self._backlogged[0]:
+            owed = max(owed, (self._backlogged[1].counter - tenant.counter) * weight)
+        return max(0.0, owed / self._mean_cost)
+
+    def _mean_of_queued(self) -> float:
+        """Return the mean counter of the backlogged tenants, weighted by their queued work."""
+        if self._mean_counter is None:
+            queued = sum(each.queued for each in self._backlogged)
+            work = sum(each.queued * each.counter for each in self._backlogged)
+            self._mean_counter = work / queued if queued > 0 else 0.0
+        return self._mean_counter
 
     def counters(self) -> dict[str, float]:
         """Return service divided by weight, by tenant."""
@@ -272,6 +296,7 @@ class FairShares:
         tenant.counter = counter
         if tenant.backlogged:
             bisect.insort(self._backlogged, tenant, key=_by_counter)
+            self._mean_counter = None
 
     def _remove(self, tenant: _Tenant) -> None:
         index = bisect.bisect_left(self._backlogged, _by_counter(tenant), key=_by_counter)

@@ -102,8 +102,8 @@ class BackoffRequests:
 #
 # Whether a head fits depends on its class, pool preference, prefill class and tokens. The heads of all
 # sub-queues with the same class, pool preference and prefill class form a group, which knows the fewest
-# tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that arrived
-# first.
+# tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that exceeds
+# its starvation bound first.
 #
 # Both are heaps with lazy deletion: an entry is valid while its request is the head of its sub-queue.
 
@@ -155,7 +155,7 @@ class HeadGroup:
     """
 
     __slots__ = (
-        "_by_arrival",
+        "_by_starvation",
         "_by_tokens",
         "_heads",
         "cached",
@@ -175,7 +175,7 @@ class HeadGroup:
         self.cached = 0
         self._heads = 0
         self._by_tokens = _HeadHeap()
-        self._by_arrival = _HeadHeap()
+        self._by_starvation = _HeadHeap()
 
     def add_sub_queue(self, tenant: str, sub_queue: "SubQueue") -> None:
         """Add a sub-queue of a tenant."""
@@ -206,15 +206,16 @@ class HeadGroup:
         """Register the new head of a sub-queue."""
         tokens = (head.estimate.expected_tokens, head.sequence)
         self._by_tokens.push(tokens, head, sub_queue, self._heads)
-        self._by_arrival.push((head.request.arrived_at, head.sequence), head, sub_queue, self._heads)
+        self._by_starvation.push((head.starved_at, head.sequence), head, sub_queue, self._heads)
 
     def smallest(self) -> ScheduledRequest | None:
         """Return the head with the fewest expected tokens, or None if the group is empty."""
         return self._by_tokens.first()
 
-    def earliest(self) -> ScheduledRequest | None:
-        """Return the head that arrived first, or None if the group is empty."""
-        return self._by_arrival.first()
+    def first_starved(self, now: float) -> ScheduledRequest | None:
+        """Return the head that has exceeded its starvation bound first, or None."""
+        first = self._by_starvation.first()
+        return first if first is not None and now > first.starved_at else None
 
     def __len__(self) -> int:
         return self._heads
@@ -326,14 +327,19 @@ class SubQueue:
 
 
 class TenantQueues:
-    """The sub-queues of one tenant in one class, with the number and tokens of its queued requests."""
+    """The sub-queues of one tenant in one class, with the number and tokens of its queued requests.
 
-    __slots__ = ("sub_queues", "tokens", "waiting")
+    Attributes:
+        promotions: promotions that its dispatches have earned, see `dispatch.starvation`.
+    """
+
+    __slots__ = ("promotions", "sub_queues", "tokens", "waiting")
 
     def __init__(self) -> None:
         self.sub_queues: dict[SubQueueKey, SubQueue] = {}
         self.waiting = 0
         self.tokens = 0
+        self.promotions = 1.0
 
 
 # With at most this many candidate tenants, only they are sorted. With more, iterating over all tenants in the
@@ -390,7 +396,6 @@ class RequestQueue:
         self._sub_queue_of: dict[str, SubQueue] = {}
         self._waiting_by_queue: dict[str, int] = {}
         self._put_backs: dict[str, ScheduledRequest] = {}
-        self._claimed: dict[str, ScheduledRequest] = {}
         self._insertions = 0
         self._now = 0.0
         self.backoff = BackoffRequests()
@@ -470,16 +475,16 @@ class RequestQueue:
         """
         return self.policy.promotes
 
-    def heads(self, query: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
-        """Yield heads in the order of shares and scores."""
+    def turns(self, query: HeadQuery, now: float) -> Iterator[list[ScheduledRequest]]:
+        """Yield the heads of each turn in the order of scores. Turns follow the tenants' shares."""
         priority, tenants = query.priority, self._tenants[query.priority]
         if not query.groups:
             return
         if not self.is_fair or len(tenants) == 1:
-            yield from self._ranked(tenants, query, now)
+            yield self._ranked(tenants, query, now)
             return
         for equals in self.shares[priority].order(_few_tenants(query.groups)):
-            yield from self._ranked(equals, query, now)
+            yield self._ranked(equals, query, now)
 
     @property
     def has_put_backs(self) -> bool:
@@ -492,24 +497,24 @@ class RequestQueue:
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
-    def earliest_heads(self, pool: str, *, position: int) -> list[ScheduledRequest]:
-        """Return the earliest head of each group for `pool`, and all heads with a claimed reservation."""
-        heads = self._heads_among(self._claimed.values(), pool, position)
-        earliest = (group.earliest() for group in self.groups.at(pool, position))
-        return heads + [head for head in earliest if head is not None]
+    def starved_classes(self, now: float) -> set[PriorityClass]:
+        """Return the classes with a request that has waited longer than its starvation bound."""
+        return {group.priority for group in self.groups if group.first_starved(now) is not None}
 
-    def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
-        """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
-        return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
+    def tenant_queues(self, request: Request) -> TenantQueues | None:
+        """Return the queues of a request's tenant in its class, or None if none of its requests wait."""
+        return self._tenants[request.priority].get(request.tenant)
+
+    def deficits(self, priority: PriorityClass, tenants: Iterable[str]) -> dict[str, float]:
+        """Return how many average requests some tenants of a class are owed, see `FairShares`."""
+        if not self.is_fair:
+            return {}
+        shares = self.shares[priority]
+        return {name: deficit for name in tenants if (deficit := shares.deficit_requests(name))}
 
     def deficit_requests(self, request: Request) -> float:
-        """Return how many average requests the tenant is behind the next one; 0 unless it is behind all.
-
-        Always 0 without fairness.
-        """
-        if not self.is_fair:
-            return 0.0
-        return self.shares[request.priority].deficit_requests(request.tenant)
+        """Return how many average requests the tenant is owed; always 0 without fairness."""
+        return self.deficits(request.priority, (request.tenant,)).get(request.tenant, 0.0)
 
     def work_ahead(self, request: Request) -> int:
         """Return the expected tokens that are served before a request that arrives now.
@@ -730,13 +735,13 @@ class RequestQueue:
         self.waiting += by
         tenant.waiting += by
         tenant.tokens += tokens
+        service = by * self.fairness.expected_service(scheduled.estimate)
+        self._shares_of(scheduled).on_queued(scheduled.request.tenant, service)
         self.waiting_tokens += tokens
         self.restricted += by * (scheduled.request.destination is not ANYWHERE)
         self._fair_work[scheduled.request.priority].update(scheduled.request.tenant, tokens)
         if scheduled.returned:
             _update_index(self._put_backs, scheduled, by)
-        if scheduled.claimed:
-            _update_index(self._claimed, scheduled, by)
         if (key := scheduled.request.submission.key) is not None:
             self.waiting_by_key[key.key_id] += by
             if not self.waiting_by_key[key.key_id]:

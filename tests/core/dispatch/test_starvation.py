@@ -1,37 +1,58 @@
+from typing import Any
+
 from serve_app.core.dispatch.starvation import ClassFloors, ClassFloorSettings, Promotion, PromotionSettings
+from serve_app.core.policies.protocol import OrderingPolicy
+from serve_app.core.queueing.fairness import FairnessSettings
+from serve_app.core.queueing.request_queue import RequestQueue
+from serve_app.core.request import ScheduledRequest
 from serve_app.request import PriorityClass
 from tests.builders import scheduled_request
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 
 
-def test_the_oldest_request_beyond_its_starvation_bound_is_promoted() -> None:
-    promotion = Promotion(PromotionSettings(default_s=10.0))
-    heads = [scheduled_request(arrived_at=at) for at in (95.0, 80.0, 70.0)]
-    assert promotion.first(heads, 100.0) is heads[2]
-    assert promotion.first(heads, 79.0) is None
+class Waiting:
+    """Queued requests, and the promotions among them."""
+
+    def __init__(self, **settings: float) -> None:
+        self.queue = RequestQueue(OrderingPolicy(), FairnessSettings())
+        self.promotion = Promotion(PromotionSettings(**settings), self.queue)
+        self.number = 0
+
+    def add(self, arrived_at: float, **changes: Any) -> ScheduledRequest:
+        self.number += 1
+        one = scheduled_request(f"r{self.number}", arrived_at=arrived_at, **changes)
+        one.starved_at = self.promotion.starved_at(one)
+        self.queue.add(one)
+        return one
+
+
+def test_the_oldest_request_of_each_tenant_beyond_its_starvation_bound_is_promoted() -> None:
+    waiting = Waiting(default_s=10.0)
+    heads = [waiting.add(at) for at in (95.0, 80.0, 70.0)]
+    other = waiting.add(75.0, tenant="other")
+    assert waiting.promotion.among([*heads, other], 100.0) == [heads[2], other]
+    assert waiting.promotion.among(heads, 79.0) == []
 
 
 def test_each_class_has_its_own_limit() -> None:
-    promotion = Promotion(PromotionSettings(interactive_s=1.0, default_s=50.0))
-    heads = [
-        scheduled_request(arrived_at=80.0),
-        scheduled_request(arrived_at=98.0, priority=PriorityClass.INTERACTIVE),
-    ]
-    assert promotion.first(heads, 100.0) is heads[1]
+    waiting = Waiting(interactive_s=1.0, default_s=50.0)
+    heads = [waiting.add(80.0), waiting.add(98.0, priority=INTERACTIVE)]
+    assert waiting.promotion.among(heads, 100.0) == [heads[1]]
 
 
-def test_under_overload_promotions_are_a_share_of_all_dispatches() -> None:
-    promotion = Promotion(PromotionSettings(default_s=1.0, promoted_share=0.2))
+def test_under_overload_promotions_are_a_share_of_the_dispatches_of_a_tenant() -> None:
+    waiting = Waiting(default_s=1.0, promoted_share=0.2)
+    preferred, starved = waiting.add(0.5), waiting.add(0.0)
+    idle = waiting.add(0.0, tenant="idle")
     promoted = 0
     for _ in range(1_000):
-        preferred, starved = scheduled_request(arrived_at=0.5), scheduled_request(arrived_at=0.0)
-        first = promotion.first([preferred, starved], 100.0) if promotion.is_due else preferred
-        assert first is not None
+        first = (waiting.promotion.among([preferred, starved], 100.0) or [preferred])[0]
         promoted += first is starved
-        promotion.on_dispatch(first, 100.0)
+        waiting.promotion.on_dispatch(first, 100.0)
     # Both heads are beyond their starvation bound: whichever is first while a promotion is due uses it.
     assert 190 <= promoted <= 260
+    assert waiting.promotion.among([idle], 100.0) == [idle]
 
 
 def test_a_waiting_lower_class_gets_its_floor_share() -> None:
@@ -49,6 +70,16 @@ def test_a_class_without_queued_requests_is_owed_no_dispatch() -> None:
     for _ in range(1_000):
         floors.on_dispatch(INTERACTIVE, [INTERACTIVE])
     assert floors.owed() == []
+
+
+def test_a_class_with_a_request_beyond_its_bound_gets_the_share_of_promotions() -> None:
+    floors = ClassFloors(ClassFloorSettings(default_share=0.0, batch_share=0.05), promoted_share=0.2)
+    got = {INTERACTIVE: 0, BATCH: 0}
+    for _ in range(1_000):
+        priority = (floors.owed() or [INTERACTIVE])[0]
+        floors.on_dispatch(priority, [INTERACTIVE, BATCH], {BATCH})
+        got[priority] += 1
+    assert 150 <= got[BATCH] <= 200
 
 
 def test_credit_is_bounded() -> None:

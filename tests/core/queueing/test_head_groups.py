@@ -1,5 +1,6 @@
-"""Head groups: the smallest and the earliest head of many sub-queues."""
+"""Head groups: the smallest head of many sub-queues, and the first beyond its starvation bound."""
 
+import math
 import random
 
 from serve_app.core.queueing.fairness import FairnessSettings
@@ -14,7 +15,7 @@ GROUP = (PriorityClass.DEFAULT, ("short",), PrefillClass.SHORT)
 
 
 def waiting(number: int, tenant: str, prompt_tokens: int) -> ScheduledRequest:
-    return scheduled_request(
+    scheduled = scheduled_request(
         f"r{number}",
         sequence=number,
         pools=("short",),
@@ -22,9 +23,11 @@ def waiting(number: int, tenant: str, prompt_tokens: int) -> ScheduledRequest:
         prompt_tokens=prompt_tokens,
         arrived_at=float(number),
     )
+    scheduled.starved_at = number + 60.0
+    return scheduled
 
 
-def test_a_group_has_its_smallest_and_its_earliest_head_after_any_change() -> None:
+def test_a_group_has_its_smallest_and_its_first_starved_head_after_any_change() -> None:
     rng, queue = random.Random(5), RequestQueue(ShortestFirst(), FairnessSettings())
     present: list[ScheduledRequest] = []
     for number in range(3_000):
@@ -40,7 +43,7 @@ def test_a_group_has_its_smallest_and_its_earliest_head_after_any_change() -> No
             assert group.smallest() is min(
                 heads, key=lambda one: (one.estimate.expected_tokens, one.sequence)
             )
-            assert group.earliest() is min(heads, key=lambda one: one.request.arrived_at)
+            assert group.first_starved(math.inf) is min(heads, key=lambda one: one.starved_at)
             assert set(group.tenants) == {head.request.tenant for head in heads}
 
 

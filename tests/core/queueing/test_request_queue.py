@@ -50,15 +50,15 @@ def query(queue: RequestQueue, pool: str, *, position: int) -> HeadQuery:
 
 def dispatch_first(queue: RequestQueue) -> str:
     """Take the first request of the default class and charge its tenant."""
-    first = next(queue.heads(query(queue, "short", position=0), 0.0))
+    first = next(queue.turns(query(queue, "short", position=0), 0.0))[0]
     queue.remove(first)
     queue.charge(first)
     return first.request.request_id
 
 
 def heads(queue: RequestQueue, pool: str = "short", *, position: int = 0) -> list[str]:
-    found = queue.heads(query(queue, pool, position=position), 0.0)
-    return [head.request.request_id for head in found]
+    turns = queue.turns(query(queue, pool, position=position), 0.0)
+    return [head.request.request_id for turn in turns for head in turn]
 
 
 def test_heads_of_sub_queues_are_ordered_by_score_and_requests_inside_by_key() -> None:
