@@ -1,7 +1,9 @@
-"""HTTP/1.1 server for ASGI applications, on httptools and the running event loop.
+"""HTTP/1.1 server on httptools and the running event loop.
 
-`HttpServer` accepts connections and enforces limits, `Connection` parses requests, `Exchange` is the ASGI
-cycle of one request. Rules:
+`HttpServer` accepts connections and enforces limits, `Connection` parses requests, `Exchange` is one request
+and its response. An application is a callable that receives each exchange; `serving.asgi` adapts ASGI
+applications. It is called once the head has been read, with the whole body if that arrived together with the
+head, and may respond at once, later by callbacks, or in a task (`Exchange.run`). Rules:
 
 - Responses are sent in the order of the requests. A pipelined request waits until the previous response is
   complete, and reading pauses.
@@ -37,7 +39,7 @@ import re
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
@@ -46,7 +48,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from serve_app.engines.engine import ASGIApp, Message, Scope
+from serve_app.engines.engine import Message
 from serve_app.errors import ServeAppError
 from serve_app.serving.listening import drop_new_connections
 
@@ -80,7 +82,6 @@ _VERSIONS = frozenset({"1.0", "1.1"})
 # Headers of a response that the server interprets.
 _INTERPRETED = frozenset({b"connection", b"content-length", b"transfer-encoding"})
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
-_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class ServerNotRunningError(ServeAppError):
@@ -105,7 +106,7 @@ class HttpServerOptions:
     idle_s: float
     stalled_s: float | None = None
     max_connections: int | None = None
-    overload: ASGIApp | None = None
+    overload: "Application | None" = None
     send_date: bool = True
     tls: ssl.SSLContext | None = None
     shares_address: bool = False
@@ -113,7 +114,7 @@ class HttpServerOptions:
 
 
 class HttpServer:
-    """HTTP server of an ASGI application on a listening socket.
+    """HTTP server of an application on a listening socket.
 
     Args:
         name: name of the application in messages.
@@ -121,10 +122,10 @@ class HttpServer:
     Attributes:
         stopping: whether the server is stopping; each connection then closes after its next response.
         closes_idle: whether connections are closed as soon as they have no request.
-        tasks: one per request that an application is serving.
+        tasks: those of exchanges that are served by one.
     """
 
-    def __init__(self, name: str, app: ASGIApp, options: HttpServerOptions) -> None:
+    def __init__(self, name: str, app: "Application", options: HttpServerOptions) -> None:
         self.app = app
         self.stopping = False
         self.closes_idle = False
@@ -185,6 +186,7 @@ class HttpServer:
         if self.tasks:
             await asyncio.wait(tuple(self.tasks), timeout=1.0)
         for connection in tuple(self._connections):
+            connection.abort_response()
             connection.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_BYTES_S):
@@ -200,7 +202,7 @@ class HttpServer:
 
     # Called by connections.
 
-    def register(self, connection: "Connection") -> ASGIApp | None:
+    def register(self, connection: "Connection") -> "Application | None":
         """Register a new connection, and return its application, or None to reset it."""
         self._connections.add(connection)
         if self._check_timer is None:
@@ -252,12 +254,16 @@ class Connection(asyncio.Protocol):
         # None after a malformed request and at the end.
         self._parser: httptools.HttpRequestParser | None = _parser_of(self)
         self.transport: asyncio.Transport
-        self._app: ASGIApp
+        self.server_address: tuple[str, int] | None = None
+        self.client_address: tuple[str, int] | None = None
+        self.is_encrypted = False
+        self._app: Application
         self._writable = asyncio.Event()
         self._read_paused = False
-        # The current request, the queued ones, and the last one received.
+        # The current request, whether the application has received it, the queued ones, and the last one.
         self._active: Exchange | None = None
-        self._waiting: deque[tuple[Exchange, Scope]] = deque()
+        self._is_started = False
+        self._waiting: deque[Exchange] = deque()
         self._last: Exchange | None = None
         # Start of the head being received; None between the end of a head and the first byte of the next.
         self._head_since: float | None = None
@@ -274,7 +280,6 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._expects_continue = False
         self._head_without_upgrade = b""
-        self._base_scope: Scope = {}
 
     # asyncio.
 
@@ -286,14 +291,9 @@ class Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # Keepalive detects hosts that have vanished.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._base_scope = {
-            "type": "http",
-            "asgi": _ASGI,
-            "server": _address(transport.get_extra_info("sockname")),
-            "client": _address(transport.get_extra_info("peername")),
-            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
-            "root_path": "",
-        }
+        self.server_address = _address(transport.get_extra_info("sockname"))
+        self.client_address = _address(transport.get_extra_info("peername"))
+        self.is_encrypted = transport.get_extra_info("sslcontext") is not None
         app = self.server.register(self)
         if app is None:
             transport.abort()
@@ -308,7 +308,7 @@ class Connection(asyncio.Protocol):
         self._writable.set()
         if self._active is not None:
             self._active.handle_disconnect()
-        for exchange, _ in self._waiting:
+        for exchange in self._waiting:
             exchange.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
@@ -325,8 +325,10 @@ class Connection(asyncio.Protocol):
             self.data_received(head + data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
+            self._start()
             self._reject(400, "Invalid HTTP request received.")
             return
+        self._start()
         if self._framing_bytes > MAX_HEAD_BYTES:
             part = "head" if self._in_head else "chunk framing"
             self._reject(400, f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes.")
@@ -380,37 +382,21 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():
             self._head_without_upgrade = head_without_upgrade(method, self._url, self._headers)
             return
-        url = httptools.parse_url(self._url)
-        path = url.path.decode("ascii")
-        exchange = Exchange(
-            self,
-            method,
-            version,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            expects_continue=self._expects_continue,
-        )
-        scope: Scope = {
-            **self._base_scope,
-            "http_version": version,
-            "method": method,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
-            "headers": self._headers,
-            "extensions": {EXCHANGE: exchange},
-        }
+        exchange = Exchange(self, method, version, self._url, self._headers)
+        exchange.keep_alive = version != "1.0" and parser.should_keep_alive()
+        exchange.expects_continue = self._expects_continue
         self._last = exchange
         if self._active is None:
-            self._run(exchange, scope)
+            self._active, self._is_started = exchange, False
         else:
             self.pause_reading()
-            self._waiting.append((exchange, scope))
+            self._waiting.append(exchange)
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of a body to its request."""
         self._framing_bytes = 0
         if self._last is not None and not self._head_without_upgrade:
-            self._last.take_body(body)
+            self._last.add_body(body)
 
     def on_message_complete(self) -> None:
         """Mark the body of the request as complete."""
@@ -446,7 +432,9 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if self._waiting:
-            self._run(*self._waiting.popleft())
+            self._active, self._is_started = self._waiting.popleft(), False
+            # Not here, because an application that responds at once would call this method again.
+            self._loop.call_soon(self._start)
         if not self._waiting:
             self.resume_reading()
 
@@ -490,18 +478,28 @@ class Connection(asyncio.Protocol):
         if self._stalled_checks * CHECK_INTERVAL_S > stalled_s:
             self.transport.abort()
 
-    def _run(self, exchange: "Exchange", scope: Scope) -> None:
-        self._active = exchange
-        tasks = self.server.tasks
-        task = self._loop.create_task(exchange.run(self._app, scope))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    def abort_response(self) -> None:
+        """End the current request with an error, or cut its response, because the server stops."""
+        if self._active is not None and self._is_started:
+            self._active.abort()
+
+    def _start(self) -> None:
+        """Pass the current request to the application, once."""
+        exchange = self._active
+        if exchange is None or self._is_started or exchange.disconnected:
+            return
+        self._is_started = True
+        try:
+            self._app(exchange)
+        except Exception:
+            logger.exception("event=http_error path=%r", exchange.path)
+            exchange.fail()
 
     def _reject(self, status: int, message: str) -> None:
         """Stop parsing, with an error response if possible; earlier requests still get their responses."""
         self._parser = None
         last = self._last
-        if last is not None and last.more_body and (last.response_started or last is not self._active):
+        if last is not None and last.more_body and (last.status or last is not self._active):
             self.transport.close()
             return
         if last is not None and not last.more_body and not last.response_complete:
@@ -515,23 +513,32 @@ class Connection(asyncio.Protocol):
 
 
 class Exchange:
-    """One request and its response: the ASGI cycle.
+    """One request and its response.
 
-    It does not refer to the scope, which refers to it, so that both are freed with the request.
-
-    A gateway finds it in the scope's extensions (`gateway.answer.client`). It registers a callback for a
-    disconnect, instead of awaiting `receive`, and writes chunks of a stream without a coroutine for each.
+    An application responds with `respond`, or with `start_response` and `write_chunk`, from callbacks. In a
+    task it may use `receive` and `send`, which have the messages of ASGI and wait for the client.
 
     HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. nginx,
     among others, declares 1.0 by default when it forwards, so buffering such responses would disable
     streaming for its clients.
 
     Attributes:
+        method: HTTP method.
+        path: decoded path, without the query. An application may remove a prefix.
+        raw_path: path as sent.
+        query: query string, without the question mark.
+        version: HTTP version.
+        headers: request headers, names in lower case.
+        keep_alive: whether the connection may serve another request.
+        expects_continue: whether the client waits for `100 Continue` before it sends the body.
         more_body: the request's body is incomplete.
         disconnected: the client has disconnected.
+        status: status of the response; 0 before it has started.
         response_complete: the response has been written.
         on_disconnect: called if the client disconnects before the response is complete.
         on_writable: called when more can be written after `write_chunk` returned False.
+        added_headers: headers that are added to the response.
+        caller: identity of a request from within the process; None for requests of clients.
     """
 
     __slots__ = (
@@ -539,35 +546,49 @@ class Exchange:
         "_body",
         "_chunked",
         "_connection",
-        "_expects_continue",
         "_has_news",
         "_head",
-        "_method",
         "_remaining_bytes",
-        "_version",
+        "added_headers",
+        "caller",
         "disconnected",
+        "expects_continue",
+        "headers",
         "keep_alive",
+        "method",
         "more_body",
         "on_disconnect",
         "on_writable",
+        "path",
+        "query",
+        "raw_path",
         "response_complete",
-        "response_started",
+        "status",
+        "version",
     )
 
     def __init__(
-        self, connection: Connection, method: str, version: str, *, keep_alive: bool, expects_continue: bool
+        self, connection: Connection, method: str, version: str, url: bytes, headers: Headers
     ) -> None:
-        self.keep_alive = keep_alive
+        parsed = httptools.parse_url(url)
+        path = parsed.path.decode("ascii")
+        self.method = method
+        self.path = unquote(path) if "%" in path else path
+        self.raw_path: bytes = parsed.path
+        self.query: bytes = parsed.query or b""
+        self.version = version
+        self.headers = headers
+        self.keep_alive = True
+        self.expects_continue = False
         self.more_body = True
         self.disconnected = False
-        self.response_started = False
+        self.status = 0
         self.response_complete = False
         self.on_disconnect: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
+        self.added_headers: Headers = []
+        self.caller: object | None = None
         self._connection = connection
-        self._method = method
-        self._version = version
-        self._expects_continue = expects_continue
         self._body: bytes | bytearray = b""
         # Whether `receive` has something to return, and its event once it has had to wait.
         self._has_news = False
@@ -577,9 +598,29 @@ class Exchange:
         # Remaining bytes of the declared length; None without one.
         self._remaining_bytes: int | None = None
 
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Address of the client; None for a Unix socket."""
+        return self._connection.client_address
+
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """Address on which the request arrived; None for a Unix socket."""
+        return self._connection.server_address
+
+    @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return "https" if self._connection.is_encrypted else "http"
+
+    @property
+    def is_choked(self) -> bool:
+        """True while the client does not read what was written."""
+        return self._connection.write_paused
+
     # Called by the connection.
 
-    def take_body(self, piece: bytes) -> None:
+    def add_body(self, piece: bytes) -> None:
         """Buffer a piece of the body."""
         if self.response_complete:
             return
@@ -612,28 +653,43 @@ class Exchange:
         if self._arrival is not None:
             self._arrival.set()
 
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Run the application; if it fails, send an error or abort the response."""
+    # Called by the application.
+
+    def run(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        """Serve the request in a task; if that fails, send an error or cut the response.
+
+        The task must complete the response, or set `on_disconnect` and leave the rest to callbacks.
+        """
+        tasks = self._connection.server.tasks
+        task = asyncio.get_running_loop().create_task(self._run(work))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    async def _run(self, work: Coroutine[None, None, None]) -> None:
         try:
-            await app(scope, self.receive, self.send)
+            await work
         except asyncio.CancelledError:
             # The server is stopping.
-            await self._fail()
+            self.fail()
         except Exception:
-            logger.exception("event=http_error path=%r", scope["path"])
-            await self._fail()
+            logger.exception("event=http_error path=%r", self.path)
+            self.fail()
         else:
-            if not self.response_complete and not self.disconnected:
-                logger.error("event=http_error path=%r reason='incomplete response'", scope["path"])
-                await self._fail()
+            if not self.response_complete and not self.disconnected and self.on_disconnect is None:
+                logger.error("event=http_error path=%r reason='incomplete response'", self.path)
+                self.fail()
 
-    # Called by the app.
+    def take_body(self) -> bytes:
+        """Return the whole body, if `more_body` is False."""
+        body, self._body, self._has_news = self._body, b"", False
+        return body if isinstance(body, bytes) else bytes(body)
 
     async def receive(self) -> Message:
         """Return the next piece of the body, or the disconnect."""
-        if self._expects_continue and not self._connection.transport.is_closing():
+        if self.expects_continue and not self._connection.transport.is_closing():
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._expects_continue = False
+            self.expects_continue = False
         if not self.disconnected and not self.response_complete:
             self._connection.resume_reading()
             if not self._has_news:
@@ -643,29 +699,42 @@ class Exchange:
             self._has_news = False
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
-        body, self._body = self._body, b""
-        return {"type": "http.request", "body": bytes(body), "more_body": self.more_body}
+        return {"type": "http.request", "body": self.take_body(), "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Write a part of the response.
+        """Write a part of the response once the client has read the parts before.
 
         Raises:
             RuntimeError: the parts do not form a valid response.
         """
         if self._connection.write_paused and not self.disconnected:
             await self._connection.drain()
-        if self.disconnected:
-            return
         if message["type"] == "http.response.start":
-            if self.response_started:
-                raise RuntimeError("a response was started twice")
-            self.response_started = True
-            self._expects_continue = False
-            self._head = self._render_head(message["status"], message.get("headers", ()))
-        elif not self.response_started or self.response_complete:
-            raise RuntimeError(f"{message['type']} was sent before the start of a response, or after its end")
+            self.start_response(message["status"], message.get("headers", ()))
         else:
             self.write_chunk(message.get("body", b""), ends=not message.get("more_body", False))
+
+    def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Write a whole response, to which the length of the body is added."""
+        self.start_response(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.write_chunk(body, ends=True)
+
+    def start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes = b"") -> None:
+        """Start the response; its head is written with the first piece of the body.
+
+        Args:
+            lines: further header lines, which are valid.
+
+        Raises:
+            RuntimeError: it was started before, or a header is not valid.
+        """
+        if self.disconnected:
+            return
+        if self.status:
+            raise RuntimeError("a response was started twice")
+        self.status = status
+        self.expects_continue = False
+        self._head = self._render_head(status, headers, lines)
 
     def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more.
@@ -680,7 +749,9 @@ class Exchange:
         """
         if self.disconnected:
             return True
-        if self._method == "HEAD":
+        if not self.status or self.response_complete:
+            raise RuntimeError("a part of a body was sent before the start of a response, or after its end")
+        if self.method == "HEAD":
             piece, self._remaining_bytes = b"", None
         if self._remaining_bytes is not None:
             self._check_length(len(piece), ends=ends)
@@ -714,11 +785,11 @@ class Exchange:
             missing = self._remaining_bytes
             raise RuntimeError(f"the response body is {missing} bytes shorter than its content-length")
 
-    def _render_head(self, status: int, headers: Headers) -> bytes:
+    def _render_head(self, status: int, headers: Iterable[tuple[bytes, bytes]], more: bytes) -> bytes:
         server = self._connection.server
-        lines = [_STATUS_LINES[status], server.date_line()]
+        lines = [_STATUS_LINES[status], server.date_line(), more]
         has_length = closes = False
-        for name, value in headers:
+        for name, value in (*headers, *self.added_headers):
             key = _lower_name(name)
             if _INVALID_IN_VALUE.search(value):
                 raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
@@ -732,8 +803,8 @@ class Exchange:
             lines += (key, b": ", value, b"\r\n")
         if closes or server.stopping:
             self.keep_alive = False
-        if not has_length and self._method != "HEAD" and status not in _NO_BODY_STATUSES:
-            if self._version == "1.0":
+        if not has_length and self.method != "HEAD" and status not in _NO_BODY_STATUSES:
+            if self.version == "1.0":
                 self.keep_alive = False
             else:
                 self._chunked = True
@@ -743,18 +814,27 @@ class Exchange:
         lines.append(b"\r\n")
         return b"".join(lines)
 
-    async def _fail(self) -> None:
+    def abort(self) -> None:
+        """End the request as a failure, and notify the application as of a disconnect."""
+        on_disconnect, self.on_disconnect = self.on_disconnect, None
+        self.fail()
+        if on_disconnect is not None:
+            on_disconnect()
+
+    def fail(self) -> None:
+        """Respond with an internal error or, if the response has started, close the connection."""
         if self.response_complete or self.disconnected:
             return
-        if self.response_started:
+        if self.status:
             # A partial response must not look complete.
             self._connection.transport.close()
             return
-        body = b"Internal Server Error"
-        length = (b"content-length", b"%d" % len(body))
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), length]
-        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        self.respond(500, headers, b"Internal Server Error")
+
+
+Application = Callable[[Exchange], None]
+"""Serves requests; called once for each."""
 
 
 # Responses have few different names, most of them constants of the application.
@@ -764,10 +844,6 @@ def _lower_name(name: bytes) -> bytes:
     if _INVALID_IN_NAME.search(name):
         raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
     return name.lower()
-
-
-EXCHANGE = "ewsjf.exchange"
-"""Key of the `Exchange` in a scope's extensions."""
 
 
 def head_without_upgrade(method: str, url: bytes, headers: Headers) -> bytes:

@@ -86,7 +86,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     disk.is_full = True
     for number in range(10):
         await granted(gateway, f"r{number}", key=key("k1"))
-        gateway.finish(f"r{number}", Outcome.COMPLETED, Usage(prompt_tokens=30, output_tokens=7))
+        gateway.end(f"r{number}", Outcome.COMPLETED, Usage(prompt_tokens=30, output_tokens=7))
     await wait_until(lambda: "event=state_unreachable operation=save" in caplog.text, "a save fails")
     disk.is_full = False
     await control_plane.close()

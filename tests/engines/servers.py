@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
+from serve_app.serving.gateway import Gateway
 from tests.http_server import listening
 
 
@@ -26,8 +27,8 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Serve the app; yield its base URL."""
+async def serving(app: ASGIApp | Gateway, port: int = 0) -> AsyncIterator[str]:
+    """Serve an ASGI app or a gateway; yield its base URL."""
     async with listening(app, port) as found:
         yield f"http://127.0.0.1:{found}"
 

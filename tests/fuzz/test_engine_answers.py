@@ -114,7 +114,8 @@ async def test_answers_accepted_by_our_client_are_accepted_by_h11(seed: int) -> 
     differ, believed = [], 0
     async with RawReplica(script).listening() as port:
         for sent in answers:
-            ours, theirs = await by_our_client(pool, port), by_h11(sent)
+            async with asyncio.timeout(20):
+                ours, theirs = await by_our_client(pool, port), by_h11(sent)
             believed += ours is not None
             # Our client may be stricter. An answer that it accepts must be the same for h11.
             if ours is not None and ours != theirs and not _harmless(sent):

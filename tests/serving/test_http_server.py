@@ -12,7 +12,8 @@ import uvloop
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.serving import http_server
-from serve_app.serving.http_server import EXCHANGE, HttpServer, HttpServerOptions, ServerNotRunningError
+from serve_app.serving.asgi import asgi_application
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening
 from tests.serving.channel.harness import wait_until
@@ -191,7 +192,7 @@ async def test_a_broken_second_request_does_not_end_the_response_before_it() -> 
 
 
 async def test_a_server_that_has_stopped_is_not_healthy() -> None:
-    server = HttpServer("a test", echo, HttpServerOptions(idle_s=5.0))
+    server = HttpServer("a test", asgi_application(echo), HttpServerOptions(idle_s=5.0))
     with pytest.raises(ServerNotRunningError, match="has not been started"):
         server.check_health()
     await server.start(listening_socket("127.0.0.1", 0, 1, 16))
@@ -207,16 +208,16 @@ async def large(_: Scope, __: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"x" * 10_000_000})
 
 
-async def endless(scope: Scope, _: Receive, send: Send) -> None:
+async def endless(_: Scope, __: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    while not scope["extensions"][EXCHANGE].disconnected:
+    for _piece in range(10_000):
         await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
 
 
 @contextlib.asynccontextmanager
 async def requested(app: ASGIApp, stalled_s: float | None) -> AsyncIterator[tuple[HttpServer, socket.socket]]:
     """Run a server that has a request over small socket buffers; yield the server and the client."""
-    server = HttpServer("a test", app, HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
+    server = HttpServer("a test", asgi_application(app), HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
     listener = listening_socket("127.0.0.1", 0, 1, 16)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
     await server.start(listener)

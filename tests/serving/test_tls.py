@@ -13,7 +13,6 @@ import pytest
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.errors import SettingsError
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Welcome
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
@@ -29,6 +28,7 @@ from serve_app.serving.tls import Tls, TlsSettings
 from tests.serving.certificates import Authority
 from tests.serving.channel.harness import (
     FAST,
+    AwaitedClient,
     ControlPlane,
     RawPeer,
     granted,
@@ -79,7 +79,7 @@ async def test_the_secret_alone_is_not_accepted(control_plane: ControlPlane, tmp
         await plain.receive(Welcome)
     strange = replace(control_plane.channel, tls=Authority(tmp_path / "theirs").process())
     for settings in (strange, FAST):
-        client = GatewayClient("raw-peer", control_plane.locate, settings)
+        client = AwaitedClient("raw-peer", control_plane.locate, settings)
         client.start()
         await asyncio.sleep(1.0)
         assert not client.is_connected

@@ -1,9 +1,9 @@
 """The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
 `GatewayClient` is the authority on its gateway's requests; the protocol is described in `gateway_sessions`. A
-request is pending from `acquire` until `finish`, a rejection or its cancellation. It waits (`answer` is not
-set) or runs (by its last grant). Without a scheduler, waiting requests stay queued, running ones continue,
-no-wait requests are rejected, and queue timeouts are enforced here.
+request is pending from `submit` until `finish`, a rejection or its cancellation. It waits or runs by its last
+grant. Without a scheduler, waiting requests stay queued, running ones continue, no-wait requests are
+rejected, and queue timeouts are enforced here.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -44,7 +43,7 @@ from serve_app.serving.channel.messages import (
     Watch,
     Welcome,
 )
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
+from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestTimes
 from serve_app.serving.channel.settings import ChannelSettings
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
@@ -52,74 +51,13 @@ DISCONNECTED_RETRY_AFTER_S = 2.0
 NO_WAIT_REJECTED = "the scheduler is disconnected, and the request must not wait"
 
 
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """One request of this gateway.
-
-    Attributes:
-        arrived_at: arrival, on this gateway's clock.
-        answer: future of the last `acquire` or `put_back`.
-        client_request_id: id chosen by the client; empty for none.
-        grants: number of grants received.
-        replica_id: replica on which it runs; None while it waits.
-        started: its answer has begun.
-        put_back: end of the last grant; None before the first one, and while it runs.
-        on_outlook: subscriber of queue updates; None without one.
-        on_revoke: called when its current grant is revoked; None if it is not revocable.
-        timed_since: start of its queue timeout: its arrival, or a put-back after it was served in part.
-    """
-
-    submission: Submission
-    arrived_at: float
-    answer: asyncio.Future[Grant | Conclusion]
-    client_request_id: str = ""
-    grants: int = 0
-    replica_id: str | None = None
-    started: bool = False
-    put_back: PutBack | None = None
-    on_outlook: Callable[[RequestOutlook | None], None] | None = None
-    on_revoke: Callable[[], None] | None = None
-    timed_since: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.timed_since = self.arrived_at
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request on the channel."""
-        return self.submission.request_id
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if it has no grant."""
-        return self.replica_id is None
-
-    def record_grant(self, message: Granted) -> None:
-        """Record a grant."""
-        self.grants, self.replica_id = message.grant, message.dispatch.replica_id
-        self.started, self.put_back = False, None
-
-    def release_grant(self, failure: DispatchFailure, message: str, generated_tokens: int = 0) -> PutBack:
-        """Release the grant, and return the put-back for the scheduler."""
-        assert self.replica_id is not None, "only a running request is put back"
-        self.put_back = PutBack(
-            self.request_id, self.replica_id, failure, message, self.grants, generated_tokens
-        )
-        self.replica_id, self.started = None, False
-        return self.put_back
-
-    def snapshot_entry(self, now: float) -> Submit | Running:
-        """Return the request's entry in a snapshot."""
-        age_s = now - self.arrived_at
-        client_id = self.client_request_id
-        if self.replica_id is None:
-            return Submit(self.submission, age_s, self.grants, self.put_back, client_id)
-        return Running(self.submission, age_s, self.grants, self.replica_id, self.started, client_id)
-
-    def answer_with(self, answer: Grant | Conclusion) -> None:
-        """Answer the handler, unless it was cancelled."""
-        if not self.answer.done():
-            self.answer.set_result(answer)
+def snapshot_entry(request: ChannelRequest, now: float) -> Submit | Running:
+    """Return the request's entry in a snapshot."""
+    age_s, client_id = now - request.queued_at, request.id_of_client
+    replica_id = request.granted_replica
+    if replica_id is None:
+        return Submit(request.submission, age_s, request.grants, request.last_put_back, client_id)
+    return Running(request.submission, age_s, request.grants, replica_id, request.started, client_id)
 
 
 def disconnected_rejection(message: str) -> Conclusion:
@@ -185,7 +123,7 @@ class GatewayClient:
         self._loop = asyncio.get_running_loop()
         self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
         self._link: Link | None = None
-        self._pending: dict[str, PendingRequest] = {}
+        self._pending: dict[str, ChannelRequest] = {}
         # Each with the number of its message; 0 if it could not be sent.
         self._unacknowledged_finishes: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
@@ -204,7 +142,7 @@ class GatewayClient:
         self._closed = False
 
     def __repr__(self) -> str:
-        waiting = sum(pending.is_waiting for pending in self._pending.values())
+        waiting = sum(request.is_waiting for request in self._pending.values())
         return (
             f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._pending) - waiting}, "
             f"{'connected' if self._link else 'disconnected'}>"
@@ -227,104 +165,93 @@ class GatewayClient:
     async def close(self) -> None:
         """Reject waiting requests, send `Bye` and stop; the scheduler releases running ones."""
         self._closed = True
-        for pending in list(self._pending.values()):
-            if pending.is_waiting:
-                self._reject(pending, disconnected_rejection(_CLOSING_MESSAGE))
+        for request in list(self._pending.values()):
+            if request.is_waiting:
+                self._reject(request, disconnected_rejection(_CLOSING_MESSAGE))
         self._pending.clear()
         await self._connector.close()
 
     # Called by the gateway's handlers.
 
-    async def acquire(
-        self,
-        submission: Submission,
-        client_request_id: str = "",
-        on_revoke: Callable[[], None] | None = None,
-    ) -> Grant | Conclusion:
-        """Queue a request and wait for a grant.
-
-        Args:
-            client_request_id: id chosen by the client; empty for none.
-            on_revoke: called when the current grant is revoked, maybe repeatedly.
+    def submit(self, request: ChannelRequest) -> None:
+        """Queue a request.
 
         Raises:
             ValueError: the request id is already pending.
         """
-        request_id = submission.request_id
+        request_id = request.submission.request_id
         if request_id in self._pending:
             raise ValueError(f"request id {request_id!r} is already pending: ids must be unique")
-        rejection = self._local_rejection(submission)
+        rejection = self._local_rejection(request.submission)
         if rejection is not None:
-            return rejection
-        now = self._loop.time()
-        pending = PendingRequest(
-            submission, now, self._loop.create_future(), client_request_id, on_revoke=on_revoke
-        )
-        self._pending[request_id] = pending
+            request.on_rejection(rejection)
+            return
+        request.queued_at = request.timed_since = self._loop.time()
+        request.grants, request.granted_replica, request.last_put_back = 0, None, None
+        request.started = False
+        self._pending[request_id] = request
         if self._link is not None:
-            self._link.send(Submit(submission, 0.0, client_request_id=client_request_id))
-        return await self._answer(pending)
+            self._link.send(Submit(request.submission, 0.0, client_request_id=request.id_of_client))
 
-    async def put_back(
-        self,
-        request_id: str,
-        replica_id: str,
-        failure: DispatchFailure,
-        message: str = "",
-        generated_tokens: int = 0,
-    ) -> Grant | Conclusion:
-        """Put a granted request back that received no first byte, and wait for another grant.
+    def put_back(
+        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+    ) -> None:
+        """Queue a granted request again.
 
         Args:
             generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
 
         Raises:
-            ValueError: the request is not running on that replica.
+            ValueError: the request does not run.
         """
-        pending = self._pending.get(request_id)
-        if pending is None or pending.replica_id != replica_id:
+        if self._pending.get(request.submission.request_id) is not request or request.is_waiting:
             if self._closed:
-                return disconnected_rejection(_CLOSING_MESSAGE)
-            raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
-        pending.answer = self._loop.create_future()
-        self._wait_again(pending, failure, message, generated_tokens)
-        return await self._answer(pending)
+                request.on_rejection(disconnected_rejection(_CLOSING_MESSAGE))
+                return
+            raise ValueError(f"request {request.submission.request_id!r} does not run: it cannot be put back")
+        self._wait_again(request, failure, message, generated_tokens)
 
-    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+    def cancel(self, request: ChannelRequest) -> None:
+        """Withdraw a request."""
+        request_id = request.submission.request_id
+        if self._pending.get(request_id) is request:
+            del self._pending[request_id]
+            if self._link is not None:
+                self._link.send(Cancel(request_id))
+
+    def watch(self, request: ChannelRequest) -> None:
         """Subscribe to the outlook of a waiting request; None is sent while the scheduler is disconnected."""
-        pending = self._pending.get(request_id)
-        if pending is not None:
-            pending.on_outlook = on_outlook
-            self._subscribe(pending)
+        if self._pending.get(request.submission.request_id) is request:
+            request.watches_queue = True
+            self._subscribe(request)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request: ChannelRequest) -> None:
         """Report the first byte of the engine's streamed answer."""
-        pending = self._pending.get(request_id)
-        if pending is not None and not pending.started:
-            pending.started = True
+        request_id = request.submission.request_id
+        if not request.started and request_id in self._pending:
+            request.started = True
             if self._link is not None:
                 self._link.send(First(request_id))
 
     def finish(
         self,
-        request_id: str,
+        request: ChannelRequest,
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
         """Report the end of a granted request, which releases its capacity."""
-        pending = self._pending.pop(request_id, None)
-        if pending is None:
+        request_id = request.submission.request_id
+        if self._pending.pop(request_id, None) is None:
             return
-        if not pending.answer.done():
-            pending.answer.cancel()
         finish = Finish(request_id, outcome, usage, times)
         number = self._link.send(finish) if self._link is not None else 0
         self._unacknowledged_finishes.append((number, finish))
 
-    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
+    def note_end(self, request: ChannelRequest, outcome: Outcome, times: RequestTimes) -> None:
         """Report the stage times of a request that ended in the queue, if a scheduler is connected."""
         # A scheduler that connects later has no receipt for it.
+        request_id = request.submission.request_id
         if self._link is not None and request_id not in self._pending:
             self._link.send(Finish(request_id, outcome, None, times))
 
@@ -387,9 +314,9 @@ class GatewayClient:
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
-        for pending in self._pending.values():
-            link.send(pending.snapshot_entry(now))
-            self._subscribe(pending)
+        for request in list(self._pending.values()):
+            link.send(snapshot_entry(request, now))
+            self._subscribe(request)
         self._unacknowledged_finishes = deque(
             (link.send(finish), finish) for _, finish in self._unacknowledged_finishes
         )
@@ -457,11 +384,11 @@ class GatewayClient:
         self._link = None
         for query in self._queries.values():
             query.fail("the connection to the scheduler was lost before it responded")
-        for pending in list(self._pending.values()):
-            if pending.is_waiting and pending.submission.no_wait:
-                self._reject(pending, disconnected_rejection(NO_WAIT_REJECTED))
+        for request in list(self._pending.values()):
+            if request.is_waiting and request.submission.no_wait:
+                self._reject(request, disconnected_rejection(NO_WAIT_REJECTED))
             else:
-                self._subscribe(pending)
+                self._subscribe(request)
 
     def on_heartbeat(self) -> None:
         """Drop acknowledged `Finish` messages, and expire requests whose queue timeout has passed."""
@@ -475,34 +402,26 @@ class GatewayClient:
         now = self._loop.time()
         grace_s = 0.0 if link is None else _EXPIRY_GRACE_S
         overdue = [
-            pending
-            for pending in self._pending.values()
-            if pending.is_waiting
-            and now - pending.timed_since > self._timeout_s(pending.submission) + grace_s
+            request
+            for request in self._pending.values()
+            if request.is_waiting
+            and now - request.timed_since > self._timeout_s(request.submission) + grace_s
         ]
-        for pending in overdue:
-            self._expire(pending, now)
+        for request in overdue:
+            self._expire(request, now)
 
     # Internals.
 
-    async def _answer(self, pending: PendingRequest) -> Grant | Conclusion:
-        try:
-            return await pending.answer
-        except asyncio.CancelledError:
-            # Also if a grant has arrived and the task was cancelled before it could use it.
-            if self._pending.pop(pending.request_id, None) is not None and self._link is not None:
-                self._link.send(Cancel(pending.request_id))
-            raise
-
     def _on_grant(self, message: Granted) -> None:
         dispatch = message.dispatch
-        pending = self._pending.get(dispatch.request_id)
-        if pending is None or message.grant <= pending.grants:
+        request = self._pending.get(dispatch.request_id)
+        if request is None or message.grant <= request.grants:
             return  # cancelled, or a repeated grant
-        pending.record_grant(message)
+        request.grants, request.granted_replica = message.grant, dispatch.replica_id
+        request.started, request.last_put_back = False, None
         address = self._table.get(dispatch.replica_id)
         if address is not None:
-            pending.answer_with(Grant(dispatch, address))
+            request.on_grant(Grant(dispatch, address))
         else:
             # The table precedes grants that refer to it; the request must not hang even if it did not.
             logger.error(
@@ -511,61 +430,66 @@ class GatewayClient:
                 dispatch.replica_id,
             )
             self._wait_again(
-                pending, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
+                request, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
             )
 
     def _wait_again(
-        self, pending: PendingRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
+        self, request: ChannelRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
     ) -> None:
-        put_back = pending.release_grant(failure, message, generated_tokens)
+        replica_id = request.granted_replica
+        assert replica_id is not None, "only a running request is put back"
+        put_back = request.last_put_back = PutBack(
+            request.submission.request_id, replica_id, failure, message, request.grants, generated_tokens
+        )
+        request.granted_replica, request.started = None, False
         if failure.is_after_service(generated_tokens):
-            pending.timed_since = self._loop.time()
+            request.timed_since = self._loop.time()
         if self._link is not None:
             self._link.send(put_back)
-        self._subscribe(pending)
+        self._subscribe(request)
 
-    def _subscribe(self, pending: PendingRequest) -> None:
+    def _subscribe(self, request: ChannelRequest) -> None:
         """Renew the subscription whenever a watched request begins to wait, because each grant ends it."""
-        if pending.on_outlook is None or not pending.is_waiting:
+        if not (request.watches_queue and request.is_waiting):
             return
         if self._link is not None:
-            self._link.send(Watch(pending.request_id))
+            self._link.send(Watch(request.submission.request_id))
         else:
-            pending.on_outlook(None)
+            request.on_outlook(None)
 
     def _on_outlooks(self, message: Outlooks) -> None:
         for outlook in message.entries:
-            pending = self._pending.get(outlook.request_id)
-            if pending is not None and pending.is_waiting and pending.on_outlook is not None:
-                pending.on_outlook(outlook)
+            request = self._pending.get(outlook.request_id)
+            if request is not None and request.is_waiting and request.watches_queue:
+                request.on_outlook(outlook)
 
     def _on_rejection(self, message: Rejected) -> None:
-        pending = self._pending.get(message.request_id)
-        if pending is not None and pending.is_waiting:
-            self._reject(pending, message.conclusion)
+        request = self._pending.get(message.request_id)
+        if request is not None and request.is_waiting:
+            self._reject(request, message.conclusion)
 
     def _on_revocation(self, message: Revoked) -> None:
-        pending = self._pending.get(message.request_id)
-        if pending is None or pending.is_waiting or pending.grants != message.grant:
-            return  # of an earlier grant
-        if pending.on_revoke is not None:
-            pending.on_revoke()
+        request = self._pending.get(message.request_id)
+        # Otherwise it is of an earlier grant.
+        if request is not None and not request.is_waiting and request.grants == message.grant:
+            request.on_revocation()
 
-    def _reject(self, pending: PendingRequest, rejection: Conclusion) -> None:
-        del self._pending[pending.request_id]
-        pending.answer_with(rejection)
+    def _reject(self, request: ChannelRequest, rejection: Conclusion) -> None:
+        del self._pending[request.submission.request_id]
+        request.on_rejection(rejection)
 
-    def _expire(self, pending: PendingRequest, now: float) -> None:
-        waited_s, timeout_s = now - pending.timed_since, self._timeout_s(pending.submission)
+    def _expire(self, request: ChannelRequest, now: float) -> None:
+        request_id = request.submission.request_id
+        waited_s, timeout_s = now - request.timed_since, self._timeout_s(request.submission)
         if self._link is not None:
-            logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
-            self._link.send(Cancel(pending.request_id))
+            logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", request_id, waited_s)
+            self._link.send(Cancel(request_id))
         reason = "was not dispatched" if self._link is not None else "the scheduler is disconnected"
         message = (
             f"the request waited {waited_s:.1f} s in the queue (timeout {timeout_s:g} s) and {reason}: retry "
             "later, or send a longer x-queue-timeout-s"
         )
-        self._reject(pending, Conclusion(Outcome.EXPIRED, message, DISCONNECTED_RETRY_AFTER_S))
+        self._reject(request, Conclusion(Outcome.EXPIRED, message, DISCONNECTED_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:

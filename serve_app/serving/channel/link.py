@@ -93,30 +93,21 @@ class FrameReader(Generic[M]):
         if self._partial:
             self._partial += data
             chunk = self._partial
-        start = 0
-        while (body := self._body(chunk, start)) is not None:
-            start += HEADER_BYTES + len(body)
-            yield self._messages(body)
+        start, end = 0, len(chunk)
+        while (body_at := start + HEADER_BYTES) <= end:
+            size = int.from_bytes(chunk[start:body_at], "big")
+            if size > self.max_frame_bytes:
+                limit = self.max_frame_bytes
+                raise ChannelError(f"a frame of {size:,} bytes exceeds the limit (max {limit:,})")
+            if body_at + size > end:
+                break
+            start = body_at + size
+            try:
+                messages: list[M] = self._decode(chunk[body_at:start])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise ChannelError(f"a frame of {size:,} bytes cannot be decoded: {error}") from error
+            yield messages
         self._partial = bytearray(chunk[start:]) if start or chunk is data else self._partial
-
-    def _body(self, chunk: bytes | bytearray, start: int) -> bytes | None:
-        """Return the body of the frame that begins at `start`; None while it is incomplete."""
-        body_at = start + HEADER_BYTES
-        if len(chunk) < body_at:
-            return None
-        size = int.from_bytes(chunk[start:body_at], "big")
-        if size > self.max_frame_bytes:
-            raise ChannelError(f"a frame of {size:,} bytes exceeds the limit (max {self.max_frame_bytes:,})")
-        if len(chunk) < body_at + size:
-            return None
-        return bytes(chunk[body_at : body_at + size])
-
-    def _messages(self, body: bytes) -> list[M]:
-        try:
-            messages: list[M] = self._decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ChannelError(f"a frame of {len(body):,} bytes cannot be decoded: {error}") from error
-        return messages
 
 
 logger = logging.getLogger("ray.serve")
@@ -269,7 +260,12 @@ class Link(asyncio.Protocol):
                 for message in messages:
                     if not self.open:
                         return
-                    self._take(message)
+                    if isinstance(message, Heartbeat):
+                        self._note_receipt(message.read)
+                    else:
+                        self._owner.on_link_message(self, message)
+                    # Counted after processing, because a receipt confirms that.
+                    self._read += 1
                 left -= len(messages)
                 if left <= 0:
                     self._pause(frames)
@@ -290,14 +286,6 @@ class Link(asyncio.Protocol):
             self._process(frames)
             if self.open and self._backlog is None:
                 self._require_transport().resume_reading()
-
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Heartbeat):
-            self._note_receipt(message.read)
-        else:
-            self._owner.on_link_message(self, message)
-        # Counted after processing, because a receipt confirms that.
-        self._read += 1
 
     def _note_receipt(self, read: int) -> None:
         if not self.acknowledged <= read <= self._sent:

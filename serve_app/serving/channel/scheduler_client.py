@@ -3,6 +3,7 @@
 The gateway's handlers use `SchedulerClient`; the control channel implements it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -152,12 +153,61 @@ class RequestOutlook(NamedTuple):
     latest_s: float | None
 
 
+class ChannelRequest(ABC):
+    """A request of a gateway as its scheduler client sees it: its grants, and the callbacks about them.
+
+    Until its end it belongs to one client, which maintains the attributes from `grants` on. Its hooks are
+    called on the event loop and must not raise.
+
+    Attributes:
+        submission: what the scheduler knows about it.
+        id_of_client: id chosen by the client; empty for none.
+        queued_at: its submission to this client, on the loop's clock.
+        timed_since: start of its queue timeout: its submission, or a put-back after it was served in part.
+        grants: number of grants received.
+        granted_replica: replica of its grant; None while it waits.
+        started: its answer has begun, as the scheduler knows.
+        last_put_back: end of its last grant; None before the first one, and while it runs.
+        watches_queue: it receives outlooks while it waits.
+    """
+
+    submission: Submission
+    id_of_client = ""
+    queued_at = 0.0
+    timed_since = 0.0
+    grants = 0
+    granted_replica: str | None = None
+    started = False
+    last_put_back: Any = None
+    watches_queue = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if it has no grant."""
+        return self.granted_replica is None
+
+    @abstractmethod
+    def on_grant(self, grant: Grant) -> None:
+        """Handle a grant."""
+
+    @abstractmethod
+    def on_rejection(self, rejection: Conclusion) -> None:
+        """Handle the end of a waiting request, which is not pending any more."""
+
+    @abstractmethod
+    def on_revocation(self) -> None:
+        """Handle the revocation of the current grant, which may be repeated."""
+
+    @abstractmethod
+    def on_outlook(self, outlook: RequestOutlook | None) -> None:
+        """Handle a changed outlook; None while no scheduler is connected."""
+
+
 class SchedulerClient(Protocol):
     """One model's scheduler, as used by a gateway.
 
-    All methods except `acquire` and `put_back` return at once and never raise; messages that cannot be sent
-    are replaced by the snapshot after the next reconnect. Cancelling the task that awaits `acquire` or
-    `put_back` cancels the request, and releases its place in the queue or the capacity of its grant.
+    Its methods return at once and never raise; messages that cannot be sent are replaced by the snapshot
+    after the next reconnect. A request is pending from `submit` until `finish`, `cancel` or its rejection.
     """
 
     @property
@@ -165,46 +215,35 @@ class SchedulerClient(Protocol):
         """True if a scheduler is connected."""
         ...
 
-    async def acquire(
-        self,
-        submission: Submission,
-        client_request_id: str = "",
-        on_revoke: Callable[[], None] | None = None,
-    ) -> Grant | Conclusion:
-        """Queue a request and wait for a grant.
-
-        Args:
-            client_request_id: the client's own id, for the receipt.
-            on_revoke: called when the current grant of a revocable request is revoked, maybe repeatedly.
-        """
+    def submit(self, request: ChannelRequest) -> None:
+        """Queue a request. Its hooks may be called before this returns."""
         ...
 
-    async def put_back(
-        self,
-        request_id: str,
-        replica_id: str,
-        failure: DispatchFailure,
-        message: str = "",
-        generated_tokens: int = 0,
-    ) -> Grant | Conclusion:
-        """Put a granted request back that can be served again or continued, and wait for another grant.
+    def put_back(
+        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+    ) -> None:
+        """Queue a granted request again that can be served again or continued. Hooks as in `submit`.
 
         Args:
             generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
         """
         ...
 
-    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+    def cancel(self, request: ChannelRequest) -> None:
+        """Withdraw a waiting request, or one whose grant was not used."""
+        ...
+
+    def watch(self, request: ChannelRequest) -> None:
         """Subscribe to the outlook of a waiting request; None is sent while no scheduler is connected."""
         ...
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request: ChannelRequest) -> None:
         """Report the first byte of the engine's streamed answer."""
         ...
 
     def finish(
         self,
-        request_id: str,
+        request: ChannelRequest,
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
@@ -212,7 +251,7 @@ class SchedulerClient(Protocol):
         """Report the end of a granted request, which releases its capacity."""
         ...
 
-    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
+    def note_end(self, request: ChannelRequest, outcome: Outcome, times: RequestTimes) -> None:
         """Report the stage times of a request that ended in the queue, if a scheduler is connected."""
         ...
 

@@ -45,10 +45,9 @@ logger = logging.getLogger("ray.serve")
 
 def audit(action: str, caller: Caller, incoming: IncomingRequest, **details: object) -> None:
     """Log a change by an admin: what, by which key, from where."""
-    client = incoming.scope.get("client") or ("-",)
     by = "application" if caller.key is None else caller.key.id
     text = "".join(f" {name}={value!r}" for name, value in details.items())
-    logger.info("event=audit action=%s by=%s client=%s%s", action, by, client[0], text)
+    logger.info("event=audit action=%s by=%s client=%s%s", action, by, incoming.client or "-", text)
 
 
 # The caller is interactive; a watcher that takes longer is being replaced.
@@ -92,7 +91,7 @@ class EndpointAdmin:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
-        action = _ACTIONS.get(incoming.scope["method"])
+        action = _ACTIONS.get(incoming.method)
         await (self._show(incoming) if action is None else self._change(action, incoming, caller))
 
     async def _show(self, incoming: IncomingRequest) -> None:
@@ -217,7 +216,7 @@ class ModeAdmin:
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
         chosen = self._queries
-        if incoming.scope["method"] == "POST":
+        if incoming.method == "POST":
             chosen = await self._apply_change(incoming, caller)
         models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
@@ -420,7 +419,7 @@ class DebugPages:
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
         models = await query_all(self._queries, query)
-        if incoming.scope["method"] == "POST":
+        if incoming.method == "POST":
             audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
         await send_json(incoming.send, 200, encode({"models": models}), [])
 

@@ -1,38 +1,35 @@
-"""The gateway's ASGI application: routing, and the endpoints that need no engine.
+"""The gateway's application: routing, and the endpoints that need no engine.
 
-Read next: `request/reader.py`, which turns a request into a job, and `forward.py`, which runs the job.
+Read next: `request/reader.py`, which reads a request, and `path.py`, its way to an engine and back.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from urllib.parse import parse_qs
 
-from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
 from serve_app.serving.gateway.admin import DebugPages, EndpointAdmin, ModeAdmin, PoolWatcher
-from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
-from serve_app.serving.gateway.answer.client_api import send_rejection
+from serve_app.serving.gateway.answer.client import ClientExchange, ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json, stopping
 from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, BatchHandler, batch_routes
 from serve_app.serving.gateway.budgets import Budgets
-from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.cors import Cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
-from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.halted import HaltWatch
 from serve_app.serving.gateway.key_admin import KeyAdmin
 from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.openapi import openapi_document
+from serve_app.serving.gateway.path import GatewayRequest, Services
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
@@ -51,7 +48,6 @@ from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream import UpstreamPool
-from serve_app.serving.http_server import EXCHANGE
 from serve_app.serving.tls import TlsSettings, make_tls
 
 logger = logging.getLogger("ray.serve")
@@ -61,7 +57,7 @@ _FINAL_MESSAGES_S = 2.0
 
 
 class Gateway:
-    """ASGI application in front of the schedulers of its models.
+    """Application in front of the schedulers of its models; it is called with each request.
 
     Args:
         schedulers: by model name.
@@ -91,7 +87,7 @@ class Gateway:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._settings = settings
         self._gateway_id = gateway_id
-        self._http = with_cors(self._serve, settings.cors)
+        self._cors = _cors_of(settings)
         self._schedulers = schedulers
         self._queries = queries or {}
         self._served = ServedModels(settings.models, schedulers, settings.routes)
@@ -117,14 +113,20 @@ class Gateway:
         )
         holders = ResponseHolders()
         self._background = BackgroundWork(self._upstream)
+        self._request_ended = asyncio.Event()
         self._services = Services(
-            self._upstream, self.telemetry, holders, self._background, settings.queue_comment_interval_s
+            self._upstream,
+            self.telemetry,
+            holders,
+            self._background,
+            schedulers,
+            open=set(),
+            on_end=self._request_ended.set,
+            queue_comment_interval_s=settings.queue_comment_interval_s,
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._served, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
         self._dashboard = Dashboard(Frames(self._queries, gateway_id, self._batch_overview), self._reader)
-        self._calls: set[ScheduledCall] = set()
-        self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
         self._stopping_retry_after_s: float | None = None
         self._batches: BatchApi | None = None
@@ -157,7 +159,7 @@ class Gateway:
             raise
         self._served.change(changed.routes)
         self._key_admin.change(changed.keys_path)
-        self._http = with_cors(self._serve, changed.cors)
+        self._cors = _cors_of(changed)
         self.telemetry.log_requests = changed.log_requests
         self._services = replace(self._services, queue_comment_interval_s=changed.queue_comment_interval_s)
         before, self._settings = self._settings, changed
@@ -196,7 +198,7 @@ class Gateway:
         Args:
             folder: the same for all gateways of the application.
         """
-        self._batches = BatchApi(self._settings, folder, self._reader, self._gateway_id, self._serve)
+        self._batches = BatchApi(self._settings, folder, self._reader, self._gateway_id, self)
 
     async def stop_batches(self) -> None:
         """Leave the batches to another gateway, which serves their open requests again. Idempotent."""
@@ -211,7 +213,7 @@ class Gateway:
     @property
     def open_requests(self) -> int:
         """Scheduled requests whose answers are incomplete."""
-        return len(self._calls)
+        return len(self._services.open)
 
     async def drain(self, drain_s: float, retry_after_s: float) -> int:
         """Reject new requests, and wait until in-flight ones end.
@@ -227,18 +229,18 @@ class Gateway:
         self._dashboard.close()
         await self.stop_batches()
         await self._until_idle(drain_s)
-        aborted = tuple(self._calls)
-        for call in aborted:
-            call.end(retry_after_s)
+        aborted = tuple(self._services.open)
+        for request in aborted:
+            request.end(retry_after_s)
         await self._until_idle(_FINAL_MESSAGES_S)
         return len(aborted)
 
     async def _until_idle(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._calls:
-                    self._call_ended.clear()
-                    await self._call_ended.wait()
+                while self._services.open:
+                    self._request_ended.clear()
+                    await self._request_ended.wait()
 
     def _open_servers(self) -> set[ServerAddress]:
         return {each.server for scheduler in self._schedulers.values() for each in scheduler.replicas()}
@@ -261,57 +263,61 @@ class Gateway:
         if self._tracer is not None:
             self._tracer.close(_FINAL_MESSAGES_S)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
-        kind = scope["type"]
-        if kind == "http":
-            await self._http(scope, receive, send)
-        elif kind == "lifespan":
-            await self._lifespan(receive, send)
-        elif kind == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1003})
-        else:
-            raise RuntimeError(f"a gateway does not serve ASGI scopes of type {kind!r}")
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = _path(scope)
-        client = ClientStream(send, scope["extensions"][EXCHANGE])
-        incoming = self._reader.incoming(scope, receive, client, path, monotonic())
-        client.request_id = incoming.client_request_id.encode()
+    def __call__(self, exchange: ClientExchange) -> None:
+        """Serve one request."""
+        if self._cors is not None and self._cors.serve(exchange):
+            return
+        request = GatewayRequest(self._services, exchange, self._reader.next_id(), monotonic())
         try:
-            handler, parameters = self.router.find(scope["method"], path)
-            await handler(incoming, *parameters)
+            self._reader.trace(request)
+            handler, parameters = self.router.find(exchange.method, request.path)
+            work = handler(request, *parameters)
         except RequestRejected as rejection:
-            status, key = rejection.status, rejection.key
-            self._conclude_unscheduled(incoming, rejection.outcome, status, rejection.message, key)
-            await send_rejection(incoming.api, client, rejection, incoming.id_headers)
-        except ClientGone as gone:
-            self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
+            self._reject(request, rejection)
+        else:
+            if work is not None:
+                exchange.run(self._serve(request, work))
 
-    async def _scheduled(self, incoming: IncomingRequest) -> None:
+    async def _serve(self, request: GatewayRequest, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except RequestRejected as rejection:
+            self._reject(request, rejection)
+        except ClientGone as gone:
+            self._conclude_unscheduled(request, Outcome.CANCELLED, 0, str(gone))
+
+    def _reject(self, request: GatewayRequest, rejection: RequestRejected) -> None:
+        status, key = rejection.status, rejection.key
+        self._conclude_unscheduled(request, rejection.outcome, status, rejection.message, key)
+        request.reject(rejection)
+
+    def _scheduled(self, request: GatewayRequest) -> Coroutine[None, None, None] | None:
+        """Read and submit a request at once, or return the work that does."""
         self._check_stopping()
+        if not self._reader.read_now(request):
+            return self._read(request)
+        self._submit(request)
+        return None
+
+    async def _read(self, request: GatewayRequest) -> None:
         self.telemetry.on_arrival("")
         try:
-            job = await self._reader.job(incoming)
+            await self._reader.read(request)
         finally:
             self.telemetry.on_departure("")
-        try:
-            # The gateway may have begun to stop while the body arrived.
-            self._check_stopping()
-            job = self._stored.bound(job)
-        except RequestRejected:
-            job.body.release()
-            raise
-        call = ScheduledCall(job, self._services, self._schedulers)
-        self._calls.add(call)
-        try:
-            await call.run()
-        finally:
-            self._calls.discard(call)
-            self._call_ended.set()
+        # The gateway may have begun to stop while the body arrived.
+        self._submit(request)
 
-    def _batch_handler(self, handler: BatchHandler) -> Callable[..., Awaitable[None]]:
+    def _submit(self, request: GatewayRequest) -> None:
+        try:
+            self._check_stopping()
+            self._stored.bind(request)
+        except BaseException:
+            request.body.release()
+            raise
+        request.submit()
+
+    def _batch_handler(self, handler: BatchHandler) -> Callable[..., Coroutine[None, None, None]]:
         """Return a handler of the Batch API that rejects requests while this gateway does not offer it."""
 
         async def serve(incoming: IncomingRequest, *parameters: str) -> None:
@@ -332,7 +338,7 @@ class Gateway:
     async def _forward_query(self, incoming: IncomingRequest) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""
         caller = self._reader.authenticate(incoming)
-        named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
+        named = incoming.query().get("model")
         found = self._served.find(named[0] if named else self._served.first(caller), caller).ready()
         forwarded = self._reader.forwarded(incoming)
         await self._any_replica.forward(found.replicas(), incoming, forwarded, b"")
@@ -397,12 +403,6 @@ class Gateway:
         kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
         await send_body(incoming.send, 200, [kind], page)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] != "lifespan.shutdown":
-            await send({"type": "lifespan.startup.complete"})
-        # Serve sends the shutdown event before it calls the deployment's `__del__`, which drains.
-        await send({"type": "lifespan.shutdown.complete"})
-
     def _conclude_unscheduled(
         self,
         incoming: IncomingRequest,
@@ -433,8 +433,5 @@ class Gateway:
         )
 
 
-def _path(scope: Scope) -> str:
-    """Return the path below the prefix at which the server mounts the gateway."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root else path
+def _cors_of(settings: GatewaySettings) -> Cors | None:
+    return Cors(settings.cors) if settings.cors.allow_origins else None

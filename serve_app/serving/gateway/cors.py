@@ -4,13 +4,16 @@ Before a request with a key or a JSON body, browsers send a preflight without a 
 decides; rejected preflights get the gateway's error format.
 """
 
+import contextlib
+
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome, SettingsError
+from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRejected
 
 ANY_ORIGIN = "*"
@@ -54,17 +57,12 @@ class CorsSettings:
                 )
 
 
-def with_cors(app: ASGIApp, settings: CorsSettings) -> ASGIApp:
-    """Wrap `app` with CORS for the allowed origins, or return it unchanged if there are none."""
-    return _Cors(app, settings) if settings.allow_origins else app
+class Cors:
+    """Answers to preflights, and the CORS headers of all other answers."""
 
-
-class _Cors(CORSMiddleware):
-    """Middleware that adds CORS headers to all answers, including streams, and answers preflights."""
-
-    def __init__(self, app: ASGIApp, settings: CorsSettings) -> None:
-        super().__init__(
-            app,
+    def __init__(self, settings: CorsSettings) -> None:
+        self._middleware = CORSMiddleware(
+            _no_app,
             allow_origins=settings.allow_origins,
             allow_methods=_METHODS,
             # SDKs send custom headers, and add others with each release.
@@ -74,8 +72,30 @@ class _Cors(CORSMiddleware):
             max_age=_MAX_AGE_S,
         )
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        found = super().preflight_response(request_headers)
+    def serve(self, exchange: ClientExchange) -> bool:
+        """Answer a preflight, and add the headers of the answer to any other request of a web page.
+
+        Returns:
+            True if the request was answered.
+        """
+        headers = Headers(raw=exchange.headers)
+        if "origin" not in headers:
+            return False
+        if exchange.method == "OPTIONS" and "access-control-request-method" in headers:
+            response = self._preflight_response(headers)
+            body = bytes(response.body)
+            exchange.start_response(response.status_code, response.raw_headers)
+            exchange.write_chunk(body, ends=True)
+            return True
+        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        # Starlette adds the headers to the start of a response, without waiting for anything.
+        with contextlib.suppress(StopIteration):
+            self._middleware.send(start, _drop, headers).send(None)
+        exchange.added_headers += start["headers"]
+        return False
+
+    def _preflight_response(self, request_headers: Headers) -> Response:
+        found = self._middleware.preflight_response(request_headers)
         own = {name: value for name, value in found.headers.items() if not name.startswith("content-")}
         if found.status_code == 200:
             return Response(status_code=204, headers=own)
@@ -86,6 +106,14 @@ class _Cors(CORSMiddleware):
             code="cors_rejected",
         )
         return Response(rejection.body(), found.status_code, own, media_type="application/json")
+
+
+async def _no_app(_: Scope, __: Receive, ___: Send) -> None:
+    raise AssertionError("the middleware serves no requests")
+
+
+async def _drop(message: Message) -> None:
+    """Send nothing."""
 
 
 def _is_origin(text: str) -> bool:

@@ -69,7 +69,7 @@ class KeyAdmin:
                 "there is no file of keys: set gateway.keys_file, and create the first key by `ewsjf keys`"
             )
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="no_keys_file", status=409)
-        method = incoming.scope["method"]
+        method = incoming.method
         if method == "DELETE":
             await self._revoke(self._path, key_id, incoming, caller)
         elif method == "POST":

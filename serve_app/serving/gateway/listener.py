@@ -8,14 +8,12 @@ another node; then it stops as `serving.http_server` describes.
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable
 
-from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions, ServedAddress
 from serve_app.serving.access import max_connections, raise_descriptor_limit
-from serve_app.serving.gateway.answer.responses import RequestRejected, send_json
-from serve_app.serving.http_server import HttpServer, HttpServerOptions
+from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRejected
+from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket
 
 # Listen backlog; the kernel's default limit.
@@ -36,7 +34,7 @@ class GatewayListener:
             cannot be loaded.
     """
 
-    def __init__(self, gateway: ASGIApp, address: ServedAddress, stalled_s: float | None = None) -> None:
+    def __init__(self, gateway: Application, address: ServedAddress, stalled_s: float | None = None) -> None:
         options = address.options
         if address.has_proxy:
             raise SettingsError(
@@ -94,37 +92,36 @@ class GatewayListener:
 
 
 class MountedGateway:
-    """ASGI application that mounts the gateway below a prefix; while `leaving`, `/-/healthz` fails."""
+    """Application that mounts the gateway below a prefix; while `leaving`, `/-/healthz` fails."""
 
-    def __init__(self, gateway: ASGIApp, route: str, application: str) -> None:
+    def __init__(self, gateway: Application, route: str, application: str) -> None:
         self.leaving = False
         self._gateway = gateway
         self._prefix = route.rstrip("/")
         self._routes = json.dumps({route: application}).encode()
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def __call__(self, exchange: Exchange) -> None:
         """Serve one request."""
-        path: str = scope["path"]
-        prefix = self._prefix
+        path, prefix = exchange.path, self._prefix
         if path.startswith(_OWN_PAGES) or not (not prefix or path == prefix or path.startswith(prefix + "/")):
-            return self._own_page(path, send)
-        scope["root_path"] = prefix
-        return self._gateway(scope, receive, send)
+            self._own_page(exchange)
+            return
+        if prefix:
+            exchange.path = path.removeprefix(prefix)
+        self._gateway(exchange)
 
-    async def _own_page(self, path: str, send: Send) -> None:
-        status, kind = 200, b"text/plain"
+    def _own_page(self, exchange: Exchange) -> None:
+        status, kind, path = 200, b"text/plain", exchange.path
         if path == _OWN_PAGES + "healthz":
             status, body = (503, b"draining") if self.leaving else (200, b"success")
         elif path == _OWN_PAGES + "routes":
             kind, body = b"application/json", self._routes
         else:
             status, body = 404, f"Path {path!r} not found. See /-/routes for the paths that are.".encode()
-        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        exchange.respond(status, [(b"content-type", kind)], body)
 
 
-async def _refuse_connection(_: Scope, __: Receive, send: Send) -> None:
+def _refuse_connection(exchange: Exchange) -> None:
     rejected = RequestRejected(
         Outcome.REJECTED_QUEUE_FULL,
         "This gateway has as many connections as it may have: try again, or use fewer connections.",
@@ -132,7 +129,8 @@ async def _refuse_connection(_: Scope, __: Receive, send: Send) -> None:
         status=503,
         retry_after_s=_RETRY_AFTER_S,
     )
-    await send_json(send, rejected.status, rejected.body(), [(b"connection", b"close"), *rejected.headers()])
+    headers = [JSON_TYPE, (b"connection", b"close"), *rejected.headers()]
+    exchange.respond(rejected.status, headers, rejected.body())
 
 
 def _tls_of(options: HttpOptions) -> ssl.SSLContext | None:

@@ -19,7 +19,6 @@ import hmac
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
@@ -280,7 +279,7 @@ class EnginePages:
             RequestRejected: access is denied, the replica is unknown, or it does not answer.
         """
         self._check(incoming.headers)
-        asked = parse_qs(incoming.scope["query_string"].decode("latin-1")).get("replica")
+        asked = incoming.query().get("replica")
         if asked is None:
             # The address that the scraper used is one that it can reach.
             host = incoming.headers.get(b"host", b"").decode("latin-1")

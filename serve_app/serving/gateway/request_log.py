@@ -138,12 +138,10 @@ def json_fields(record: ConcludedRequest) -> dict[str, Value]:
 
 def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
     """Return the peer's address and its `x-forwarded-for`; each is empty if unknown."""
-    scope = incoming.scope
-    peer = scope.get("client")
-    address = str(peer[0]) if peer else ""
+    address = incoming.client
     if b"x-forwarded-for" not in incoming.headers:
         return address, ""
-    claimed = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
+    claimed = b",".join([value for name, value in incoming.exchange.headers if name == b"x-forwarded-for"])
     return address, _joined(claimed)
 
 

@@ -5,13 +5,14 @@ after the request. Literal paths take precedence.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import NamedTuple
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import MethodRejected, RequestRejected
 
-Handler = Callable[..., Awaitable[None]]
+Handler = Callable[..., Coroutine[None, None, None] | None]
+"""Serves a request, at once or by the coroutine that it returns."""
 
 ANY = ".+"
 """Pattern of a parameter that may contain slashes."""

@@ -22,7 +22,7 @@ from serve_app.serving.gateway.answer.stream import usage_of
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.headers import engine_head, response_headers, upstream_head
-from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest, ResponseTerms
+from serve_app.serving.gateway.request.incoming import IncomingRequest, ResponseTerms
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
 from serve_app.serving.gateway.upstream import (
@@ -161,29 +161,26 @@ class StoredResponses:
         for path, (method, _) in STORED_PATHS.items():
             yield HttpRoute(method, path, self._serve, _RESPONSE_ID)
 
-    def bound(self, job: ForwardJob) -> ForwardJob:
-        """Bind a job that continues an earlier response to the replica that stores it.
-
-        Other jobs are returned unchanged.
+    def bind(self, request: IncomingRequest) -> None:
+        """Bind a request that continues an earlier response to the replica that stores it.
 
         Raises:
             RequestRejected: no replica stores the response for this tenant.
         """
-        if job.response is None or job.response.previous is None:
-            return job
+        terms = request.response_terms
+        if terms is None or terms.previous is None:
+            return
         # A replica belongs to one scheduler; the names of a model share one.
         holders = {
             replica: submission
-            for submission in reversed((job.submission, *job.fallbacks))
+            for submission in reversed((request.submission, *request.fallbacks))
             for replica in self._schedulers[submission.spec.model].all_replicas()
         }
-        replica = self._holder(
-            job.response.previous, job.response.owner, holders, param="previous_response_id"
-        )
+        replica = self._holder(terms.previous, terms.owner, holders, param="previous_response_id")
         submission = holders[replica]
-        program = submission.program or ProgramHint(session=self._holders.chain(job.response.previous))
+        program = submission.program or ProgramHint(session=self._holders.chain(terms.previous))
         bound = msgspec.structs.replace(submission, bound_to=replica.replica_id, program=program)
-        return msgspec.structs.replace(job, submission=bound, fallbacks=())
+        request.submission, request.fallbacks = bound, ()
 
     async def _serve(self, incoming: IncomingRequest, response_id: str) -> None:
         """Forward the retrieval or cancellation of a response.
@@ -229,8 +226,8 @@ class StoredResponses:
         )
 
     async def _forward(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
-        with_query = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
-        head = upstream_head(with_query, self._reader.forwarded(incoming), replica, 0)
+        path, forwarded = incoming.path + _query(incoming), self._reader.forwarded(incoming)
+        head = upstream_head(incoming.engine_method, path, incoming.request_id, forwarded, replica, 0)
         try:
             response = await self._upstream.send(replica.server, head, b"")
             try:
@@ -280,7 +277,7 @@ async def _stream(
 
 def _query(incoming: IncomingRequest) -> str:
     """Return the re-encoded query with its question mark; empty if there is none."""
-    written = incoming.scope.get("query_string", b"").decode("latin-1")
+    written = incoming.exchange.query.decode("latin-1")
     query = urlencode(parse_qsl(written, keep_blank_values=True))
     return f"?{query}" if query else ""
 

@@ -1,4 +1,4 @@
-"""Telemetry of a gateway: metrics, the log line of each concluded request, and the times of its stages.
+"""Telemetry of a gateway: metrics, and the log line of each concluded request.
 
 Label values are bounded by the configuration (model, class, pool, outcome); tenants and request ids appear in
 the log only. Every series has the gateway's id, because gateways behind one address answer scrapes in turn.
@@ -6,9 +6,7 @@ the log only. Every series has the gateway's id, because gateways behind one add
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from time import monotonic
 from types import MappingProxyType
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,9 +19,6 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.targets import ClassTargets, Miss
 from serve_app.errors import Outcome
 from serve_app.request import Submission
-from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes
-from serve_app.serving.gateway.answer.responses import HeaderList, encode
-from serve_app.serving.gateway.request.headers import RECEIPT_HEADER
 from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
@@ -188,7 +183,9 @@ class Telemetry:
         """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
-    def on_grant(self, granted: Dispatch, model: str, received_at: float | None, submitted_at: float) -> None:
+    def on_grant(
+        self, granted: Dispatch, model: str, received_at: float | None, submitted_at: float, now: float
+    ) -> None:
         """Record the overhead of a request that has just received its first grant.
 
         Args:
@@ -198,7 +195,7 @@ class Telemetry:
         """
         if received_at is not None:
             self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - received_at)
-        schedule_s = monotonic() - submitted_at - granted.queue_wait_s
+        schedule_s = now - submitted_at - granted.queue_wait_s
         # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
@@ -282,76 +279,3 @@ class Telemetry:
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
     ) -> Cells[HistogramCell]:
         return histograms(self.registry, f"ewsjf_gateway_{name}", text, labels, buckets)
-
-
-# Stage times of one request, and the reports that are derived from them.
-
-
-class RequestTimestamps:
-    """Timestamps of one request, in seconds on the monotonic clock.
-
-    Attributes:
-        arrived_at: the request head was read.
-        submitted_at: the request was submitted to the scheduler.
-        granted_at: last grant; None before the first.
-        first_token_at: first bytes of a streamed answer; None for other answers.
-        ended_at: end in the engine or in the queue; None before it.
-        engine: stage times reported by the engine; None if it reports none.
-    """
-
-    __slots__ = ("arrived_at", "ended_at", "engine", "first_token_at", "granted_at", "submitted_at")
-
-    def __init__(self, arrived_at: float) -> None:
-        self.arrived_at = self.submitted_at = arrived_at
-        self.granted_at: float | None = None
-        self.first_token_at: float | None = None
-        self.ended_at: float | None = None
-        self.engine: EngineTimes | None = None
-
-    def finished(self, endpoint: str, now: float, *, granted: bool) -> RequestTimes:
-        """Record the end at `now`, under a grant or in the queue; return the times for the scheduler."""
-        self.ended_at = now
-        granted_at = self.granted_at if granted else None
-        return self._times(endpoint, granted_at, now if granted_at is None else granted_at)
-
-    def receipt_header(self, dispatch: Dispatch) -> HeaderList:
-        """Return the receipt header for a client that sent `x-ewsjf-receipt: 1`, with the known stages."""
-        return [(RECEIPT_HEADER, encode(self._receipt(dispatch)))]
-
-    def receipt_comment(self, dispatch: Dispatch) -> bytes:
-        """Return the receipt as a comment for the end of an event stream."""
-        return b": " + RECEIPT_HEADER[2:] + b" " + encode(self._receipt(dispatch)) + b"\n\n"
-
-    def _receipt(self, dispatch: Dispatch) -> dict[str, Any]:
-        waited, engine = dispatch.waited, self.engine
-        inside = {} if engine is None else {"engine_ms": _engine_ms(engine)}
-        return {
-            "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
-            "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
-            "ahead": {} if waited is None else waited.ahead,
-            "stages_ms": {} if self.granted_at is None else self._stages_ms(self.granted_at, dispatch),
-            **inside,
-        }
-
-    def _stages_ms(self, granted_at: float, dispatch: Dispatch) -> dict[str, float]:
-        """Return the completed stages under the names that the scheduler's receipts use."""
-        stages = self._times("", granted_at, granted_at).stages(dispatch.queue_wait_s)
-        return {name: round(seconds * 1e3, 3) for name, seconds in stages}
-
-    def _times(self, endpoint: str, granted_at: float | None, waited_until: float) -> RequestTimes:
-        """Return the stage times known so far; `granted_at` is None if the request ended in the queue."""
-        first_at, ended_at = self.first_token_at, self.ended_at
-        return RequestTimes(
-            endpoint,
-            self.submitted_at - self.arrived_at,
-            waited_until - self.submitted_at,
-            None if first_at is None or granted_at is None else first_at - granted_at,
-            None if ended_at is None or granted_at is None else ended_at - granted_at,
-            self.engine,
-        )
-
-
-def _engine_ms(engine: EngineTimes) -> dict[str, float]:
-    """Return the engine's stage times in milliseconds."""
-    named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
-    return {name: round(seconds * 1e3, 3) for name, seconds in named.items() if seconds is not None}

@@ -76,7 +76,9 @@ class AnyReplica:
     async def _exchange(
         self, replica: ReplicaAddress, incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
-        head = upstream_head(incoming, forwarded, replica, len(body))
+        head = upstream_head(
+            incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
+        )
         response = await self._upstream.send(replica.server, head, body)
         try:
             answer = await response.read()

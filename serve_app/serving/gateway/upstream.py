@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import contextvars
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
 from typing import Annotated, cast
@@ -40,9 +41,12 @@ class StaleConnectionError(UpstreamError):
 
 
 class UpstreamResponse:
-    """A replica's response while it arrives. Read it with `next` or `read`, and always `close` it.
+    """A replica's response while it arrives. Always `close` it.
+
+    Read it in callbacks with `on_change` and `take`, or in a task with `started`, `next` and `read`.
 
     Attributes:
+        status: HTTP status; 0 until the head has arrived.
         has_ended: nothing more will arrive, because the body is complete or the connection broke.
         pieces: body bytes that have not been taken.
         buffered_bytes: bytes received since the last take, with their framing.
@@ -50,6 +54,7 @@ class UpstreamResponse:
     """
 
     __slots__ = (
+        "_connecting",
         "_connection",
         "buffered_bytes",
         "complete",
@@ -61,15 +66,16 @@ class UpstreamResponse:
         "status",
     )
 
-    def __init__(self, connection: "UpstreamConnection") -> None:
+    def __init__(self, on_change: Callable[[], None] | None = None) -> None:
         self.status = 0
         self.headers: HeaderList = []
         self.has_ended = self.complete = False
         self.error: UpstreamError | None = None
         self.pieces: list[bytes] = []
         self.buffered_bytes = 0
-        self.on_change: Callable[[], None] | None = None
-        self._connection: UpstreamConnection | None = connection
+        self.on_change = on_change
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
 
     @property
     def at_end(self) -> bool:
@@ -132,6 +138,9 @@ class UpstreamResponse:
 
     def close(self) -> None:
         """Release the connection. An incomplete answer cuts it, so that the engine stops."""
+        self.on_change = None
+        if self._connecting is not None:
+            self._connecting.cancel()
         if self._connection is not None:
             self._connection.abort()
 
@@ -141,15 +150,26 @@ class UpstreamResponse:
         self.on_change = partial(complete, waiter)
         return waiter
 
-    # Called by the connection.
+    # Called by the pool and the connection.
 
-    def detach(self, error: UpstreamError | None = None) -> None:
-        """End the response, as complete or broken by `error`."""
-        self._connection, self.has_ended = None, True
-        if error is None:
-            self.complete = True
-        else:
-            self.error = error
+    def connect_by(self, work: Coroutine[None, None, None]) -> None:
+        """Start the task that opens a connection for the request."""
+        # In an empty context, because Ray Serve cancels a request's tasks with the request.
+        self._connecting = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+
+    def attach(self, connection: "UpstreamConnection") -> None:
+        """Wait for the answer on this connection."""
+        self._connection, self._connecting = connection, None
+
+    def end(self) -> None:
+        """End the response as complete; the connection calls `on_change` after this."""
+        self._connection = None
+        self.has_ended = self.complete = True
+
+    def break_off(self, error: UpstreamError) -> None:
+        """End the response as broken."""
+        self._connection = self._connecting = None
+        self.has_ended, self.error = True, error
         if self.on_change is not None:
             self.on_change()
 
@@ -204,11 +224,12 @@ class UpstreamConnection(asyncio.Protocol):
         "_keep_alive",
         "_owner",
         "_parser",
+        "_repeats",
         "_response",
         "_saw_body",
-        "_sent",
         "_transport",
-        "_writable",
+        "_unsent",
+        "_write_paused",
         "address",
         "paused",
         "silent_ticks",
@@ -222,11 +243,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._response: UpstreamResponse | None = None
-        self._writable: asyncio.Future[None] | None = None
+        # Head and body of the request, as long as it may have to be repeated on another connection.
+        self._repeats: tuple[bytes, bytes] | None = None
+        # The rest of a large body.
+        self._unsent: memoryview | None = None
+        self._write_paused = False
         self._asked_at = 0.0
         self._first_use = True
         self._saw_body = False
-        self._sent = False
         self._keep_alive = False
         self._informational = False
         # Bytes received since the request, the head or a piece of the body.
@@ -254,47 +278,40 @@ class UpstreamConnection(asyncio.Protocol):
         transport = self._transport
         return not self._closed and transport is not None and not transport.is_closing()
 
-    async def exchange(self, head: bytes, body: bytes) -> UpstreamResponse:
-        """Send a request and wait for the head of its answer.
+    def send(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
+        """Send a request, whose answer arrives in `response`.
+
+        A large body is written in slices, as fast as the transport drains, until the answer arrives.
 
         Args:
             head: request line and headers, including the empty line and the length of `body`.
-
-        Raises:
-            StaleConnectionError: the replica had closed this reused connection.
-            UpstreamError: the connection broke, or the answer is not valid HTTP.
         """
-        assert self._transport is not None
+        transport = self._transport
+        assert transport is not None
         assert self._response is None
-        response = self._response = UpstreamResponse(self)
-        self._saw_body = self._sent = False
+        self._response = response
+        response.attach(self)
+        self._saw_body = False
         self._asked_at = monotonic()
         self.silent_ticks = self._framing_bytes = 0
-        try:
-            if len(body) <= _ONE_WRITE_BYTES:
-                self._transport.write(head + body)
-                self._sent = True
-            else:
-                await self._write_slices(response, head, body)
-            await response.started()
-        except BaseException:
-            # Also on cancellation, so that the engine does not work for a request without a client.
-            response.close()
-            raise
-        return response
+        # A reused connection may have been closed by the replica, so the request may have to be repeated.
+        self._repeats = None if self._first_use else (head, body)
+        if len(body) <= _ONE_WRITE_BYTES:
+            transport.write(head + body)
+            self._unsent = None
+        else:
+            self._unsent = memoryview(body)
+            transport.write(head)
+            self._write_slices()
 
-    async def _write_slices(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
-        """Write a large body in slices, as fast as the transport drains; stop if the answer arrives first."""
-        assert self._transport is not None
-        self._transport.write(head)
-        view = memoryview(body)
-        for start in range(0, len(body), _SLICE_BYTES):
-            if response.status or response.error is not None:
+    def _write_slices(self) -> None:
+        transport, response = self._transport, self._response
+        while self._unsent is not None and not self._write_paused:
+            if transport is None or response is None or response.status:
                 return
-            self._transport.write(view[start : start + _SLICE_BYTES])
-            if self._writable is not None:
-                await self._writable
-        self._sent = True
+            unsent = self._unsent
+            self._unsent = unsent[_SLICE_BYTES:] if len(unsent) > _SLICE_BYTES else None
+            transport.write(unsent[:_SLICE_BYTES])
 
     def abort(self) -> None:
         """Abort the connection immediately."""
@@ -321,12 +338,17 @@ class UpstreamConnection(asyncio.Protocol):
         if self._closed:
             return
         self._closed = True
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
+        self._unsent = None
         response, self._response = self._response, None
-        if response is not None:
-            response.detach(kind(DispatchFailure.LOST, message))
+        repeats, self._repeats = self._repeats, None
         self._owner.on_lost(self)
+        if response is None:
+            return
+        error = kind(DispatchFailure.LOST, message)
+        if repeats is not None and isinstance(error, StaleConnectionError):
+            self._owner.repeat(self.address, response, *repeats, error)
+        else:
+            response.break_off(error)
 
     # asyncio.Protocol
 
@@ -346,13 +368,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Stop writing the body until the transport's buffer has drained."""
-        self._writable = asyncio.get_running_loop().create_future()
+        self._write_paused = True
 
     def resume_writing(self) -> None:
         """Continue writing the body."""
-        writable, self._writable = self._writable, None
-        if writable is not None and not writable.done():
-            writable.set_result(None)
+        self._write_paused = False
+        self._write_slices()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of the answer."""
@@ -361,17 +382,18 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail("the replica sent unsolicited bytes")
             return
         self.silent_ticks = 0
+        self._repeats = None
         self._framing_bytes += len(data)
         response.buffered_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            # If these bytes follow a complete answer, it remains valid.
             self.fail(f"the replica's answer is not valid HTTP/1.1: {exc}")
-            return
-        if self._framing_bytes > MAX_HEAD_BYTES:
-            self.fail(f"the head or chunk framing of the replica's answer exceeds {MAX_HEAD_BYTES} bytes")
-            return
-        if response.on_change is not None:
+        else:
+            if self._framing_bytes > MAX_HEAD_BYTES:
+                self.fail(f"the head or chunk framing of the replica's answer exceeds {MAX_HEAD_BYTES} bytes")
+        if response.on_change is not None and response.error is None:
             response.on_change()
         if response.buffered_bytes >= BUFFER_HIGH_BYTES and not response.has_ended:
             self._pause_reading()
@@ -433,8 +455,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._response = None
         self._first_use = False
         self.silent_ticks = 0
-        response.detach()
-        if self._keep_alive and self._sent:
+        response.end()
+        if self._keep_alive and self._unsent is None:
             self._owner.on_idle(self)
         else:
             self.abort()
@@ -507,27 +529,69 @@ class UpstreamPool:
         idle = sum(len(connections) for connections in self._idle.values())
         return f"<UpstreamPool busy={len(self._all) - idle} idle={idle} connects={self.connects}>"
 
+    def start(
+        self, address: ServerAddress, head: bytes, body: bytes, on_change: Callable[[], None] | None = None
+    ) -> UpstreamResponse:
+        """Send a request to a replica, and return its response, which may fail with an `UpstreamError`.
+
+        The failure is UNREACHABLE when the replica never saw the request, LOST when it may have.
+
+        Args:
+            on_change: see `UpstreamResponse`.
+        """
+        response = UpstreamResponse(on_change)
+        connection = self._take_idle(address)
+        if connection is not None:
+            connection.send(response, head, body)
+        else:
+            response.connect_by(self._connect_and_send(address, response, head, body))
+        return response
+
     async def send(self, address: ServerAddress, head: bytes, body: bytes) -> UpstreamResponse:
-        """Send a request to a replica and wait for the head of its answer.
+        """Send a request to a replica, and wait for the head of its answer.
 
         Raises:
-            UpstreamError: UNREACHABLE when the replica never saw the request, LOST when it may have.
+            UpstreamError: as in `start`.
         """
-        reused = self._take_idle(address)
-        if reused is not None:
-            try:
-                return await reused.exchange(head, body)
-            except StaleConnectionError as stale:
-                # The race with the replica's own keep-alive timeout.
-                self.stale_retries += 1
-                try:
-                    connection = await self._connect(address)
-                except UpstreamError:
-                    # The replica died while the request arrived, maybe because of it: LOST, not UNREACHABLE.
-                    raise stale from None
-                return await connection.exchange(head, body)
-        connection = await self._connect(address)
-        return await connection.exchange(head, body)
+        response = self.start(address, head, body)
+        try:
+            await response.started()
+        except BaseException:
+            # Also on cancellation, so that the engine does not work for a request without a client.
+            response.close()
+            raise
+        return response
+
+    def repeat(
+        self,
+        address: ServerAddress,
+        response: UpstreamResponse,
+        head: bytes,
+        body: bytes,
+        stale: StaleConnectionError,
+    ) -> None:
+        """Send a request on a new connection, because the replica had closed the reused one.
+
+        This is the race with the replica's own keep-alive timeout.
+        """
+        self.stale_retries += 1
+        response.connect_by(self._connect_and_send(address, response, head, body, stale))
+
+    async def _connect_and_send(
+        self,
+        address: ServerAddress,
+        response: UpstreamResponse,
+        head: bytes,
+        body: bytes,
+        stale: StaleConnectionError | None = None,
+    ) -> None:
+        try:
+            connection = await self._connect(address)
+        except UpstreamError as error:
+            # After a stale connection, the replica died while the request arrived, maybe because of it: LOST.
+            response.break_off(stale or error)
+        else:
+            connection.send(response, head, body)
 
     def close(self) -> None:
         """Abort every connection."""

@@ -29,6 +29,7 @@ from serve_app.engines.engine import (
     send_response,
 )
 from serve_app.errors import EngineError
+from serve_app.serving.asgi import asgi_application
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
@@ -140,7 +141,7 @@ class ReplicaServer:
         # Without a date header, because gateways write their own.
         self._server = HttpServer(
             "the replica",
-            app,
+            asgi_application(app),
             HttpServerOptions(
                 idle_s=settings.keep_alive_s,
                 send_date=False,

@@ -17,17 +17,17 @@ import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Revoke
-from serve_app.core.events import Event, Woke
+from serve_app.core.events import DispatchFailure, Event, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
-from serve_app.errors import Conclusion, EngineError
-from serve_app.request import PromptShape, RequestSpec, Submission
+from serve_app.errors import Conclusion, EngineError, Outcome
+from serve_app.request import PromptShape, RequestSpec, Submission, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Message, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.live_scaling import LiveScaling
@@ -148,6 +148,86 @@ class FakeReplica:
         return self.report if self.counts is None else self.counts()
 
 
+class AwaitedRequest(ChannelRequest):
+    """Request whose grant or rejection is awaited."""
+
+    def __init__(self, submission: Submission, id_of_client: str, on_revoke: Callable[[], None]) -> None:
+        self.submission = submission
+        self.id_of_client = id_of_client
+        self.outlooks: list[RequestOutlook | None] = []
+        self._on_revoke = on_revoke
+        self._answer: asyncio.Future[Grant | Conclusion] = asyncio.get_running_loop().create_future()
+
+    def on_grant(self, grant: Grant) -> None:
+        self._answer_with(grant)
+
+    def on_rejection(self, rejection: Conclusion) -> None:
+        self._answer_with(rejection)
+
+    def on_revocation(self) -> None:
+        self._on_revoke()
+
+    def on_outlook(self, outlook: RequestOutlook | None) -> None:
+        self.outlooks.append(outlook)
+
+    def _answer_with(self, answer: Grant | Conclusion) -> None:
+        if not self._answer.done():
+            self._answer.set_result(answer)
+
+    def begin(self) -> None:
+        """Wait for another answer."""
+        self._answer = asyncio.get_running_loop().create_future()
+
+    async def answer(self, client: GatewayClient) -> Grant | Conclusion:
+        """Return the answer; cancelling the task withdraws the request."""
+        try:
+            return await self._answer
+        except asyncio.CancelledError:
+            client.cancel(self)
+            raise
+
+
+class AwaitedClient(GatewayClient):
+    """Client whose requests are awaited, and named by their ids."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.requests: dict[str, AwaitedRequest] = {}
+
+    async def acquire(
+        self, submission: Submission, id_of_client: str = "", on_revoke: Callable[[], None] = lambda: None
+    ) -> Grant | Conclusion:
+        """Submit a request."""
+        request = AwaitedRequest(submission, id_of_client, on_revoke)
+        self.submit(request)
+        self.requests[submission.request_id] = request
+        return await request.answer(self)
+
+    async def requeue(
+        self, request_id: str, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+    ) -> Grant | Conclusion:
+        """Put a request back."""
+        request = self.requests[request_id]
+        request.begin()
+        self.put_back(request, failure, message, generated_tokens)
+        return await request.answer(self)
+
+    def outlooks(self, request_id: str) -> list[RequestOutlook | None]:
+        """Subscribe to the outlooks of a request; return the list that receives them."""
+        request = self.requests[request_id]
+        self.watch(request)
+        return request.outlooks
+
+    def begin(self, request_id: str) -> None:
+        """Report the first byte of an answer."""
+        self.first_token(self.requests[request_id])
+
+    def end(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+        """Report the end of a request."""
+        if request_id in self.requests:
+            self.finish(self.requests[request_id], outcome, usage)
+
+
 class ControlPlane:
     """Successive schedulers and their peers."""
 
@@ -211,9 +291,9 @@ class ControlPlane:
         self._closers.append(wire.stop)
         return wire
 
-    async def gateway(self, gateway_id: str = "g1", wire: Wire | None = None) -> GatewayClient:
+    async def gateway(self, gateway_id: str = "g1", wire: Wire | None = None) -> AwaitedClient:
         """Return a connected gateway client."""
-        client = GatewayClient(gateway_id, wire.locate if wire else self.locate, self.channel)
+        client = AwaitedClient(gateway_id, wire.locate if wire else self.locate, self.channel)
         client.start()
         self._closers.append(client.close)
         await wait_until(lambda: client.is_connected, "the gateway connects")
@@ -277,14 +357,14 @@ class ControlPlane:
             live.stop("the test is over")
 
 
-async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Grant:
+async def granted(client: AwaitedClient, request_id: str, **changes: Any) -> Grant:
     """Submit a request and return its grant."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Grant), answer
     return answer
 
 
-async def rejected(client: GatewayClient, request_id: str, **changes: Any) -> Conclusion:
+async def rejected(client: AwaitedClient, request_id: str, **changes: Any) -> Conclusion:
     """Submit a request and return its rejection."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Conclusion), answer

@@ -3,9 +3,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from serve_app.serving.channel.connector import Connector
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
-from tests.serving.channel.harness import FAST, ControlPlane, wait_until
+from tests.serving.channel.harness import FAST, AwaitedClient, ControlPlane, wait_until
 
 
 class Silent:
@@ -55,7 +54,7 @@ async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(control
         await asyncio.sleep(0.3)
         return control_plane.endpoint()
 
-    client = GatewayClient("g1", locate, replace(FAST, locate_timeout_s=0.1, handshake_timeout_s=10.0))
+    client = AwaitedClient("g1", locate, replace(FAST, locate_timeout_s=0.1, handshake_timeout_s=10.0))
     client.start()
     await wait_until(lambda: client.is_connected, "the search is given more time")
     await client.close()

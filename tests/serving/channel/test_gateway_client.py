@@ -8,11 +8,11 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish, Granted, ReplicaEntry, ReplicaTable, Welcome
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
+    AwaitedClient,
     ControlPlane,
     FakeReplica,
     RecordingLink,
@@ -23,7 +23,7 @@ from tests.serving.channel.harness import (
 )
 
 
-async def disconnected_gateway(control_plane: ControlPlane) -> GatewayClient:
+async def disconnected_gateway(control_plane: ControlPlane) -> AwaitedClient:
     gateway = await control_plane.gateway()
     control_plane.kill()
     await wait_until(lambda: not gateway.is_connected)
@@ -102,7 +102,7 @@ async def test_a_put_back_request_goes_to_another_replica(control_plane: Control
     await control_plane.replica("s1")
     await control_plane.replica("s2")
     first = await granted(gateway, "r1")
-    second = await gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
+    second = await gateway.requeue("r1", DispatchFailure.UNREACHABLE, "rejected")
     assert isinstance(second, Grant)
     assert second.dispatch.replica_id != first.dispatch.replica_id
 
@@ -117,9 +117,7 @@ async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_p
     answer = await gateway.acquire(submission("r1"))
     for _ in range(control_plane.settings.max_attempts):
         assert isinstance(answer, Grant)
-        answer = await asyncio.wait_for(
-            gateway.put_back("r1", answer.dispatch.replica_id, DispatchFailure.LOST, "it broke"), 10
-        )
+        answer = await asyncio.wait_for(gateway.requeue("r1", DispatchFailure.LOST, "it broke"), 10)
     assert not isinstance(answer, Grant)
     assert answer.outcome is Outcome.FAILED
     assert "it broke" in answer.message
@@ -177,7 +175,7 @@ async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_pl
     grant = await granted(gateway, "r1")
     control_plane.kill()
     await wait_until(lambda: not gateway.is_connected)
-    task = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
+    task = asyncio.create_task(gateway.requeue("r1", DispatchFailure.LOST))
     await asyncio.sleep(0)
     gateway.on_message(Granted(1, grant.dispatch))
     await asyncio.sleep(0.05)
@@ -200,7 +198,7 @@ DISPATCH = Dispatch(
 async def test_only_finish_messages_without_acknowledgement_are_sent_again(
     control_plane: ControlPlane,
 ) -> None:
-    gateway = GatewayClient("g1", control_plane.locate, FAST)
+    gateway = AwaitedClient("g1", control_plane.locate, FAST)
     link, next_link = RecordingLink(), RecordingLink()
     gateway.on_connected(link, Welcome(1, {}))  # type: ignore[arg-type]
     gateway.on_message(ReplicaTable([ReplicaEntry(FakeReplica("s1", "short", 8).address, True, ())]))
@@ -209,7 +207,7 @@ async def test_only_finish_messages_without_acknowledgement_are_sent_again(
         await asyncio.sleep(0)
         gateway.on_message(Granted(1, replace(DISPATCH, request_id=name)))
         await request
-        gateway.finish(name, Outcome.COMPLETED)
+        gateway.end(name, Outcome.COMPLETED)
         if name == "r1":
             link.acknowledged = len(link.messages)
     gateway.on_heartbeat()

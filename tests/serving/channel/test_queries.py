@@ -31,7 +31,7 @@ async def test_a_gateway_queries_its_scheduler_about_a_request(control_plane: Co
     await granted(gateway, "r1")
     under_way = await gateway.query("receipt", request_id="r1")
     assert (under_way["request_id"], under_way["state"]) == ("r1", "running")
-    gateway.finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=5))
+    gateway.end("r1", Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=5))
     await wait_until(lambda: len(control_plane.live.core) == 0)
     assert (await gateway.query("receipt", request_id="r1"))["outcome"] == "completed"
     assert await gateway.query("receipt", request_id="unknown") == {}

@@ -8,7 +8,6 @@ import pytest
 from serve_app.core.commands import Revoke
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     Granted,
@@ -20,13 +19,13 @@ from serve_app.serving.channel.messages import (
     to_previous_version,
 )
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import ControlPlane, RawPeer, hello, submission, wait_until
+from tests.serving.channel.harness import AwaitedClient, ControlPlane, RawPeer, hello, submission, wait_until
 from tests.serving.channel.test_gateway_sessions import FakeLiveScheduler, running, waits
 
 BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}
 
 
-async def started(gateway: GatewayClient, calls: list[str]) -> Grant:
+async def started(gateway: AwaitedClient, calls: list[str]) -> Grant:
     """Submit a revocable request, and return its grant."""
     answer = await gateway.acquire(submission("r1", **BATCH), on_revoke=lambda: calls.append("r1"))
     assert isinstance(answer, Grant)
@@ -42,7 +41,7 @@ async def test_a_revocation_reaches_the_gateway_and_its_put_back_the_core(
     events = control_plane.events(DispatchFailed)
     control_plane.revoke("r1", grant.dispatch.replica_id)
     await wait_until(lambda: calls == ["r1"])
-    again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.REVOKED, "needed", 7))
+    again = asyncio.create_task(gateway.requeue("r1", DispatchFailure.REVOKED, "needed", 7))
     await wait_until(lambda: bool(events))
     assert events[0] == DispatchFailed("r1", "s1", DispatchFailure.REVOKED, "needed", None, 7)
     assert isinstance(await again, Grant)
@@ -54,7 +53,7 @@ async def test_a_revocation_of_an_earlier_grant_is_ignored(control_plane: Contro
     await started(gateway, calls)
     gateway.on_message(Revoked("r1", 2))
     gateway.on_message(Revoked("r2", 1))
-    await gateway.put_back("r1", "s1", DispatchFailure.BUSY)
+    await gateway.requeue("r1", DispatchFailure.BUSY)
     gateway.on_message(Revoked("r1", 1))
     assert calls == []
     gateway.on_message(Revoked("r1", 2))
@@ -64,9 +63,9 @@ async def test_a_revocation_of_an_earlier_grant_is_ignored(control_plane: Contro
 async def test_a_request_that_waits_is_not_revoked(control_plane: ControlPlane) -> None:
     gateway, calls = await control_plane.gateway(), list[str]()
     await control_plane.replica("s1", seats=1)
-    grant = await started(gateway, calls)
+    await started(gateway, calls)
     blocking = await gateway.acquire(submission("r2"))
-    waits = asyncio.create_task(gateway.put_back("r1", grant.dispatch.replica_id, DispatchFailure.BUSY))
+    waits = asyncio.create_task(gateway.requeue("r1", DispatchFailure.BUSY))
     await asyncio.sleep(0)
     gateway.on_message(Revoked("r1", 1))
     assert calls == []
@@ -89,7 +88,7 @@ async def test_the_gateway_does_not_expire_a_request_that_was_served_in_part(
     await asyncio.sleep(1.1)
     gateway.on_disconnected()
     waiting = [
-        asyncio.create_task(gateway.put_back(name, "s1", failure, "", tokens))
+        asyncio.create_task(gateway.requeue(name, failure, "", tokens))
         for name, (failure, tokens) in failures.items()
     ]
     await asyncio.sleep(0)

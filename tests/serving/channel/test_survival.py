@@ -12,12 +12,12 @@ from serve_app.core.admission.admission import RESERVED_SHARE
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish, Granted, SnapshotEnd, Submit
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
+    AwaitedClient,
     ControlPlane,
     RawPeer,
     Wire,
@@ -31,18 +31,18 @@ from tests.serving.channel.harness import (
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
-def submit(client: GatewayClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
+def submit(client: AwaitedClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
     return asyncio.create_task(client.acquire(submission(request_id, **changes)))
 
 
-async def relayed_gateway(control_plane: ControlPlane) -> tuple[Wire, GatewayClient]:
+async def relayed_gateway(control_plane: ControlPlane) -> tuple[Wire, AwaitedClient]:
     wire = await control_plane.wire()
     return wire, await control_plane.gateway(wire=wire)
 
 
-async def finish(control_plane: ControlPlane, gateway: GatewayClient) -> None:
+async def finish(control_plane: ControlPlane, gateway: AwaitedClient) -> None:
     """Finish the only request, which empties the scheduler."""
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
@@ -50,10 +50,10 @@ async def answer_of(task: asyncio.Task[Grant | Conclusion]) -> Grant | Conclusio
     return await asyncio.wait_for(task, PATIENCE_S)
 
 
-async def served(client: GatewayClient, request_id: str) -> None:
+async def served(client: AwaitedClient, request_id: str) -> None:
     """Wait for a grant and finish at once."""
     await granted(client, request_id)
-    client.finish(request_id, Outcome.COMPLETED, USAGE)
+    client.end(request_id, Outcome.COMPLETED, USAGE)
 
 
 async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(
@@ -71,7 +71,7 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     assert grant.dispatch.pool == "short"
     assert grant.dispatch.queue_wait_s < 5
     assert len(control_plane.live.core) == 1
-    gateway.first_token("r1")
+    gateway.begin("r1")
     await finish(control_plane, gateway)
     assert control_plane.open_requests() == 0
 
@@ -102,7 +102,7 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     gateway = await control_plane.gateway()
     await control_plane.replica("s1", seats=1)
     grant = await granted(gateway, "r1")
-    gateway.first_token("r1")
+    gateway.begin("r1")
     waiting = [submit(gateway, f"w{n}") for n in range(5)]
     await wait_until(lambda: len(control_plane.live.core) == 6)
     await control_plane.restart()
@@ -110,11 +110,11 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     entry = control_plane.live.core.find("r1")
     assert entry is not None
     assert (entry.replica_id, entry.started) == (grant.dispatch.replica_id, True)
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
     for task in waiting:
         answer = await answer_of(task)
         assert isinstance(answer, Grant)
-        gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
+        gateway.end(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
@@ -153,9 +153,7 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_pl
     await control_plane.replica("s2")
     first = await granted(gateway, "r1")
     wire.mute_up = True
-    task = asyncio.create_task(
-        gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
-    )
+    task = asyncio.create_task(gateway.requeue("r1", DispatchFailure.UNREACHABLE, "rejected"))
     await asyncio.sleep(0.05)
     entry = control_plane.live.core.find("r1")
     assert entry is not None
@@ -174,7 +172,7 @@ async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
     await control_plane.replica("s1")
     await granted(gateway, "r1")
     wire.mute_up = True
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
     await asyncio.sleep(0.05)
     wire.cut()
     await wait_until(lambda: len(control_plane.live.core) == 0)
@@ -220,7 +218,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     engine.report = replace(engine.report, running=1)
     await wait_until(lambda: ledger["s1"].in_flight == 1)
     assert [control_plane.live.core.find(name) is None for name in ("r1", "r2", "r3")] == [True, True, False]
-    other.finish("r3", Outcome.COMPLETED, USAGE)
+    other.end("r3", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
@@ -237,7 +235,7 @@ async def test_a_gateway_that_reconnects_late_finds_its_running_requests(control
     wire.rejects = False
     await wait_until(lambda: len(control_plane.live.core) == 101)
     assert control_plane.live.core.find("r1") is not None
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: control_plane.live.core.find("r1") is None)
     for task in waiting:
         task.cancel()
@@ -281,7 +279,7 @@ async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(control
     assert entry is not None
     assert entry.replica_id == "s1"
     for request_id in ("r1", "r2"):
-        gateway.finish(request_id, Outcome.COMPLETED, USAGE)
+        gateway.end(request_id, Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
@@ -341,25 +339,23 @@ class Handlers:
         self._rng = rng
         self.results: dict[str, list[str]] = {}
 
-    async def handle(self, gateway: GatewayClient, request_id: str) -> None:
+    async def handle(self, gateway: AwaitedClient, request_id: str) -> None:
         results = self.results.setdefault(request_id, [])
         answer = await gateway.acquire(submission(request_id))
         while isinstance(answer, Grant) and self._rng.random() < 0.2:
-            answer = await gateway.put_back(
-                request_id, answer.dispatch.replica_id, DispatchFailure.UNREACHABLE
-            )
+            answer = await gateway.requeue(request_id, DispatchFailure.UNREACHABLE)
         if isinstance(answer, Conclusion):
             results.append(answer.outcome.value)
             return
         if self._rng.random() < 0.7:
-            gateway.first_token(request_id)
+            gateway.begin(request_id)
         try:
             await asyncio.sleep(self._rng.uniform(0, 0.02))
         except asyncio.CancelledError:
-            gateway.finish(request_id, Outcome.CANCELLED)
+            gateway.end(request_id, Outcome.CANCELLED)
             raise
         results.append("completed")
-        gateway.finish(request_id, Outcome.COMPLETED, USAGE)
+        gateway.end(request_id, Outcome.COMPLETED, USAGE)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -18,6 +18,7 @@ from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
+    ChannelRequest,
     Grant,
     ReplicaAddress,
     RequestOutlook,
@@ -25,9 +26,7 @@ from serve_app.serving.channel.scheduler_client import (
     SchedulerClient,
 )
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.batches.calls import CollectingExchange
-from serve_app.serving.http_server import EXCHANGE
 from tests.http_server import listening
 
 MODEL = "tiny"
@@ -35,7 +34,7 @@ TOKEN = "secret-of-the-replica"
 
 
 def serving(
-    app: ASGIApp, port: int = 0, stalled_s: float | None = None
+    app: ASGIApp | Gateway, port: int = 0, stalled_s: float | None = None
 ) -> contextlib.AbstractAsyncContextManager[int]:
     """Serve an engine or a gateway; yield the port."""
     return listening(app, port, stalled_s)
@@ -347,7 +346,7 @@ class FakeDispatcher:
 
     Attributes:
         ports: replicas, by port; grants name the first.
-        script: results of `acquire` and `put_back`, first to last; when empty, a grant for the first replica.
+        script: results of `submit` and `put_back`, first to last; when empty, a grant for the first replica.
         gate: requests stay queued until it is set.
         events: calls of the gateway, in order.
         engine_priority: engine priority in grants.
@@ -364,7 +363,6 @@ class FakeDispatcher:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
-    waiting: int = 0
     in_flight: set[str] = field(default_factory=set)
     page: str = ""
     engine_priority: int | None = None
@@ -374,53 +372,50 @@ class FakeDispatcher:
     generated_tokens: list[int] = field(default_factory=list)
     names_responses: bool = False
     max_model_len: int | None = None
+    _waits: dict[ChannelRequest, asyncio.Task[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def acquire(
-        self,
-        submission: Submission,
-        client_request_id: str = "",
-        on_revoke: Callable[[], None] | None = None,
-    ) -> Grant | Conclusion:
-        self.submissions.append(submission)
-        self.revoke = on_revoke
-        self.events.append(("acquire", submission.request_id))
-        return await self._decide(submission.request_id)
+    def submit(self, request: ChannelRequest) -> None:
+        self.submissions.append(request.submission)
+        self.revoke = request.on_revocation if request.submission.revocable else None
+        self.events.append(("acquire", request.submission.request_id))
+        self._wait(request)
 
-    async def put_back(
-        self,
-        request_id: str,
-        replica_id: str,
-        failure: DispatchFailure,
-        message: str = "",
-        generated_tokens: int = 0,
-    ) -> Grant | Conclusion:
-        self.in_flight.remove(request_id)
+    def put_back(
+        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+    ) -> None:
+        self.in_flight.remove(request.submission.request_id)
         self.events.append(("put_back", failure, message))
         self.generated_tokens.append(generated_tokens)
-        return await self._decide(request_id)
+        self._wait(request)
 
-    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
-        self.watching[request_id] = on_outlook
+    def cancel(self, request: ChannelRequest) -> None:
+        if (waiting := self._waits.pop(request, None)) is not None:
+            waiting.cancel()
+            self.events.append(("cancelled_in_queue",))
 
-    def first_token(self, request_id: str) -> None:
-        assert request_id in self.in_flight
+    def watch(self, request: ChannelRequest) -> None:
+        request.watches_queue = True
+        self.watching[request.submission.request_id] = request.on_outlook
+
+    def first_token(self, request: ChannelRequest) -> None:
+        assert request.submission.request_id in self.in_flight
         self.events.append(("first_token",))
 
     def finish(
         self,
-        request_id: str,
+        request: ChannelRequest,
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
-        self.in_flight.remove(request_id)  # raises on a second report
+        self.in_flight.remove(request.submission.request_id)  # raises on a second report
         self.events.append(("finished", outcome, usage))
 
-    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        assert request_id not in self.in_flight
+    def note_end(self, request: ChannelRequest, outcome: Outcome, times: RequestTimes) -> None:
+        assert request.submission.request_id not in self.in_flight
         assert times.engine_s is None
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
@@ -441,19 +436,29 @@ class FakeDispatcher:
     async def exposition(self) -> str:
         return self.page
 
-    async def _decide(self, request_id: str) -> Grant | Conclusion:
-        self.waiting += 1
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.events.append(("cancelled_in_queue",))
-            raise
-        finally:
-            self.waiting -= 1
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waits)
+
+    def _wait(self, request: ChannelRequest) -> None:
+        self._waits[request] = asyncio.get_running_loop().create_task(self._decide(request))
+
+    async def _decide(self, request: ChannelRequest) -> None:
+        await self.gate.wait()
+        del self._waits[request]
         step = self.script.popleft() if self.script else self.ports[0]
         if isinstance(step, Conclusion):
-            return step
-        self.in_flight.add(request_id)
+            request.on_rejection(step)
+        else:
+            self.in_flight.add(request.submission.request_id)
+            self.grant(request, self._grant(request.submission.request_id, step))
+
+    def grant(self, request: ChannelRequest, grant: Grant) -> None:
+        """Grant a request."""
+        request.on_grant(grant)
+
+    def _grant(self, request_id: str, step: int) -> Grant:
         dispatch = Dispatch(
             request_id=request_id,
             gateway_id="g1",
@@ -493,7 +498,7 @@ def rejection(outcome: Outcome, message: str = "", retry_after_s: float | None =
 
 
 @contextlib.asynccontextmanager
-async def http_client(app: ASGIApp, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def http_client(app: ASGIApp | Gateway, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Serve an engine or a gateway, and yield a client of it."""
     async with serving(app) as port:
         url = f"http://127.0.0.1:{port}"
@@ -557,33 +562,28 @@ async def exchange(port: int, *sent: bytes) -> bytes:
     return answer
 
 
-async def _ignore(_: Any) -> None:
-    """Send to a client that has no connection."""
-
-
 async def call(
     app: Gateway,
     document: object = None,
     *,
     path: str = "/v1/chat/completions",
     headers: Any = (),
-    send: Send = _ignore,
-    exchange: ClientExchange | None = None,
-) -> None:
-    """Call a gateway as its server does for a client that stays connected.
+    exchange: CollectingExchange | None = None,
+) -> CollectingExchange:
+    """Call a gateway as its server does for a client that stays connected, and return its exchange.
 
     Args:
         document: the body of a POST request; None for a GET request.
+        exchange: replaces the request.
     """
-    body = b"" if document is None else json.dumps(document).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        return messages.pop() if messages else await asyncio.sleep(3_600)
-
-    scope = {"type": "http", "method": "GET" if document is None else "POST", "path": path}
-    extensions = {EXCHANGE: exchange or CollectingExchange()}
-    await app({**scope, "headers": headers, "extensions": extensions}, receive, send)
+    body = None if document is None else json.dumps(document).encode()
+    exchange = exchange or CollectingExchange(path, body, headers)
+    app(exchange)
+    try:
+        await exchange.ended.wait()
+    finally:
+        exchange.disconnect()
+    return exchange
 
 
 class Answers:

@@ -12,11 +12,10 @@ import httpx
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.core.settings import SchedulerSettings
 from serve_app.engines.engine import ASGIApp
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway
 from tests.relay import Relay
-from tests.serving.channel.harness import ControlPlane, FakeReplica, Wire, scheduler_settings
+from tests.serving.channel.harness import AwaitedClient, ControlPlane, FakeReplica, Wire, scheduler_settings
 
 from .builders import MODEL, TOKEN, Engine, gateway, serving
 
@@ -36,7 +35,7 @@ class Fleet:
 
     control_plane: ControlPlane
     gateway: Gateway
-    client: GatewayClient
+    client: AwaitedClient
     fake_replicas: list[FakeReplica]
     http: httpx.AsyncClient
     port: int
@@ -54,7 +53,7 @@ async def fleet_of(
     engines: Sequence[ASGIApp],
     *,
     settings: SchedulerSettings | None = None,
-    wrap: Callable[[GatewayClient], Any] = lambda client: client,
+    wrap: Callable[[AwaitedClient], Any] = lambda client: client,
     channel: ChannelSettings = CHANNEL,
     relayed: bool = False,
     parts: Mapping[str, Any] = MappingProxyType({}),

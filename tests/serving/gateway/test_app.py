@@ -11,7 +11,7 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, TurnEnd, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 
-from .builders import MODEL, TOKEN, FakeDispatcher, chat, gateway, replies
+from .builders import MODEL, TOKEN, chat, replies
 from .conftest import GatewayHarness, running_gateway
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -335,26 +335,6 @@ async def test_metrics_join_the_gateways_and_the_schedulers(harness: GatewayHarn
     assert samples["ewsjf_gateway_in_flight_requests", None] == 0
     assert samples["ewsjf_gateway_upstream_connects_total", None] == 1
     assert samples["ewsjf_waiting", None] == 3
-
-
-async def test_a_lifespan_and_a_websocket_are_answered() -> None:
-    app = gateway(FakeDispatcher([1]))
-    sent_messages: list[dict[str, Any]] = []
-    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
-
-    async def receive() -> Any:
-        return next(messages, {"type": "websocket.connect"})
-
-    async def send(message: Any) -> None:
-        sent_messages.append(message)
-
-    await app({"type": "lifespan"}, receive, send)
-    await app({"type": "websocket"}, receive, send)
-    assert [message["type"] for message in sent_messages] == [
-        "lifespan.startup.complete",
-        "lifespan.shutdown.complete",
-        "websocket.close",
-    ]
 
 
 def test_a_model_without_a_scheduler_stops_the_start() -> None:

@@ -247,8 +247,8 @@ async def test_a_client_that_leaves_while_its_request_runs_stops_the_engine(
 
 async def test_a_server_that_cancels_the_task_frees_everything(harness: GatewayHarness) -> None:
     harness.engine.token_delay_s = 0.05
-    exchange = CollectingExchange()
-    task = asyncio.create_task(call(harness.gateway, chat(stream=True, max_tokens=2000), exchange=exchange))
+    exchange = CollectingExchange(CHAT, json.dumps(chat(stream=True, max_tokens=2000)).encode())
+    task = asyncio.create_task(call(harness.gateway, exchange=exchange))
     await wait_until(lambda: len(exchange.pieces) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -272,7 +272,7 @@ async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(
     def explode(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", explode)
+    monkeypatch.setattr("serve_app.serving.gateway.path.counts_of", explode)
     answer = await harness.http.post(CHAT, json=chat())
     assert answer.status_code == 500
     assert harness.dispatcher.outcomes() == [Outcome.FAILED]

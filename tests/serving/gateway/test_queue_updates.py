@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,9 +15,10 @@ from openai.types.chat import ChatCompletionChunk
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.gateway.answer.waiting import SUBSCRIBE_AFTER_S
+from serve_app.serving.gateway.batches.calls import CollectingExchange
 from tests.serving.channel.harness import wait_until
 
-from .builders import Answer, anthropic_stream, chat, error_json, http_post, rejection, replies
+from .builders import Answer, anthropic_stream, call, chat, error_json, rejection, replies
 from .conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -189,19 +191,28 @@ async def test_a_client_that_disconnects_in_the_queue_is_unsubscribed() -> None:
 
 
 async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -> None:
+    class Slow(CollectingExchange):
+        """Client that reads the first piece, and no further ones until the grant."""
+
+        @property
+        def is_choked(self) -> bool:
+            return bool(self.pieces) and not harness.dispatcher.gate.is_set()
+
     async with queued() as harness:
-        pending = http_post(chat(stream=True, max_tokens=3), b"x-ewsjf-queue: comments", b"connection: close")
-        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port, limit=1024)
-        writer.write(pending)
+        body = json.dumps(chat(stream=True, max_tokens=3)).encode()
+        client = Slow("/v1/chat/completions", body, [(b"x-ewsjf-queue", b"comments")])
+        request = asyncio.create_task(call(harness.gateway, exchange=client))
         await wait_until(lambda: bool(harness.dispatcher.watching))
         ((request_id, on_outlook),) = harness.dispatcher.watching.items()
-        for position in range(100_000, 0, -1):
+        for position in range(1_000, 0, -1):
             on_outlook(RequestOutlook(request_id, position, None, None, None))
         harness.dispatcher.gate.set()
-        text = (await reader.read(-1)).decode()
-        writer.close()
-    assert text.count("position=") <= 3
-    assert "position=1\r" in text or "position=1\n" in text
+        assert client.on_writable is not None
+        client.on_writable()
+        await request
+    text = b"".join(client.pieces).decode()
+    assert re.findall("position=([0-9]+)", text) == ["1000", "1"]
+    assert text.endswith("data: [DONE]\n\n")
 
 
 async def chunks_of(sdk: openai.AsyncOpenAI, headers: dict[str, str]) -> list[ChatCompletionChunk]:

@@ -10,9 +10,9 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
-from serve_app.errors import Conclusion, Outcome
-from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.answer.stream import counts_of
+from serve_app.errors import Outcome
+from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant
+from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.routes import RouteSettings
 from serve_app.serving.gateway.settings import ServedModel
 from tests.serving.channel.harness import wait_until
@@ -148,7 +148,6 @@ async def revoked(
     await asyncio.sleep(0.05)
     for _ in range(times):
         revoke(harness)
-        await asyncio.sleep(0)
     if at == len(WORDS):
         # Time to stop the request, which must not happen.
         await asyncio.sleep(0.05)
@@ -227,23 +226,18 @@ async def test_a_complete_answer_is_not_revoked(harness: GatewayHarness, engine:
     assert harness.dispatcher.names() == ["acquire", "first_token", "finished"]
 
 
-async def test_an_answer_that_begins_is_not_revoked(
-    harness: GatewayHarness, engine: Continuing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(body: bytes) -> Any:
-        """Revoke the grant after the last byte, before the answer is sent."""
-        revoke(harness)
-        return counts_of(body)
+async def test_an_answer_that_begins_is_not_revoked(harness: GatewayHarness, engine: Continuing) -> None:
+    class Revoking(CollectingExchange):
+        """Client during whose answer the grant is revoked."""
 
-    async def send(message: Any) -> None:
-        await asyncio.sleep(0.01)
-        sent.append(message)
+        def start_response(self, *rest: Any) -> None:
+            revoke(harness)
+            super().start_response(*rest)
 
-    monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", late)
-    sent: list[Any] = []
     tool = {"type": "function", "function": {"name": "f"}}
-    await call(harness.gateway, request_body(tools=[tool]), headers=[(b"x-priority", b"batch")], send=send)
-    assert sent[0]["status"] == 200
+    body = json.dumps(request_body(tools=[tool])).encode()
+    exchange = await call(harness.gateway, exchange=Revoking(CHAT, body, [(b"x-priority", b"batch")]))
+    assert exchange.status == 200
     assert harness.dispatcher.names() == ["acquire", "finished"]
     assert len(engine.bodies) == 1
 
@@ -285,9 +279,9 @@ async def test_an_engine_that_cannot_continue_begins_anew_by_the_same_grant(
 
 async def test_an_engine_of_another_kind_begins_anew(harness: GatewayHarness, engine: Continuing) -> None:
     class Moved(FakeDispatcher):
-        async def put_back(self, *rest: Any) -> Grant | Conclusion:
+        def put_back(self, *rest: Any) -> None:
             self.names_responses = False
-            return await super().put_back(*rest)
+            super().put_back(*rest)
 
     harness.dispatcher.__class__ = Moved
     answer = answer_of(await revoked(harness, engine, 2))
@@ -310,11 +304,10 @@ async def test_a_revocation_before_the_attempt_is_not_lost(
     harness: GatewayHarness, engine: Continuing
 ) -> None:
     class RevokedAtOnce(FakeDispatcher):
-        async def acquire(self, *rest: Any) -> Grant | Conclusion:
-            answer = await super().acquire(*rest)
-            assert self.revoke is not None
-            self.revoke()
-            return answer
+        def grant(self, request: ChannelRequest, grant: Grant) -> None:
+            super().grant(request, grant)
+            if not self.generated_tokens:
+                request.on_revocation()
 
     harness.dispatcher.__class__ = RevokedAtOnce
     answer = answer_of(await harness.http.post(CHAT, json=request_body(), headers=BATCH))
@@ -486,31 +479,28 @@ async def test_a_stream_moves_when_its_grant_is_revoked(resuming: GatewayHarness
     assert engine.aborted == 1
 
 
-@pytest.mark.parametrize("blocked", ["http.response.start", "http.response.body"])
 async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
-    resuming: GatewayHarness, engine: Continuing, blocked: str
+    resuming: GatewayHarness, engine: Continuing
 ) -> None:
+    class Slow(CollectingExchange):
+        """Client that reads the first piece, and no further ones before a revocation."""
+
+        @property
+        def is_choked(self) -> bool:
+            return bool(self.pieces) and not resuming.dispatcher.generated_tokens
+
     engine.pauses_at = 3
-    waiting, readable = asyncio.Event(), asyncio.Event()
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        """Wait for room before the write, as the server does."""
-        if message["type"] == blocked:
-            waiting.set()
-            await readable.wait()
-        sent.append(message)
-
-    request = asyncio.create_task(call(resuming.gateway, request_body(stream=True), send=send))
-    await waiting.wait()
+    client = Slow(CHAT, json.dumps(request_body(stream=True)).encode())
+    request = asyncio.create_task(call(resuming.gateway, exchange=client))
+    await engine.paused.wait()
+    await wait_until(lambda: client.pieces)
     revoke(resuming)
     await wait_until(resuming.dispatcher.put_backs)
-    readable.set()
+    engine.go.set()
     await request
-    assert [message["type"] for message in sent].count("http.response.start") == 1
-    body = b"".join(message.get("body", b"") for message in sent).decode()
+    body = b"".join(client.pieces).decode()
     assert text_of([json.loads(event) for event in body.split("data: ")[1:-1]]) == TEXT
-    assert not sent[-1]["more_body"]
+    assert client.response_complete
 
 
 async def test_a_client_receives_only_what_is_not_generated_again(
@@ -550,9 +540,9 @@ async def test_a_begun_stream_whose_next_engine_streams_no_rest_ends_with_an_err
     engine: Continuing, way: str, is_commented: bool
 ) -> None:
     class Moved(FakeDispatcher):
-        async def put_back(self, *rest: Any) -> Grant | Conclusion:
+        def put_back(self, *rest: Any) -> None:
             self.names_responses = way != "another engine"
-            return await super().put_back(*rest)
+            super().put_back(*rest)
 
     dispatcher = Moved([], names_responses=True)
     models = (ServedModel(name=MODEL, resume_streams=True, max_model_len=100),)

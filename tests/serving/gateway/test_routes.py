@@ -250,7 +250,7 @@ async def test_a_rejected_request_falls_back() -> None:
         for outcome in outcomes:
             labels = f'fallback="new",gateway="g",model="stable",reason="{outcome}",route="assistant"'
             assert f"ewsjf_gateway_fallbacks_total{{{labels}}} 2.0" in page
-        assert models.gateway.telemetry.in_flight == {"": 0, "stable": 0, "new": 0}
+        assert set(models.gateway.telemetry.in_flight.values()) == {0}
 
 
 async def test_the_wait_at_the_first_model_is_no_overhead() -> None:

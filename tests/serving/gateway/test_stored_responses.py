@@ -14,9 +14,9 @@ from serve_app.engines.engine import ASGIApp
 from serve_app.request import ProgramHint, Submission
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
-from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.scheduler_client import ChannelRequest
 from serve_app.serving.gateway import ApiKey
-from tests.serving.channel.harness import scheduler_settings, wait_until
+from tests.serving.channel.harness import AwaitedClient, scheduler_settings, wait_until
 from tests.serving.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, emulated, gateway, http_client, serving
@@ -212,14 +212,14 @@ async def test_responses_that_continue_each_other_are_one_session(named_by_gatew
             engine = (await stack.enter_async_context(emulated(speed_up=4.0))).app
         submitted: list[Submission] = []
 
-        def watched(client: GatewayClient) -> GatewayClient:
-            acquire = client.acquire
+        def watched(client: AwaitedClient) -> AwaitedClient:
+            submit = client.submit
 
-            async def noted(submission: Submission, *rest: Any) -> Any:
-                submitted.append(submission)
-                return await acquire(submission, *rest)
+            def noted(request: ChannelRequest) -> None:
+                submitted.append(request.submission)
+                submit(request)
 
-            client.acquire = noted  # type: ignore[method-assign, assignment]
+            client.submit = noted  # type: ignore[method-assign]
             return client
 
         fleet = await stack.enter_async_context(fleet_of([engine], wrap=watched))

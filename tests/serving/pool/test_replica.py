@@ -15,13 +15,12 @@ from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.serving.channel.connector import Locate
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from tests.serving.channel.harness import wait_until
+from tests.serving.channel.harness import AwaitedClient, wait_until
 
 CHANNEL = ChannelSettings()
 ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", max_model_len=2_048)
@@ -48,8 +47,8 @@ async def live() -> AsyncIterator[LiveScheduler]:
 
 
 @pytest.fixture
-async def gateway(live: LiveScheduler) -> AsyncIterator[GatewayClient]:
-    client = GatewayClient("gateway-1", locator(live, Role.GATEWAY), CHANNEL)
+async def gateway(live: LiveScheduler) -> AsyncIterator[AwaitedClient]:
+    client = AwaitedClient("gateway-1", locator(live, Role.GATEWAY), CHANNEL)
     client.start()
     yield client
     await client.close()
@@ -62,7 +61,7 @@ def locator(live: LiveScheduler, role: Role = Role.REPLICA) -> Locate:
     return locate
 
 
-async def granted(gateway: GatewayClient, name: str) -> Grant:
+async def granted(gateway: AwaitedClient, name: str) -> Grant:
     shape = PromptShape(text_bytes=40)
     submission = Submission(
         request_id=name, spec=RequestSpec(model="demo", shape=shape, max_output_tokens=100)
@@ -86,7 +85,7 @@ def reported_running(live: LiveScheduler) -> int:
 
 
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
-    live: LiveScheduler, gateway: GatewayClient
+    live: LiveScheduler, gateway: AwaitedClient
 ) -> None:
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), EmulatedEngine(ENGINE), locator(live))
     await replica.start()
@@ -107,11 +106,11 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
         await asyncio.wait_for(stopping, 10)
         with pytest.raises(httpx.ConnectError):
             await http.post(url(grant), json=body(1))
-    gateway.finish("first", Outcome.COMPLETED)
+    gateway.end("first", Outcome.COMPLETED)
 
 
 async def test_adapters_that_its_engine_lists_are_reported_as_they_change(
-    live: LiveScheduler, gateway: GatewayClient
+    live: LiveScheduler, gateway: AwaitedClient
 ) -> None:
     engine = EmulatedEngine(replace(ENGINE, lora_modules=("sql",)))
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live))
@@ -128,7 +127,7 @@ async def test_adapters_that_its_engine_lists_are_reported_as_they_change(
 
 
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
-    live: LiveScheduler, gateway: GatewayClient
+    live: LiveScheduler, gateway: AwaitedClient
 ) -> None:
     replica = PoolReplica(
         "replica-1", "127.0.0.1", settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(live)
@@ -144,7 +143,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
 
 
 async def test_a_replica_joins_a_scheduler_that_starts_later(
-    gateway: GatewayClient, live: LiveScheduler
+    gateway: AwaitedClient, live: LiveScheduler
 ) -> None:
     known: list[LiveScheduler] = []
 

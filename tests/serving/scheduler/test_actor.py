@@ -11,7 +11,6 @@ import pytest_asyncio
 from serve_app.core.scaling import ScaledPool, ScalingSettings
 from serve_app.errors import ChannelError, Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
@@ -19,7 +18,7 @@ from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state import StateStore
 from tests import builders
-from tests.serving.channel.harness import FAST, scheduler_settings, submission, wait_until
+from tests.serving.channel.harness import FAST, AwaitedClient, scheduler_settings, submission, wait_until
 
 
 class Claims:
@@ -104,7 +103,7 @@ async def test_the_tuner_starts_after_enough_requests_and_is_never_stopped(clust
     tuner = shell_of(actor).tuner
     assert actor.scaling_statistics() == {"least_replicas:/tuner": 0.0}
     assert tuner.status()["state"] == "starts after 2 more requests"
-    gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
+    gateway = AwaitedClient("g1", partial(actor.endpoint, "gateway"), FAST)
     gateway.start()
     await wait_until(lambda: gateway.is_connected)
     loop = asyncio.get_running_loop()
@@ -127,7 +126,7 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     cluster: Cluster,
 ) -> None:
     actor = cluster.actor()
-    gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
+    gateway = AwaitedClient("g1", partial(actor.endpoint, "gateway"), FAST)
     gateway.start()
     await wait_until(lambda: gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))

@@ -78,7 +78,7 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     for task in others:
         answer = await asyncio.wait_for(task, 10)
         assert isinstance(answer, Grant)
-        gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
+        gateway.end(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
@@ -96,7 +96,7 @@ async def test_a_fault_of_an_observer_affects_no_request_and_becomes_a_finding(
         await control_plane.replica("s1")
         for name in ("r1", "r2"):
             await granted(gateway, name)
-            gateway.finish(name, Outcome.COMPLETED, USAGE)
+            gateway.end(name, Outcome.COMPLETED, USAGE)
         await wait_until(lambda: len(live.core) == 0)
     assert control_plane.ends == []
     assert caplog.text.count("event=observer_failed observer=RequestHistory") == 1
@@ -120,7 +120,7 @@ async def test_a_fault_while_a_request_is_watched_affects_no_request(
     gateway = await control_plane.gateway()
     waiting = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await wait_until(lambda: len(live.core) == 1)
-    gateway.watch("r1", lambda outlook: None)
+    gateway.outlooks("r1")
     await wait_until(lambda: live.status()["observer_errors"] == {"QueueWatch": 1})
     await control_plane.replica("s1")
     assert isinstance(await asyncio.wait_for(waiting, 10), Grant)
@@ -133,7 +133,7 @@ async def test_a_fault_over_a_running_request_leaves_it_running(control_plane: C
     await granted(gateway, "r1")
     await granted(gateway, "r2")
     break_core(control_plane, Finished, "r1")
-    gateway.finish("r1", Outcome.COMPLETED, USAGE)
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: bool(control_plane.ends))
     await control_plane.begin()
     await wait_until(lambda: len(control_plane.live.core) == 1)
@@ -258,11 +258,11 @@ async def test_a_recorded_run_replays_to_the_same_commands(
     async def handle(n: int) -> None:
         answer = await gateway.acquire(submission(f"r{n}", queue_timeout_s=0.3 if n % 7 == 0 else None))
         if isinstance(answer, Grant) and n % 5 == 0:
-            answer = await gateway.put_back(f"r{n}", answer.dispatch.replica_id, DispatchFailure.BUSY, "full")
+            answer = await gateway.requeue(f"r{n}", DispatchFailure.BUSY, "full")
         if isinstance(answer, Grant):
             await asyncio.sleep(0.005)
-            gateway.first_token(f"r{n}")
-            gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
+            gateway.begin(f"r{n}")
+            gateway.end(f"r{n}", Outcome.COMPLETED, USAGE)
 
     await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
     await wait_until(lambda: len(control_plane.live.core) == 0)

@@ -8,23 +8,30 @@ from serve_app.core.events import DispatchFailure
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Exposition, Outlooks, Scrape, SnapshotEnd, Submit, Watch
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
-from tests.serving.channel.harness import PATIENCE_S, ControlPlane, RawPeer, hello, submission, wait_until
+from tests.serving.channel.harness import (
+    PATIENCE_S,
+    AwaitedClient,
+    ControlPlane,
+    RawPeer,
+    hello,
+    submission,
+    wait_until,
+)
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 Updates = dict[str, list[RequestOutlook | None]]
 
 
 def subscribe(
-    gateway: GatewayClient, request_id: str, updates: Updates, **changes: object
+    gateway: AwaitedClient, request_id: str, updates: Updates, **changes: object
 ) -> asyncio.Task[object]:
     """Submit a request that waits and subscribes to queue updates."""
     task: asyncio.Task[object] = asyncio.create_task(gateway.acquire(submission(request_id, **changes)))  # type: ignore[arg-type]
 
     def listen() -> None:
-        gateway.watch(request_id, updates.setdefault(request_id, []).append)
+        updates[request_id] = gateway.outlooks(request_id)
 
     asyncio.get_running_loop().call_soon(listen)
     return task
@@ -34,10 +41,10 @@ def positions(updates: Updates, request_id: str) -> list[int]:
     return [outlook.position for outlook in updates.get(request_id, []) if outlook is not None]
 
 
-async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
+async def end(gateway: AwaitedClient, task: asyncio.Task[object]) -> None:
     answer = await asyncio.wait_for(task, PATIENCE_S)
     assert isinstance(answer, Grant)
-    gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
+    gateway.end(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
 
 
 async def test_positions_are_sent_and_fall_while_others_are_served(control_plane: ControlPlane) -> None:
@@ -111,12 +118,12 @@ async def test_a_put_back_request_gets_updates_again(control_plane: ControlPlane
     answer = await asyncio.wait_for(gateway.acquire(submission("r1")), PATIENCE_S)
     assert isinstance(answer, Grant)
     # The request was granted before its subscription arrived.
-    gateway.watch("r1", updates.setdefault("r1", []).append)
+    updates["r1"] = gateway.outlooks("r1")
     await asyncio.sleep(0.1)
     assert updates["r1"] == []
     await replica.close()
     await wait_until(lambda: not gateway.replicas())
-    again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.UNREACHABLE, "it is gone"))
+    again = asyncio.create_task(gateway.requeue("r1", DispatchFailure.UNREACHABLE, "it is gone"))
     await wait_until(lambda: positions(updates, "r1") == [1])
     again.cancel()
 

@@ -9,7 +9,6 @@ import pytest_asyncio
 from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.tuner import actor
@@ -20,6 +19,7 @@ from serve_app.tuning.settings import TunerSettings
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
+    AwaitedClient,
     ControlPlane,
     scheduler_settings,
     submission,
@@ -82,7 +82,7 @@ async def start(simulation: ControlPlane) -> AsyncIterator[Callable[[], TunerAct
 
 
 async def send_request(
-    simulation: ControlPlane, client: GatewayClient, count: int = 40
+    simulation: ControlPlane, client: AwaitedClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
     """Submit requests that wait, because there is no replica: four of five have 10 tokens, the rest 500."""
     there = len(simulation.live.core)

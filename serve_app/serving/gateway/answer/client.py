@@ -1,21 +1,21 @@
-"""The client's side of a request: passes the response on, and detects clients that disconnect.
+"""The client's side of a request, and the detection of clients that disconnect.
 
-The gateway's server (`serving.http_server`) provides an `Exchange` with callbacks, so that a piece of a
-stream is one write. A batch provides another one for its requests (`batches.calls`).
+The gateway's server (`serving.http_server`) provides an `Exchange`. A batch provides another one for its
+requests (`batches.calls`).
 
 A server's `send` waits while the client does not read. The server disconnects a client that reads nothing for
 too long, so no send waits forever.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
-from serve_app.engines.engine import Message, Send
+from serve_app.engines.engine import Message
 from serve_app.errors import ServeAppError
 
-_REQUEST_ID = b"x-request-id"
+HeaderList = list[tuple[bytes, bytes]]
 
 
 class ClientGone(ServeAppError):  # noqa: N818 - a client's choice, not an error
@@ -23,21 +23,56 @@ class ClientGone(ServeAppError):  # noqa: N818 - a client's choice, not an error
 
 
 class ClientExchange(Protocol):
-    """A server's side of a request.
+    """A server's side of a request; the meaning of all members is that of `http_server.Exchange`."""
 
-    Attributes:
-        more_body: part of the request's body has not arrived.
-        disconnected: the client has disconnected.
-        on_disconnect: called on a disconnect before the response is complete.
-        on_writable: called when more can be written after `write_chunk` returned False.
-    """
-
+    method: str
+    path: str
+    query: bytes
+    headers: HeaderList
+    caller: object | None
     more_body: bool
     disconnected: bool
+    status: int
+    response_complete: bool
+    added_headers: HeaderList
     on_disconnect: Callable[[], None] | None
     on_writable: Callable[[], None] | None
 
-    def write_chunk(self, piece: bytes) -> bool:
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Address of the client; None if it has none."""
+        ...
+
+    @property
+    def is_choked(self) -> bool:
+        """True while the client does not read what was written."""
+        ...
+
+    def run(self, work: Coroutine[None, None, None]) -> object:
+        """Serve the request in a task."""
+        ...
+
+    def fail(self) -> None:
+        """Respond with an internal error or, if the response has started, close the connection."""
+        ...
+
+    def take_body(self) -> bytes:
+        """Return the whole body, if `more_body` is False."""
+        ...
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, or the disconnect."""
+        ...
+
+    async def send(self, message: Message) -> None:
+        """Write a part of the response once the client has read the parts before."""
+        ...
+
+    def start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes = b"") -> None:
+        """Start the response."""
+        ...
+
+    def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more."""
         ...
 
@@ -86,29 +121,3 @@ class DisconnectWatch:
         self._error = error or ClientGone("the client closed its connection")
         assert self._served is not None
         self._served.cancel()
-
-
-class ClientStream:
-    """An ASGI `send` that repeats the client's request id and records the status.
-
-    Attributes:
-        exchange: the server's side of the request.
-        request_id: the client's request id, which every response repeats; empty until known.
-        status: HTTP status once the response has begun; 0 before.
-    """
-
-    __slots__ = ("_send", "exchange", "request_id", "status")
-
-    def __init__(self, send: Send, exchange: ClientExchange) -> None:
-        self.exchange = exchange
-        self.request_id = b""
-        self.status = 0
-        self._send = send
-
-    async def __call__(self, message: Message) -> None:
-        """Send one message."""
-        if message["type"] == "http.response.start":
-            self.status, headers = message["status"], message["headers"]
-            if self.request_id and _REQUEST_ID not in dict(headers):
-                message["headers"] = [*headers, (_REQUEST_ID, self.request_id)]
-        await self._send(message)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serve_app.engines.engine import Send
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -22,7 +21,6 @@ from serve_app.serving.gateway.answer.responses import (
     RequestRejected,
     data_event,
     encode,
-    send_json,
 )
 
 _MESSAGE_CHARACTERS = 500
@@ -138,6 +136,10 @@ class ClientApi(Protocol):
         """Return the headers that contain the request id."""
         ...
 
+    def id_lines(self, request_id: str) -> bytes:
+        """Return the same as header lines."""
+        ...
+
 
 class OpenAIApi:
     """OpenAI's API."""
@@ -167,6 +169,10 @@ class OpenAIApi:
     def id_headers(self, request_id: str) -> HeaderList:
         """Return `x-request-id`."""
         return [(b"x-request-id", request_id.encode())]
+
+    def id_lines(self, request_id: str) -> bytes:
+        """Return `x-request-id`."""
+        return b"x-request-id: %b\r\n" % request_id.encode()
 
 
 class AnthropicApi:
@@ -203,14 +209,13 @@ class AnthropicApi:
         """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""
         return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
 
+    def id_lines(self, request_id: str) -> bytes:
+        """Return both as lines."""
+        return b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
+
 
 OPENAI = OpenAIApi()
 ANTHROPIC = AnthropicApi()
-
-
-async def send_rejection(api: ClientApi, send: Send, rejection: RequestRejected, headers: HeaderList) -> None:
-    """Send an error response."""
-    await send_json(send, api.status(rejection), api.error(rejection), [*rejection.headers(), *headers])
 
 
 def _type_of(status: int) -> str:

@@ -28,8 +28,8 @@ import msgspec
 
 from serve_app.errors import ServeAppError
 from serve_app.request import Usage
+from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.answer.stream import AnswerAssembly
 
 CONTINUABLE_FIELDS = frozenset(
     [
@@ -174,7 +174,11 @@ class ContinuableAssembly(AnswerAssembly):
 
 
 class ContinuableStream(ContinuableAssembly):
-    """The events of a stream that outlives the attempts of its request; `hide_usage` as in `ForwardJob`."""
+    """The events of a stream that outlives the attempts of its request.
+
+    Args:
+        hide_usage: as in `IncomingRequest`.
+    """
 
     def __init__(
         self, limit: int | None, *, is_chat: bool, longest: int | None = None, hide_usage: bool

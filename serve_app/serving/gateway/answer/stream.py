@@ -1,17 +1,32 @@
-"""Streamed answers: scanning of events, token usage, and passing on or assembling of the stream.
+"""Scanner of an engine's event stream: reads the usage, and hides events that the client did not request.
 
-An answer that is not streamed is silent until its end, so a dead engine looks like a busy one.
-Therefore the gateway can request a stream instead, and assemble the answer.
+It works on bytes and passes them on unchanged. TCP may cut the stream anywhere, so:
 
-The result equals the engine's own answer, except for what streams lack: null fields, annotations, and vLLM's
-`system_fingerprint`. Texts and logprobs of a choice are joined; of all other fields the last value is used.
+- Only whole events are passed on. The beginning of an event waits for its rest, because after a failure the
+  error event must not land inside another event.
+- Bytes that end with an event and contain neither usage nor error, nearly all, are passed on unparsed. JSON
+  escapes quotes inside strings, so generated text cannot hide the key.
+- An event is dropped only if it has usage and no choices, and the client did not request it.
+
+The client's bytes therefore do not depend on TCP's segmentation.
+
+Token counts and times are read from these fields only:
+
+| answers to           | prompt          | output              | of the prompt, from a cache           |
+|----------------------|-----------------|---------------------|---------------------------------------|
+| chats, completions   | `prompt_tokens` | `completion_tokens` | `prompt_tokens_details.cached_tokens` |
+| Responses            | `input_tokens`  | `output_tokens`     | `input_tokens_details.cached_tokens`  |
+| Messages             | `input_tokens`  | `output_tokens`     | `cache_read_input_tokens`             |
+| embeddings, scores   | `prompt_tokens` |                     |                                       |
+| Cohere's embeddings  | `input_tokens`  |                     |                                       |
+
+Messages count tokens read from and written to a cache separately from `input_tokens`.
+Cohere's have no `usage`; their count is among the billed units in `meta`.
+Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
 """
 
-import asyncio
 import re
 from collections.abc import Iterator
-from time import monotonic
-from typing import Any
 
 import msgspec
 
@@ -19,185 +34,9 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import TurnEnd, Usage
 from serve_app.serving.channel.scheduler_client import EngineTimes
-from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
-from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse, complete
-from serve_app.serving.metric_cells import HistogramCell
-
-_KINDS = {"chat.completion.chunk": "chat.completion"}
-_DONE = b"[DONE]"
-_decoder = msgspec.json.Decoder(dict[str, Any])
-
-
-class _ChoiceParts:
-    """One choice of a completion while it arrives."""
-
-    def __init__(self, index: int) -> None:
-        self._fields: dict[str, Any] = {
-            "index": index,
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-        self._texts: dict[str, list[str]] = {}
-        self._message: dict[str, Any] | None = None
-        self._logprobs: dict[str, list[Any]] | None = None
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Reason for the end; None before it."""
-        reason: str | None = self._fields["finish_reason"]
-        return reason
-
-    def add(self, chunk: dict[str, Any]) -> None:
-        """Add the choice's part of one event."""
-        for name, value in chunk.items():
-            if value is None:
-                continue
-            if name == "delta":
-                self._add_delta(value)
-            elif name == "text":
-                self._texts.setdefault(name, []).append(value)
-            elif name == "logprobs":
-                self._add_logprobs(value)
-            else:
-                self._fields[name] = value
-
-    def lengths(self) -> dict[str, int]:
-        """Return the number of parts of each text, for `truncate`."""
-        return {name: len(parts) for name, parts in self._texts.items()}
-
-    def truncate(self, lengths: dict[str, int]) -> None:
-        """Drop the parts of texts that were added after `lengths` was taken, and the end of the choice."""
-        self._texts = {name: self._texts[name][:length] for name, length in lengths.items()}
-        self._fields |= {"finish_reason": None, "stop_reason": None}
-
-    def whole(self) -> dict[str, Any]:
-        """Return the complete choice."""
-        fields = {**self._fields, "logprobs": self._logprobs}
-        texts = {name: "".join(parts) for name, parts in self._texts.items()}
-        if self._message is None:
-            return {**fields, "text": texts.get("text", "")}
-        content = texts.pop("content", None)
-        # After reasoning alone, an engine's message has null content, but its stream begins with "".
-        content = (content or None) if texts else content
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return {**fields, "message": {**message, **texts, **self._message}}
-
-    def _add_delta(self, delta: dict[str, Any]) -> None:
-        message = self._message = self._message or {}
-        for name, value in delta.items():
-            if isinstance(value, str) and name != "role":
-                self._texts.setdefault(name, []).append(value)
-            elif value is not None:
-                message[name] = value
-
-    def _add_logprobs(self, logprobs: dict[str, Any]) -> None:
-        joined = self._logprobs = self._logprobs or {}
-        for name, values in logprobs.items():
-            if isinstance(values, list):
-                joined.setdefault(name, []).extend(values)
-
-
-class AnswerAssembly:
-    """A chat or text completion while its events arrive."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._head: dict[str, Any] = {}
-        self._usage: Any = None
-        self._choices: dict[int, _ChoiceParts] = {}
-        # The event with the engine's error, if there was one.
-        self.error: bytes | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all choices that have begun are complete."""
-        return bool(self._choices) and all(choice.finish_reason for choice in self._choices.values())
-
-    def feed(self, events: bytes) -> None:
-        """Add the next bytes of the stream.
-
-        Raises:
-            UpstreamError: they are not events of a completion.
-        """
-        *lines, self._rest = (self._rest + events).split(b"\n")
-        for line in lines:
-            data = line[5:].strip() if line.startswith(b"data:") else b""
-            if data and data != _DONE:
-                self._add(data)
-
-    def whole(self) -> bytes:
-        """Return the answer as one JSON object.
-
-        Raises:
-            UpstreamError: the stream ended before all choices did.
-        """
-        self._check_complete()
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
-
-    def _check_complete(self) -> None:
-        if not self.is_complete:
-            raise UpstreamError(
-                DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
-            )
-
-    def _add(self, data: bytes) -> None:
-        try:
-            chunk = _decoder.decode(data)
-            if "error" in chunk and chunk["error"] is not None:
-                self.error = data
-                return
-            self._add_chunk(chunk)
-        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as exc:
-            raise UpstreamError(DispatchFailure.LOST, f"the engine's events cannot be read: {exc}") from exc
-
-    def _add_chunk(self, chunk: dict[str, Any]) -> None:
-        """Add one event."""
-        self._usage = chunk.pop("usage", None) or self._usage
-        for part in chunk.pop("choices", ()):
-            index = part["index"]
-            choice = self._choices.get(index)
-            if choice is None:
-                choice = self._choices[index] = _ChoiceParts(index)
-            choice.add(part)
-        if not self._head:
-            self._head = {name: value for name, value in chunk.items() if value is not None}
-            self._head["object"] = _KINDS.get(chunk.get("object", ""), chunk.get("object"))
-
-
-# Scanner of an engine's event stream: reads the usage, and hides events that the client did not request.
-#
-# It works on bytes and passes them on unchanged. TCP may cut the stream anywhere, so:
-#
-# - Only whole events are passed on. The beginning of an event waits for its rest, because after a failure the
-#   error event must not land inside another event.
-# - Bytes that end with an event and contain neither usage nor error, nearly all, are passed on unparsed. JSON
-#   escapes quotes inside strings, so generated text cannot hide the key.
-# - An event is dropped only if it has usage and no choices, and the client did not request it.
-#
-# The client's bytes therefore do not depend on TCP's segmentation.
-#
-# `StreamPassing` writes pieces in the callback that delivers them, without waking a task for each. While the
-# client does not read, pieces stay in the response's bounded buffer, and TCP slows the engine down.
-#
-# Token counts and times are read from these fields only:
-#
-# | answers to           | prompt          | output              | of the prompt, from a cache           |
-# |----------------------|-----------------|---------------------|---------------------------------------|
-# | chats, completions   | `prompt_tokens` | `completion_tokens` | `prompt_tokens_details.cached_tokens` |
-# | Responses            | `input_tokens`  | `output_tokens`     | `input_tokens_details.cached_tokens`  |
-# | Messages             | `input_tokens`  | `output_tokens`     | `cache_read_input_tokens`             |
-# | embeddings, scores   | `prompt_tokens` |                     |                                       |
-# | Cohere's embeddings  | `input_tokens`  |                     |                                       |
-#
-# Messages count tokens read from and written to a cache separately from `input_tokens`.
-# Cohere's have no `usage`; their count is among the billed units in `meta`.
-# Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
-
+from serve_app.serving.gateway.upstream import UpstreamError
 
 NO_TIMES = msgspec.Raw()
 # Larger values are not plausible times of a request.
@@ -507,30 +346,6 @@ def _split(events: bytes) -> Iterator[bytes]:
             yield events[begin:position]
 
 
-async def first_events(
-    response: UpstreamResponse, scanner: StreamScanner, announced: Announcements | None
-) -> bytes:
-    """Return the events up to the first that has output.
-
-    Some APIs begin every stream with announcements. Passed on at once, they would commit the client to this
-    engine before the prefill, and would count as its first token.
-    """
-    events = await next_events(response, scanner)
-    while announced is not None and announced.match_all(events) and not response.at_end:
-        events += await next_events(response, scanner)
-    return events
-
-
-async def next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """Return the next events for the client; empty only at the end of the stream."""
-    while True:
-        events = scanner.feed(await response.next())
-        if response.at_end:
-            return events + scanner.flush()
-        if events:
-            return events
-
-
 def engine_failure(scanner: StreamScanner) -> UpstreamError:
     """Return the error that an engine reported inside its stream."""
     message_text = scanner.error or ""
@@ -543,66 +358,3 @@ def stream_outcome(scanner: StreamScanner) -> Outcome:
     if scanner.error is None:
         return Outcome.COMPLETED
     return Outcome.FAILED if scanner.is_engine_error else Outcome.REJECTED_INVALID
-
-
-class StreamPassing:
-    """Passing of a stream whose first events have been read; `gaps` records inter-token times. Single use."""
-
-    __slots__ = ("_client", "_ended", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
-
-    def __init__(
-        self, response: UpstreamResponse, scanner: StreamScanner, client: ClientExchange, gaps: HistogramCell
-    ) -> None:
-        self._gaps = gaps
-        self._last_at = monotonic()
-        self._response = response
-        self._scanner = scanner
-        self._client = client
-        self._has_room = True
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._fault: Exception | None = None
-
-    async def run(self, events: bytes) -> bytes:
-        """Pass on `events` and all further ones, except those that arrive with the end or failure.
-
-        Returns:
-            The last events, as soon as the engine has ended, even if the client is still reading.
-        """
-        response, client = self._response, self._client
-        client.on_writable = self._go_on
-        self._has_room = client.write_chunk(events)
-        response.on_change = self._on_change
-        try:
-            self._pass_on()
-            if not response.has_ended:
-                await self._ended
-        finally:
-            response.on_change = client.on_writable = None
-        if self._fault is not None:
-            raise self._fault
-        return self._scanner.feed(response.take()) + (self._scanner.flush() if response.complete else b"")
-
-    def _on_change(self) -> None:
-        """Record the gap, and pass on the pieces that have arrived before the end."""
-        if self._response.has_ended:
-            complete(self._ended)
-        elif self._response.pieces:
-            now = monotonic()
-            self._gaps.observe(now - self._last_at)
-            self._last_at = now
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        if not self._has_room or self._response.complete:
-            return
-        try:
-            events = self._scanner.feed(self._response.take())
-            if events:
-                self._has_room = self._client.write_chunk(events)
-        except Exception as error:  # noqa: BLE001 - raised in the task that serves the request
-            self._fault = error
-            self._response.close()
-
-    def _go_on(self) -> None:
-        self._has_room = True
-        self._pass_on()

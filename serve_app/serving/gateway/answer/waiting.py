@@ -12,10 +12,9 @@ scheduler decides when there is news. While it is disconnected, the client is no
 import asyncio
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from serve_app.engines.engine import Send
 from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.answer.responses import HeaderList, encode
 
 _COMMENT = b": queued\n\n"
@@ -26,23 +25,22 @@ _HEADERS: HeaderList = [
 
 
 class QueuedComments:
-    """Comments of one stream.
+    """Comments of one stream. Those that a client does not read are replaced by the newest one.
 
     Args:
         interval_s: time before the first, and silence between them; 0 disables them.
-        headers: headers of the answer, besides its type.
+        lines: header lines of the answer, besides its type.
 
     Attributes:
         begun: a comment was sent, so the answer has begun.
     """
 
-    __slots__ = ("_headers", "_interval_s", "_next", "_send", "_sending", "_stopped", "_timer", "begun")
+    __slots__ = ("_exchange", "_interval_s", "_lines", "_next", "_stopped", "_timer", "begun")
 
-    def __init__(self, send: Send, interval_s: float, headers: HeaderList) -> None:
-        self._send = send
+    def __init__(self, exchange: ClientExchange, interval_s: float, lines: bytes) -> None:
+        self._exchange = exchange
         self._interval_s = interval_s
-        self._headers = headers
-        self._sending: asyncio.Task[None] | None = None
+        self._lines = lines
         self._next: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -55,41 +53,40 @@ class QueuedComments:
     def on_grant(self) -> None:
         """Handle a grant. Comments continue until the answer begins."""
 
-    async def stop(self) -> None:
-        """Stop sending, and wait for a comment in progress."""
-        self.cancel()
-        if self._sending is not None:
-            await asyncio.wait([self._sending])
+    def on_outlook(self, outlook: RequestOutlook | None) -> None:
+        """Handle an outlook. Comments do not state it."""
 
-    def cancel(self) -> None:
-        """Start no further comments."""
-        self._stopped, self._next = True, None
+    def stop(self) -> None:
+        """Send no further messages. Idempotent."""
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+        if self._next is not None:
+            self._next = self._exchange.on_writable = None
 
     def send_piece(self, piece: bytes) -> None:
-        """Send a comment or an event; while one is in progress, only the newest is queued."""
+        """Send a comment or an event, as soon as the client reads."""
         if self._stopped:
-            return
-        if self._sending is not None:
-            self._next = piece
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._sending = asyncio.get_running_loop().create_task(self._write(piece))
-
-    async def _write(self, piece: bytes) -> None:
-        following: bytes | None = piece
+            self._timer = None
+        exchange = self._exchange
+        if exchange.is_choked:
+            self._next, exchange.on_writable = piece, self._send_next
+            return
         if not self.begun:
             self.begun = True
-            headers = [*_HEADERS, *self._headers]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        while following is not None:
-            await self._send({"type": "http.response.body", "body": following, "more_body": True})
-            following, self._next = self._next, None
-        self._sending = None
-        if not self._stopped:
-            self._arm()
+            exchange.start_response(200, _HEADERS, self._lines)
+        exchange.write_chunk(piece)
+        self._arm()
+
+    def _send_next(self) -> None:
+        piece, self._next = self._next, None
+        self._exchange.on_writable = None
+        if piece is not None:
+            self.send_piece(piece)
 
     def _arm(self) -> None:
         if self._interval_s:
@@ -109,47 +106,48 @@ class QueueForm(enum.StrEnum):
     """Events named `ewsjf.queue`, for clients that support them."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueSubscription:
-    """Format of a stream's queue updates, and `subscribe`, which subscribes a callback at the scheduler."""
-
-    form: QueueForm
-    subscribe: Callable[[Callable[[RequestOutlook | None], None]], None]
-
-
 class QueueUpdates(QueuedComments):
-    """Queue updates of one stream, with comments during longer silence."""
+    """Queue updates of one stream, with comments during longer silence.
 
-    __slots__ = ("_subscribing", "_subscription")
+    Args:
+        subscribe: subscribes the request at its scheduler.
+    """
+
+    __slots__ = ("_form", "_subscribe", "_subscribing")
 
     def __init__(
-        self, send: Send, interval_s: float, headers: HeaderList, subscription: QueueSubscription
+        self,
+        exchange: ClientExchange,
+        interval_s: float,
+        lines: bytes,
+        form: QueueForm,
+        subscribe: Callable[[], None],
     ) -> None:
-        super().__init__(send, interval_s, headers)
-        self._subscription = subscription
+        super().__init__(exchange, interval_s, lines)
+        self._form = form
+        self._subscribe = subscribe
         self._subscribing: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Start the timers of the first comment and of the subscription."""
         super().start()
-        self._subscribing = asyncio.get_running_loop().call_later(
-            SUBSCRIBE_AFTER_S, self._subscription.subscribe, self._on_outlook
-        )
+        self._subscribing = asyncio.get_running_loop().call_later(SUBSCRIBE_AFTER_S, self._subscribe)
 
     def on_grant(self) -> None:
         """Send `started` if the client was notified of waiting."""
         if self.begun:
-            self.send_piece(_written(self._subscription.form, "started", None))
+            self.send_piece(_written(self._form, "started", None))
 
-    def cancel(self) -> None:
-        """Start no further messages, and cancel a pending subscription."""
-        super().cancel()
+    def on_outlook(self, outlook: RequestOutlook | None) -> None:
+        """Send an outlook; None if the scheduler is not connected."""
+        state = "scheduler_unavailable" if outlook is None else "waiting"
+        self.send_piece(_written(self._form, state, outlook))
+
+    def stop(self) -> None:
+        """Send no further messages, and cancel a pending subscription. Idempotent."""
+        super().stop()
         if self._subscribing is not None:
             self._subscribing.cancel()
-
-    def _on_outlook(self, outlook: RequestOutlook | None) -> None:
-        state = "scheduler_unavailable" if outlook is None else "waiting"
-        self.send_piece(_written(self._subscription.form, state, outlook))
 
 
 def _written(form: QueueForm, state: str, outlook: RequestOutlook | None) -> bytes:

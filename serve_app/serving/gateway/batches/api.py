@@ -6,13 +6,11 @@ from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
 
 import msgspec
 
-from serve_app.engines.engine import ASGIApp
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.client import ClientGone
+from serve_app.serving.gateway.answer.client import ClientExchange, ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
 from serve_app.serving.gateway.batches.calls import call
 from serve_app.serving.gateway.batches.lines import InputChecker
@@ -82,7 +80,12 @@ class BatchApi:
     """
 
     def __init__(
-        self, settings: GatewaySettings, folder: Path, reader: RequestReader, gateway_id: str, serve: ASGIApp
+        self,
+        settings: GatewaySettings,
+        folder: Path,
+        reader: RequestReader,
+        gateway_id: str,
+        serve: Callable[[ClientExchange], None],
     ) -> None:
         self._settings = settings.batches
         self._reader = reader
@@ -213,10 +216,10 @@ class BatchApi:
         ]
         try:
             await incoming.send({"type": "http.response.start", "status": 200, "headers": headers})
-            remaining = 0 if incoming.scope["method"] == "HEAD" else record.bytes
+            remaining = 0 if incoming.method == "HEAD" else record.bytes
             while remaining:
                 piece = await self._storage.file_call(file.read, min(_PIECE_BYTES, remaining))
-                if incoming.send.exchange.disconnected:
+                if incoming.exchange.disconnected:
                     raise ClientGone("the client closed its connection")
                 if not piece:
                     # Too few bytes for the stated length, so the client notices.
@@ -350,7 +353,7 @@ async def _send_list(incoming: IncomingRequest, found: list[dict[str, Any]], pag
 
 
 def _query(incoming: IncomingRequest) -> dict[str, str]:
-    parsed = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1"))
+    parsed = incoming.query()
     return {name: values[-1] for name, values in parsed.items()}
 
 

@@ -214,7 +214,7 @@ class Dashboard:
     async def _send_frames(self, incoming: IncomingRequest) -> None:
         send = incoming.send
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
-        while incoming.scope["method"] != "HEAD" and (frame := await self._frames.next()) is not None:
+        while incoming.method != "HEAD" and (frame := await self._frames.next()) is not None:
             if not self._is_still_admin(incoming):
                 break
             await send({"type": "http.response.body", "body": data_event(frame), "more_body": True})

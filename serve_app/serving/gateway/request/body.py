@@ -184,3 +184,7 @@ class BodyBudget:
         now = asyncio.get_running_loop().time()
         per_s = self._released.per_s(now) if self._released is not None else 0.0
         return min(max(missing_bytes / per_s, _MIN_RETRY_S), _MAX_RETRY_S) if per_s else _MIN_RETRY_S
+
+
+NO_BODY = HeldBody(BodyBudget(0))
+"""The body of a request that has not been read."""

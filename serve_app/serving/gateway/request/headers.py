@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from serve_app.core.commands import Dispatch
@@ -17,7 +18,6 @@ from serve_app.serving.gateway.answer.responses import (
     rate_limit_headers,
 )
 from serve_app.serving.gateway.answer.waiting import QueueForm
-from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Requests the receipt of the request; also the name of the header that returns it."""
@@ -61,7 +61,8 @@ _NOT_RETURNED = _HOP_BY_HOP | {
 }
 
 # Marks a request that bypassed scheduling while only a share of the traffic is scheduled.
-_BYPASSED = ((b"x-scheduled", b"no"),)
+_BYPASSED = b"x-scheduled: no\r\n"
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
 
 _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 
@@ -219,15 +220,17 @@ def forwarded(
 
 
 def upstream_head(
-    incoming: IncomingRequest, forwarded: bytes, address: ReplicaAddress, body_bytes: int
+    method: str, path: str, own_id: str, forwarded: bytes, address: ReplicaAddress, body_bytes: int
 ) -> bytes:
     """Return request line and headers for a replica, including the empty line.
 
-    The request id is the gateway's, because engines name requests by it and clients may repeat theirs.
+    Args:
+        own_id: the gateway's id of the request, because engines name requests by it and clients may repeat
+            theirs.
     """
     lines = (
-        f"{incoming.method} {address.path}{incoming.path} HTTP/1.1\r\n{_host_and_credentials(address)}"
-        f"x-request-id: {incoming.request_id}\r\ncontent-length: {body_bytes}\r\n"
+        f"{method} {address.path}{path} HTTP/1.1\r\n{_host_and_credentials(address)}"
+        f"x-request-id: {own_id}\r\ncontent-length: {body_bytes}\r\n"
     )
     return lines.encode("latin-1") + forwarded + b"\r\n"
 
@@ -252,17 +255,28 @@ def response_headers(raw: HeaderList) -> HeaderList:
     return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
 
 
-def dispatch_headers(dispatch: Dispatch) -> HeaderList:
-    """Return the headers that describe the dispatch of a request."""
-    return [
-        (b"x-queue-wait-ms", b"%.1f" % (dispatch.queue_wait_s * 1000)),
-        (b"x-pool", dispatch.pool.encode("latin-1", "replace")),
-        (b"x-replica", dispatch.replica_id.encode("latin-1", "replace")),
-        (b"x-length-queue", dispatch.length_queue.encode("latin-1", "replace")),
-        (b"x-estimated-tokens", b"%d" % dispatch.estimated_tokens),
-        *rate_limit_headers(dispatch.rate_limits),
-        *(_BYPASSED if dispatch.passed else ()),
-    ]
+def dispatch_lines(dispatch: Dispatch) -> bytes:
+    """Return the header lines that describe the dispatch of a request."""
+    limits = dispatch.rate_limits
+    return b"x-queue-wait-ms: %.1f\r\n%bx-estimated-tokens: %d\r\n%b%b" % (
+        dispatch.queue_wait_s * 1000,
+        _placement_lines(dispatch.pool, dispatch.replica_id, dispatch.length_queue),
+        dispatch.estimated_tokens,
+        b"" if limits is None else header_lines(rate_limit_headers(limits)),
+        _BYPASSED if dispatch.passed else b"",
+    )
+
+
+# There are few replicas and length queues.
+@lru_cache(maxsize=1024)
+def _placement_lines(pool: str, replica_id: str, length_queue: str) -> bytes:
+    named = {b"x-pool": pool, b"x-replica": replica_id, b"x-length-queue": length_queue}
+    return header_lines((name, value.encode("latin-1", "replace")) for name, value in named.items())
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return headers as lines, with control characters replaced."""
+    return b"".join([b"%b: %b\r\n" % (name, _CONTROL.sub(b"?", value)) for name, value in headers])
 
 
 def _bad_value(name: str, value: str, accepted: str) -> RequestRejected:

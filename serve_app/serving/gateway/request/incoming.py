@@ -1,4 +1,4 @@
-"""An incoming request, the job built from it, and the fields added to its body.
+"""The one object of a request in a gateway, and the fields added to its body.
 
 Fields are spliced into a JSON body before its closing brace, without re-encoding. A field that the body has
 already then occurs twice, and JSON readers use the last one (Python's, pydantic's and msgspec's do). All
@@ -7,66 +7,25 @@ other bytes reach the engine as the client wrote them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
-from serve_app.engines.engine import Receive, Scope
+from serve_app.engines.engine import Message
 from serve_app.errors import Outcome
 from serve_app.request import Submission
-from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.answer.client import ClientStream, DisconnectWatch
-from serve_app.serving.gateway.answer.client_api import ClientApi
-from serve_app.serving.gateway.answer.responses import HeaderList, RequestRejected
+from serve_app.serving.channel.scheduler_client import EngineTimes, Grant
+from serve_app.serving.gateway.answer.client import ClientExchange, DisconnectWatch
+from serve_app.serving.gateway.answer.client_api import OPENAI, ClientApi
+from serve_app.serving.gateway.answer.responses import JSON_TYPE, HeaderList, RequestRejected
 from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.answer.waiting import QueueForm
-from serve_app.serving.gateway.request.body import HeldBody
+from serve_app.serving.gateway.request.body import NO_BODY, HeldBody
+from serve_app.serving.gateway.request.endpoints import APIS
+from serve_app.serving.gateway.request.headers import request_id
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
-
-CALLER = "ewsjf.caller"
-"""Extension of an ASGI scope with the caller of a request from within, which no client can set."""
-
-
-class IncomingRequest(msgspec.Struct, frozen=True):
-    """A request of which only the head has been parsed.
-
-    Attributes:
-        api: API in which it is answered.
-        request_id: the gateway's id, unique among all gateways.
-        client_request_id: the client's id, or the gateway's if it sent none.
-        arrived_at: seconds on the monotonic clock.
-        trace: recorder of its stages.
-    """
-
-    scope: Scope
-    receive: Receive
-    send: ClientStream
-    path: str
-    api: ClientApi
-    headers: Mapping[bytes, bytes]
-    request_id: str
-    client_request_id: str
-    arrived_at: float
-    trace: RequestTrace = UNTRACED
-
-    @property
-    def method(self) -> str:
-        """HTTP method towards the engine. HEAD is sent as GET, because its headers depend on the answer."""
-        return "POST" if self.scope["method"] == "POST" else "GET"
-
-    @property
-    def id_of_client(self) -> str:
-        """Id that the client sent; empty if it sent none."""
-        return "" if self.client_request_id == self.request_id else self.client_request_id
-
-    @property
-    def id_headers(self) -> HeaderList:
-        """Headers that return the id of the request."""
-        return self.api.id_headers(self.client_request_id)
-
-    def watch(self) -> DisconnectWatch:
-        """Return a watch for disconnects, to be entered once the body has been read."""
-        return DisconnectWatch(self.send.exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +45,24 @@ class ResponseTerms:
     is_named: bool = False
 
 
-class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request with everything needed to serve it.
+class IncomingRequest:
+    """A request of a client, from its head to the end of its answer.
+
+    There is one object per request. `RequestReader` sets the second group of attributes once the body was
+    read, and `path.GatewayRequest`, which adds the states of a scheduled request, the third. All times are
+    seconds on the monotonic clock.
 
     Attributes:
+        exchange: the server's side of the request.
+        path: its path at the gateway.
+        api: API in which it is answered.
+        headers: headers by name in lower case; of repeated ones the last.
+        request_id: the gateway's id, unique among all gateways.
+        client_request_id: the client's id, or the gateway's if it sent none.
+        arrived_at: its head was read.
+        trace: recorder of its stages.
+
+        submission: what the scheduler is told about it.
         forwarded: client header lines for the engine.
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         hide_usage: the client did not request the usage event that ends the stream.
@@ -97,30 +70,113 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         continuable: models whose engines may continue each other's answers (see `continuation`), with the
             longest context of these engines in tokens; None if it is unknown.
         announced: events that begin a stream before its first token.
-        response: terms of a stored response; None for other APIs.
+        response_terms: terms of a stored response; None for other APIs.
         form_model: place of the model's name in a form, to which no fields can be added; None for JSON.
         queue_form: format of queue updates; None if the client does not subscribe.
         requested: the model's name in the body.
         route: the requested name if it is a route's; otherwise empty.
         fallbacks: the submissions to the other models that may serve it, in the order of their use.
         fallback_after_s: longest wait in a queue while a fallback remains; None for no limit.
+
+        submitted_at: it was submitted to the scheduler.
+        granted_at: last grant; None before the first.
+        first_token_at: first bytes of a streamed answer; None for other answers.
+        ended_at: end in the engine or in the queue; None before it.
+        engine_times: stage times reported by the engine; None if it reports none.
     """
 
-    incoming: IncomingRequest
+    trace: RequestTrace = UNTRACED
     submission: Submission
-    forwarded: bytes
-    body: HeldBody
-    hide_usage: bool
-    assembles: bool = False
-    continuable: Mapping[str, int | None] = {}
+    forwarded = b""
+    body: HeldBody = NO_BODY
+    hide_usage = False
+    assembles = False
+    continuable: Mapping[str, int | None] = MappingProxyType({})
     announced: Announcements | None = None
-    response: ResponseTerms | None = None
+    response_terms: ResponseTerms | None = None
     form_model: slice | None = None
     queue_form: QueueForm | None = None
-    requested: str = ""
-    route: str = ""
+    requested = ""
+    route = ""
     fallbacks: tuple[Submission, ...] = ()
     fallback_after_s: float | None = None
+    submitted_at = 0.0
+    granted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    engine_times: EngineTimes | None = None
+
+    def __init__(self, exchange: ClientExchange, own_id: str, arrived_at: float) -> None:
+        self.exchange = exchange
+        self.path = path = exchange.path
+        self.api: ClientApi = APIS.get(path, OPENAI)
+        self.headers: Mapping[bytes, bytes] = dict(exchange.headers)
+        self.request_id = own_id
+        self.client_request_id = request_id(self.headers.get(b"x-request-id"), own_id)
+        self.arrived_at = arrived_at
+
+    @property
+    def method(self) -> str:
+        """HTTP method of the client."""
+        return self.exchange.method
+
+    @property
+    def engine_method(self) -> str:
+        """HTTP method towards the engine. HEAD is sent as GET, because its headers depend on the answer."""
+        return "POST" if self.exchange.method == "POST" else "GET"
+
+    @property
+    def client(self) -> str:
+        """Host of the client; empty for a request from within and for a Unix socket."""
+        address = self.exchange.client
+        return address[0] if address else ""
+
+    @property
+    def id_headers(self) -> HeaderList:
+        """Headers that return the id of the request."""
+        return self.api.id_headers(self.client_request_id)
+
+    @property
+    def id_lines(self) -> bytes:
+        """Header lines that return the id of the request."""
+        return self.api.id_lines(self.client_request_id)
+
+    def query(self) -> dict[str, list[str]]:
+        """Return the parameters of the query."""
+        return parse_qs(self.exchange.query.decode("latin-1"))
+
+    def start_response(self, status: int, headers: HeaderList, lines: bytes = b"") -> None:
+        """Start the response.
+
+        Args:
+            lines: further header lines, which are valid.
+        """
+        self.exchange.start_response(status, headers, lines)
+
+    def respond(self, status: int, headers: HeaderList, body: bytes) -> None:
+        """Send a whole response with the id of the request, without waiting for the client."""
+        self.start_response(status, [*headers, (b"content-length", b"%d" % len(body))], self.id_lines)
+        self.exchange.write_chunk(body, ends=True)
+
+    def reject(self, rejection: RequestRejected, *more: tuple[bytes, bytes]) -> None:
+        """Send an error response."""
+        headers = [JSON_TYPE, *rejection.headers(), *more]
+        self.respond(self.api.status(rejection), headers, self.api.error(rejection))
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the response in the form of ASGI, once the client has read those before."""
+        if message["type"] == "http.response.start" and b"x-request-id" not in dict(message["headers"]):
+            own = (b"x-request-id", self.client_request_id.encode())
+            message["headers"] = [*message["headers"], own]
+        await self.exchange.send(message)
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, or the disconnect, in the form of ASGI."""
+        return await self.exchange.receive()
+
+    def watch(self) -> DisconnectWatch:
+        """Return a watch for disconnects, to be entered once the body has been read."""
+        return DisconnectWatch(self.exchange)
 
     def body_for(
         self, submission: Submission, grant: Grant, response_id: str | None, continuation: list[bytes]

@@ -9,25 +9,21 @@ from time import monotonic
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import PriorityClass, Submission
-from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
-from serve_app.serving.gateway.answer.client_api import OPENAI
+from serve_app.request import PriorityClass, RequestSpec, Submission
+from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.continuation import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
 from serve_app.serving.gateway.request import headers as heads
-from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
-from serve_app.serving.gateway.request.endpoints import APIS, FORMS, SCHEDULED, ParsedBody
+from serve_app.serving.gateway.request.body import NO_BODY, BodyBudget, HeldBody, check_structure, is_plain
+from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.fields import BodyFields, ResponsesFields, UsageOnRequestFields
 from serve_app.serving.gateway.request.incoming import (
     AS_STREAM,
-    CALLER,
     NO_PRIORITY,
-    ForwardJob,
     IncomingRequest,
     ResponseTerms,
     append_fields,
@@ -48,7 +44,6 @@ _LARGE_BODY_BYTES = 256 * 1024
 _LARGE_TEXT_BYTES = 512 * 1024
 # The parts of a form around its file.
 _FORM_BYTES = 64 * 1024
-_NONE: Mapping[str, Caller] = {}
 # Pieces of this length are stored as they arrive; shorter ones are joined.
 _OWN_PIECE_BYTES = 4 * 1024
 
@@ -91,24 +86,16 @@ class RequestReader:
         """Maximum length of a body, which may change."""
         return self._settings.max_body_bytes
 
-    def incoming(
-        self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
-    ) -> IncomingRequest:
-        """Create an incoming request with its ids and arrival time."""
-        headers = dict(scope["headers"])
-        own = f"{self._gateway_id}-{next(self._numbers)}"
-        return IncomingRequest(
-            scope=scope,
-            receive=receive,
-            send=send,
-            path=path,
-            api=APIS.get(path, OPENAI),
-            headers=headers,
-            request_id=own,
-            client_request_id=heads.request_id(headers.get(b"x-request-id"), own),
-            arrived_at=now,
-            trace=UNTRACED if self._tracer is None else self._tracer.begin(scope, path, headers, now),
-        )
+    def trace(self, incoming: IncomingRequest) -> None:
+        """Begin the trace of a request, if it is sampled."""
+        if self._tracer is not None:
+            incoming.trace = self._tracer.begin(
+                incoming.path, incoming.headers, incoming.exchange.headers, incoming.arrived_at
+            )
+
+    def next_id(self) -> str:
+        """Return an id for a request that is unique among all gateways."""
+        return f"{self._gateway_id}-{next(self._numbers)}"
 
     def authenticate(self, incoming: IncomingRequest) -> Caller:
         """Return the caller of a request.
@@ -116,8 +103,8 @@ class RequestReader:
         Raises:
             RequestRejected: the key is missing or not valid.
         """
-        within: Caller | None = incoming.scope.get("extensions", _NONE).get(CALLER)
-        return within or self.caller(incoming.headers)
+        within = incoming.exchange.caller
+        return within if isinstance(within, Caller) else self.caller(incoming.headers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller that the headers of a request identify.
@@ -178,6 +165,8 @@ class RequestReader:
             RequestRejected: it is too long, too slow or compressed, or the memory budget is exhausted.
             ClientGone: the client disconnected before it was complete.
         """
+        if not incoming.exchange.more_body:
+            return self._whole_body(incoming)
         limit = self._settings.max_body_bytes
         heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
         stated = incoming.headers.get(b"content-length", b"0")
@@ -185,12 +174,8 @@ class RequestReader:
             raise _too_large(limit)
         held = HeldBody(self.bodies)
         try:
-            if incoming.send.exchange.more_body:
-                async with asyncio.timeout(self._settings.body_grace_s) as deadline:
-                    await self._receive(incoming, held, deadline)
-            else:
-                # Nothing is left to wait for, and a timer takes longer than the rest of this method.
-                await self._receive(incoming, held, None)
+            async with asyncio.timeout(self._settings.body_grace_s) as deadline:
+                await self._receive(incoming, held, deadline)
         except TimeoutError as exc:
             held.release()
             raise _too_slow(self._settings) from exc
@@ -200,9 +185,18 @@ class RequestReader:
         held.received_at = monotonic()
         return held
 
-    async def _receive(
-        self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout | None
-    ) -> None:
+    def _whole_body(self, incoming: IncomingRequest) -> HeldBody:
+        """Return a body that has arrived."""
+        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
+        data = incoming.exchange.take_body()
+        if len(data) > self._settings.max_body_bytes:
+            raise _too_large(self._settings.max_body_bytes)
+        held = HeldBody(self.bodies)
+        held.grow(len(data))
+        held.data, held.received_at = data, monotonic()
+        return held
+
+    async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
         limit, size = settings.max_body_bytes, 0
         pieces: list[bytes | bytearray] = []
@@ -220,13 +214,37 @@ class RequestReader:
                 held.data = piece
                 return
             _collect(pieces, piece)
-            if deadline is not None:
-                deadline.reschedule(began + settings.body_grace_s + size / settings.min_body_bytes_per_s)
+            deadline.reschedule(began + settings.body_grace_s + size / settings.min_body_bytes_per_s)
             if is_last:
                 held.data = b"".join(pieces)
                 return
 
-    async def job(self, incoming: IncomingRequest) -> ForwardJob:
+    def read_now(self, incoming: IncomingRequest) -> bool:
+        """Read and check a request for a scheduled endpoint, if it need not wait for anything.
+
+        Returns:
+            False if `read` must do it, because a part of the body is missing, it is very large, or the
+            spending of the key is read first.
+
+        Raises:
+            RequestRejected: it is invalid or not allowed.
+        """
+        if incoming.exchange.more_body:
+            return False
+        caller = self.authenticate(incoming)
+        if caller.key is not None and caller.key.has_budget:
+            return False
+        try:
+            incoming.body = self._whole_body(incoming)
+            if _is_large(incoming.body.data):
+                return False
+            self._interpret(incoming, caller)
+        except BaseException as error:
+            self._abandon(incoming, caller, error)
+            raise
+        return True
+
+    async def read(self, incoming: IncomingRequest) -> None:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
@@ -237,30 +255,33 @@ class RequestReader:
         try:
             if caller.key is not None and caller.key.has_budget:
                 await self._budgets.check(caller.key)
-            held = await self.body(incoming)
-            try:
-                size = len(held.data)
-                if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
-                    return self._job_of(incoming, caller, held)
+            if incoming.body is NO_BODY:
+                incoming.body = await self.body(incoming)
+            if _is_large(incoming.body.data):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
-            except BaseException:
-                held.release()
-                raise
-        except RequestRejected as rejection:
-            rejection.key = caller.key
+                await loop.run_in_executor(self._large_bodies, self._interpret, incoming, caller)
+            else:
+                self._interpret(incoming, caller)
+        except BaseException as error:
+            self._abandon(incoming, caller, error)
             raise
+
+    def _abandon(self, incoming: IncomingRequest, caller: Caller, error: BaseException) -> None:
+        incoming.body.release()
+        if isinstance(error, RequestRejected):
+            error.key = caller.key
 
     def close(self) -> None:
         """Stop the thread for large bodies and the watch of the key file."""
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
         self._keyring.close()
 
-    def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
-        """Check a body and build its job; for large bodies, this runs on a thread."""
-        body, headers, settings = held.data, incoming.headers, self._settings
+    def _interpret(self, incoming: IncomingRequest, caller: Caller) -> None:
+        """Check a body, and set what it means for the request; for large bodies, this runs on a thread."""
+        held, headers, settings = incoming.body, incoming.headers, self._settings
+        body = held.data
         if (form := FORMS.get(incoming.path)) is not None:
-            parsed, announced = form.parse(body, heads.content_type(incoming.scope["headers"])), None
+            parsed, announced = form.parse(body, heads.content_type(incoming.exchange.headers)), None
         else:
             check_structure(body)
             endpoint = SCHEDULED[incoming.path]
@@ -268,9 +289,9 @@ class RequestReader:
         fields, spec = parsed.fields, parsed.spec
         found = self._models.find(spec.model, caller)
         tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
-        response = None
         if isinstance(fields, ResponsesFields):
-            response = self._response(incoming, caller, fields)
+            incoming.response_terms = self._response(incoming, caller, fields)
+        response = incoming.response_terms
         background = response is not None and response.background
         models = found.models if found.route is None else _in_order(found, incoming, fields, tenant, response)
         priority = _priority(headers.get(b"x-priority"), caller, fields)
@@ -278,52 +299,46 @@ class RequestReader:
         # Whether it generates text of which its client receives nothing before the end.
         may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
         revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
-        hide_usage = assembles = False
         if isinstance(fields, UsageOnRequestFields):
-            hide_usage = not fields.usage_requested
-            assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
+            incoming.hide_usage = not fields.usage_requested
+            incoming.assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
+        assembles = incoming.assembles
         continuable = _continuable(models, parsed, body, is_whole=assembles and revocable)
-        key, program = caller.terms(tenant), program_hint(headers, fields)
+        if continuable:
+            incoming.continuable = continuable
         hashed = parsed.opening if settings.prefix.enabled else NO_OPENING
         isolated = tenant if settings.prefix.per_tenant else ""
-        # To the scheduler, an assembled answer is a stream, because its first token is observed.
-        streamed = spec.streamed or assembles
-        submission, *fallbacks = [
+        if assembles:
+            # To the scheduler, an assembled answer is a stream, because its first token is observed.
+            spec = replace(spec, streamed=True)
+        submissions = [
             Submission(
                 request_id=incoming.request_id,
-                spec=replace(spec, model=each.model.name, adapter=each.adapter, streamed=streamed),
+                spec=_spec_for(each, spec),
                 tenant=tenant,
                 priority=priority,
                 queue_timeout_s=options.timeout_s,
                 no_wait=options.no_wait,
                 # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
                 prefix=prefix_hashes(hashed, model=each.name, tenant=isolated),
-                key=key,
-                program=program,
+                key=caller.terms(tenant),
+                program=program_hint(headers, fields),
                 revocable=revocable or each.model.name in continuable,
             )
             for each in models
         ]
-        after_s = None if found.route is None else found.route.fallback_after_s
+        incoming.submission = submissions[0]
+        if found.route is not None:
+            incoming.route, incoming.fallback_after_s = found.name, found.route.fallback_after_s
+        if len(submissions) > 1:
+            incoming.submission = with_limit(submissions[0], incoming.fallback_after_s)
+            incoming.fallbacks = tuple(submissions[1:])
         held.data = append_fields(body, _added_fields(parsed, body, isolated, assembles=assembles))
-        return ForwardJob(
-            incoming=incoming,
-            submission=with_limit(submission, after_s) if fallbacks else submission,
-            forwarded=self.forwarded(incoming),
-            body=held,
-            hide_usage=hide_usage,
-            assembles=assembles,
-            continuable=continuable,
-            # Clients of background work need its id at once.
-            announced=None if background else announced,
-            response=response,
-            form_model=parsed.form_model,
-            queue_form=options.form,
-            requested=found.name,
-            route="" if found.route is None else found.name,
-            fallbacks=tuple(fallbacks),
-            fallback_after_s=after_s,
-        )
+        incoming.forwarded = self.forwarded(incoming)
+        # Clients of background work need its id at once.
+        incoming.announced = None if background else announced
+        incoming.form_model, incoming.queue_form = parsed.form_model, options.form
+        incoming.requested = found.name
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
         """Return the tenant that owns stored responses; the end user in the body is ignored.
@@ -348,10 +363,23 @@ class RequestReader:
             RequestRejected: a header contains a line break.
         """
         is_traced = incoming.trace is not UNTRACED
-        lines = heads.forwarded(incoming.scope["headers"], incoming.headers, is_traced=is_traced)
+        lines = heads.forwarded(incoming.exchange.headers, incoming.headers, is_traced=is_traced)
         if self._tracer is None or is_traced or b"traceparent" in incoming.headers:
             return lines
         return lines + self._tracer.unsampled_parent()
+
+
+def _is_large(body: bytes) -> bool:
+    """Return whether a body is checked and parsed on a thread."""
+    size = len(body)
+    return size > _LARGE_BODY_BYTES and (size > _LARGE_TEXT_BYTES or not is_plain(body))
+
+
+def _spec_for(found: FoundModel, spec: RequestSpec) -> RequestSpec:
+    """Return the requirements under the name of the model that serves them."""
+    if found.model.name == spec.model and found.adapter is None:
+        return spec
+    return replace(spec, model=found.model.name, adapter=found.adapter)
 
 
 def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
@@ -396,7 +424,7 @@ _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def _continuable(
     models: Iterable[FoundModel], parsed: ParsedBody, body: bytes, *, is_whole: bool
 ) -> dict[str, int | None]:
-    """Return the models whose engines may continue an answer; see `ForwardJob.continuable`.
+    """Return the models whose engines may continue an answer; see `IncomingRequest.continuable`.
 
     Args:
         is_whole: it is assembled and revocable, so it can be continued without `resume_streams`.

@@ -2,12 +2,11 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.engines.engine import Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
@@ -47,9 +46,18 @@ class RequestTracer(Protocol):
     """Sampler of requests."""
 
     def begin(
-        self, scope: Scope, path: str, headers: Mapping[bytes, bytes], arrived_at: float
+        self,
+        path: str,
+        headers: Mapping[bytes, bytes],
+        raw: Iterable[tuple[bytes, bytes]],
+        arrived_at: float,
     ) -> RequestTrace:
-        """Return the trace of a request that arrived at a monotonic time; `UNTRACED` if it is not sampled."""
+        """Return the trace of a request; `UNTRACED` if it is not sampled.
+
+        Args:
+            raw: the same headers as received, with repeated ones.
+            arrived_at: on the monotonic clock.
+        """
         ...
 
     def unsampled_parent(self) -> bytes:

@@ -22,7 +22,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.context import Context
@@ -47,7 +47,6 @@ from opentelemetry.trace import (
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.engines.engine import Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
@@ -233,9 +232,13 @@ class GatewayTracer:
         self._follows_parents = isinstance(self._provider.sampler, ParentBased)
 
     def begin(
-        self, scope: Scope, path: str, headers: Mapping[bytes, bytes], arrived_at: float
+        self,
+        path: str,
+        headers: Mapping[bytes, bytes],
+        raw: Iterable[tuple[bytes, bytes]],
+        arrived_at: float,
     ) -> RequestTrace:
-        """Return the trace of a request that arrived at a monotonic time; `UNTRACED` if it is not sampled."""
+        """Return the trace of a request; see `RequestTracer`."""
         operation = names.OPERATIONS.get(path)
         if operation is None:
             return UNTRACED
@@ -253,7 +256,7 @@ class GatewayTracer:
         ahead_ns = time.time_ns() - int(time.monotonic() * NANOSECONDS)
         root = self._tracer.start_span(
             operation,
-            context=_ROOT if parent is None else _remote(parent, scope),
+            context=_ROOT if parent is None else _remote(parent, raw),
             kind=SpanKind.SERVER,
             attributes={
                 names.OPERATION_NAME: operation,
@@ -301,8 +304,8 @@ def _bound(sampler: Sampler) -> int:
     return least
 
 
-def _remote(parent: TraceParent, scope: Scope) -> Context:
-    state = [value.decode("latin-1") for name, value in scope["headers"] if name == b"tracestate"]
+def _remote(parent: TraceParent, raw: Iterable[tuple[bytes, bytes]]) -> Context:
+    state = [value.decode("latin-1") for name, value in raw if name == b"tracestate"]
     context = SpanContext(
         trace_id=int(parent.trace_id, 16),
         span_id=int(parent.span_id, 16),

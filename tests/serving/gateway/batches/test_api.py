@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from serve_app.serving.channel.scheduler_client import ChannelRequest
 from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
@@ -118,13 +119,15 @@ async def test_requests_of_a_batch_are_of_class_batch_and_of_the_tenant(tmp_path
     keys = (ApiKey(tenant="team", key="k1"),)
     async with served(tmp_path, key="k1", keys=keys) as (client, fleet):
         received = []
-        original = fleet.client.acquire
+        submit = fleet.client.submit
 
-        async def acquire(submission: Any, *rest: Any) -> Any:
+        def receive(request: ChannelRequest) -> None:
+            submission = request.submission
+            assert submission.key is not None
             received.append((submission.priority, submission.tenant, submission.key.key_id))
-            return await original(submission, *rest)
+            submit(request)
 
-        fleet.client.acquire = acquire  # type: ignore[method-assign,assignment]
+        fleet.client.submit = receive  # type: ignore[method-assign]
         batch = await run_batch(client, [line(1)])
         assert batch.status == "completed"
         assert received == [("batch", "team", "config/team")]
@@ -261,15 +264,16 @@ async def test_the_contents_of_a_file_are_read_only_while_their_client_is_connec
     monkeypatch.setattr("serve_app.serving.gateway.batches.api._PIECE_BYTES", 100)
     async with served(tmp_path) as (client, fleet):
         path = f"/v1/files/{await uploaded(client, map(line, range(20)))}/content"
-        exchange, pieces = CollectingExchange(), 0
 
-        async def send(message: Any) -> None:
-            nonlocal pieces
-            if message["type"] == "http.response.body":
-                pieces, exchange.disconnected = pieces + 1, True
+        class Leaving(CollectingExchange):
+            """Client that disconnects after the first piece."""
 
-        await call(fleet.gateway, path=path, send=send, exchange=exchange)
-        assert pieces == 1
+            def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
+                self.disconnected = True
+                return super().write_chunk(piece, ends=ends)
+
+        exchange = await call(fleet.gateway, exchange=Leaving(path, None))
+        assert len(exchange.pieces) == 1
 
 
 async def test_an_invalid_upload_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.serving.api_keys import changed_keys
-from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.dashboard.pages import Frames
 from tests.relay import Relay
-from tests.serving.channel.harness import scheduler_settings, submission, wait_until
+from tests.serving.channel.harness import AwaitedClient, scheduler_settings, submission, wait_until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
@@ -74,7 +73,7 @@ class DashboardHarness:
 
     def end(self, request_id: str) -> None:
         """Finish a running request."""
-        self.fleet.client.finish(request_id, Outcome.COMPLETED)
+        self.fleet.client.end(request_id, Outcome.COMPLETED)
 
     def resume_dispatch(self) -> None:
         """Make the replica report its true state again."""
@@ -126,7 +125,7 @@ def frames_every(interval_s: float) -> Iterator[list[Frames]]:
 class _Views:
     """Admin view of the scheduler with a substituted usage."""
 
-    def __init__(self, client: GatewayClient) -> None:
+    def __init__(self, client: AwaitedClient) -> None:
         self._client = client
 
     async def query(self, name: str, **arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.client import ClientStream
-from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -74,24 +72,21 @@ async def test_a_long_error_is_cut_in_the_log(
     assert max(map(len, lines)) < 1_000
 
 
-async def not_called(message: Any = None) -> Any:
-    raise AssertionError("no request is read or answered")
+class FromAddress(CollectingExchange):
+    """Request of a client with this address."""
+
+    client = ("10.1.2.3", 5)
 
 
-def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: Any) -> ConcludedRequest:
+def concluded(
+    number: int = 0,
+    outcome: Outcome = Outcome.COMPLETED,
+    exchange: type[CollectingExchange] = CollectingExchange,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> ConcludedRequest:
     """Build a minimal concluded request."""
-    headers = scope.pop("headers", [])
-    incoming = IncomingRequest(
-        scope={"headers": headers, **scope},
-        receive=not_called,
-        send=ClientStream(not_called, CollectingExchange()),
-        path=CHAT,
-        api=OPENAI,
-        headers=dict(headers),
-        request_id=f"g-{number}",
-        client_request_id=f"c-{number}",
-        arrived_at=0.0,
-    )
+    head = [(b"x-request-id", b"c-%d" % number), *headers]
+    incoming = IncomingRequest(exchange(CHAT, b"", head), f"g-{number}", 0.0)
     return ConcludedRequest(
         request_id=f"g-{number}",
         arrived_at=0.0,
@@ -108,7 +103,7 @@ def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: An
 
 FULL = replace(
     concluded(
-        7, client=("10.1.2.3", 5), headers=[(b"traceparent", b"00-" + b"ab" * 16 + b"-" + b"cd" * 8 + b"-00")]
+        7, exchange=FromAddress, headers=[(b"traceparent", b"00-" + b"ab" * 16 + b"-" + b"cd" * 8 + b"-00")]
     ),
     key_id="config/acme",
     attempts=2,
@@ -176,8 +171,8 @@ def test_the_client_is_the_peer_whatever_a_header_claims(
     headers: list[str], forwarded_for: str | None
 ) -> None:
     raw = [(b"x-forwarded-for", value.encode()) for value in headers]
-    fields = json_fields(concluded(headers=raw, client=("10.0.0.9", 1)))
-    assert (fields["client"], fields.get("forwarded_for")) == ("10.0.0.9", forwarded_for)
+    fields = json_fields(concluded(headers=raw, exchange=FromAddress))
+    assert (fields["client"], fields.get("forwarded_for")) == ("10.1.2.3", forwarded_for)
 
 
 @pytest.fixture

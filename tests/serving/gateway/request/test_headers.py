@@ -6,13 +6,9 @@ import pytest
 
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway.answer.client import ClientStream
-from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.responses import RequestRejected
-from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.keys import ApiKey, Caller
 from serve_app.serving.gateway.request import headers
-from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 ANYONE = Caller()
 
@@ -125,9 +121,7 @@ async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     async def not_called(*_: object) -> NoReturn:
         raise AssertionError("nothing is read or sent")
 
-    client = ClientStream(not_called, CollectingExchange())
-    incoming = IncomingRequest({"method": "POST"}, not_called, client, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
-    assert headers.upstream_head(incoming, b"a: b\r\n", replica, 5) == (
+    assert headers.upstream_head("POST", "/v1/x", "g1-1", b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: g1-1\r\ncontent-length: 5\r\na: b\r\n\r\n"
     )

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import threading
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.client import ClientStream
 from serve_app.serving.gateway.batches.calls import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -28,8 +26,18 @@ pieces = st.lists(
 )
 
 
-async def not_called(_: Any) -> None:
-    raise AssertionError
+class InPieces(CollectingExchange):
+    """Request whose body arrives in these pieces."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        super().__init__(CHAT, b"")
+        self.more_body = True
+        self._left = iter(sent)
+        self._numbers, self._count = itertools.count(1), len(sent)
+
+    async def receive(self) -> Message:
+        more_body = next(self._numbers) < self._count
+        return {"type": "http.request", "body": next(self._left), "more_body": more_body}
 
 
 def reader_of(
@@ -38,15 +46,7 @@ def reader_of(
     """Build a reader and a request whose body arrives in these pieces."""
     schedulers = {model.name: FakeDispatcher([]) for model in models}
     reader = RequestReader(GatewaySettings(models=models), ServedModels(models, schedulers, routes), "g")
-    left = iter(sent)
-    count = itertools.count(1)
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    client = ClientStream(not_called, CollectingExchange(more_body=True))
-    return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
+    return reader, IncomingRequest(InPieces(sent), "g-1", 0.0)
 
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:
@@ -100,10 +100,10 @@ async def test_only_slow_bodies_are_parsed_on_a_thread(
     )
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     reader, incoming = reader_of([body])
-    job = await reader.job(incoming)
-    assert job.body.data == body
+    await reader.read(incoming)
+    assert incoming.body.data == body
     assert (threads == [threading.current_thread()]) is on_the_loop
-    job.body.release()
+    incoming.body.release()
     reader.close()
 
 
@@ -116,9 +116,9 @@ async def test_a_request_to_a_route_has_the_options_of_its_chosen_model(chosen: 
     route = RouteSettings(name="m", models={"short": chosen == "short", "resumed": chosen == "resumed"})
     body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
     reader, incoming = reader_of([json.dumps(body).encode()], models, (route,))
-    job = await reader.job(incoming)
-    assert job.submission.spec.model == chosen
-    assert job.continuable == ({"resumed": 900} if chosen == "resumed" else {})
-    assert job.submission.revocable is (chosen == "resumed")
-    job.body.release()
+    await reader.read(incoming)
+    assert incoming.submission.spec.model == chosen
+    assert incoming.continuable == ({"resumed": 900} if chosen == "resumed" else {})
+    assert incoming.submission.revocable is (chosen == "resumed")
+    incoming.body.release()
     reader.close()

@@ -270,7 +270,7 @@ async def test_every_sampler_of_the_environment_decides_as_in_opentelemetry(
     assert tracer is not None
     for flags, is_sampled in ((None, without), ("00", unsampled_parent), ("01", sampled_parent)):
         headers = {} if flags is None else {b"traceparent": f"00-{TRACE}-{PARENT}-{flags}".encode()}
-        found = tracer.begin({"headers": [*headers.items()]}, CHAT, headers, 1.0)
+        found = tracer.begin(CHAT, headers, headers.items(), 1.0)
         assert (found is not UNTRACED) == is_sampled, flags
         assert bool(found.trace_id) == is_sampled
     tracer.close(1.0)

@@ -212,9 +212,10 @@ async def test_interim_answers_are_passed_over() -> None:
         pool.close()
 
 
-async def test_an_unsolicited_answer_never_reaches_the_next_request() -> None:
+@pytest.mark.parametrize("more", [OK.replace(b"ok", b"NO"), b"no answer at all"])
+async def test_unsolicited_bytes_after_an_answer_never_reach_the_next_request(more: bytes) -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
-        writer.write(OK if number > 1 else OK + OK.replace(b"ok", b"NO"))
+        writer.write(OK if number > 1 else OK + more)
 
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
