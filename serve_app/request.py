@@ -6,7 +6,7 @@ multiple of the time with dataclasses. `gc=False`, because none can be part of a
 
 import enum
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -231,6 +231,8 @@ class Request(_Shortcuts):
         expires_at: end of its queue timeout.
         attempts: number of earlier dispatches (whose replica was lost or rejected it).
         lost: whether the last of these dispatches ended with the loss of its replica.
+        client_request_id: id chosen by the client, for receipts; empty for none.
+        grants: number of grants, including those of earlier schedulers, for the sessions with gateways.
     """
 
     submission: Submission
@@ -239,6 +241,8 @@ class Request(_Shortcuts):
     expires_at: float = math.inf
     attempts: int = 0
     lost: bool = False
+    client_request_id: str = ""
+    grants: int = 0
 
     @property
     def bound_to(self) -> str | None:
@@ -275,3 +279,75 @@ class Usage:
     output_tokens: int
     cached_tokens: int = 0
     ending: TurnEnd | None = None
+
+
+class EngineTimes(NamedTuple):
+    """Stage times of a request inside an engine, in seconds; None for those it does not report.
+
+    Attributes:
+        queue_s: wait in the engine's queue.
+        prefill_s: from the end of that wait to the first token.
+        generation_s: from the first token to the last.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    generation_s: float | None = None
+
+
+class RequestTimes(NamedTuple):
+    """Stage times of a request at its gateway, in seconds, for its receipt.
+
+    Attributes:
+        endpoint: path of the request.
+        read_s: from arrival to submission.
+        grant_s: from submission to the last grant, or to the end without one.
+        first_token_s: from the grant to the first token; None if the answer is not streamed.
+        engine_s: from the grant to the end in the engine; None if the request ended in the queue.
+        engine: the engine's own times; None if it reports none.
+    """
+
+    endpoint: str
+    read_s: float
+    grant_s: float
+    first_token_s: float | None
+    engine_s: float | None
+    engine: EngineTimes | None = None
+
+    def stages(self, wait_s: float) -> Iterator[tuple[str, float]]:
+        """Yield its stages; see the function `stages`."""
+        return stages(
+            wait_s,
+            read_s=self.read_s,
+            grant_s=self.grant_s,
+            first_token_s=self.first_token_s,
+            engine_s=self.engine_s,
+        )
+
+
+def stages(
+    wait_s: float,
+    *,
+    read_s: float | None = None,
+    grant_s: float | None = None,
+    first_token_s: float | None = None,
+    engine_s: float | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yield the known stages of a request with their seconds, in order.
+
+    They add up to the time since arrival at the gateway.
+
+    Args:
+        wait_s: time in the queue, measured by the scheduler.
+        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over.
+    """
+    if read_s is not None and grant_s is not None:
+        yield "gateway", read_s
+        yield "channel", grant_s - wait_s
+    yield "queue", wait_s
+    if first_token_s is not None:
+        yield "until_first_token", first_token_s
+        if engine_s is not None:
+            yield "generation", engine_s - first_token_s
+    elif engine_s is not None:
+        yield "engine", engine_s

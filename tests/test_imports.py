@@ -49,9 +49,12 @@ IMPURE_STANDARD_LIBRARY = {
     *("signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
 }
 
-# Libraries that only compute, and the only pure modules that need them.
+# Libraries that only compute, and the only pure modules that need them. Events are messages of the control
+# channel as well, and commands are parts of messages.
 PURE_LIBRARIES = {
+    "core/commands.py": "msgspec",
     "core/decision_log.py": "msgspec",
+    "core/events.py": "msgspec",
     "core/metrics/record.py": "msgspec",
     "core/routing/estimation/byte_classes.py": "numpy",
     "core/routing/estimation/prompt_length.py": "numpy",

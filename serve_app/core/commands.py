@@ -1,17 +1,17 @@
 """Commands: the actions that the scheduler requests. Events and commands together form the decision log."""
 
-from dataclasses import dataclass
+import msgspec
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
-from serve_app.core.accounting.waits import wait_breakdown
-from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import Conclusion
-from serve_app.request import RateLimitStatus, Request
+from serve_app.request import RateLimitStatus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
+class _Command(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all commands; `gc=False` because none can be part of a reference cycle."""
+
+
+class Dispatch(_Command, frozen=True, kw_only=True):
     """Send a request to a replica, which already holds its capacity.
 
     Attributes:
@@ -37,8 +37,7 @@ class Dispatch:
     waited: WaitBreakdown | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conclude:
+class Conclude(_Command, frozen=True, kw_only=True):
     """Report the outcome of a request.
 
     Attributes:
@@ -54,8 +53,7 @@ class Conclude:
     waited: WaitBreakdown | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revoke:
+class Revoke(_Command, frozen=True, kw_only=True):
     """Stop a running request, whose capacity others need, and put it back (`DispatchFailure.REVOKED`).
 
     A gateway ignores it if the request has ended in the meantime.
@@ -66,67 +64,31 @@ class Revoke:
     replica_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportStale:
+class ReportStale(_Command, frozen=True, kw_only=True):
     """The report of a replica is stale. The replica counts as saturated until the next report."""
 
     replica_id: str
     age_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportFresh:
+class ReportFresh(_Command, frozen=True, kw_only=True):
     """A stale replica has reported again."""
 
     replica_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSilent:
+class EngineSilent(_Command, frozen=True, kw_only=True):
     """An engine with outstanding answers appears to hang. `silent_s` is 0 once it has recovered."""
 
     replica_id: str
     silent_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextLearned:
+class ContextLearned(_Command, frozen=True, kw_only=True):
     """The learned context limit of a replica has changed; None if it is unknown again."""
 
     replica_id: str
     context_tokens: int | None
-
-
-def dispatch_of(
-    scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
-) -> Dispatch:
-    """Return the command for a request whose capacity a replica already holds."""
-    return Dispatch(
-        request_id=scheduled.request.request_id,
-        gateway_id=scheduled.request.gateway_id,
-        replica_id=replica.replica_id,
-        pool=replica.pool,
-        length_queue=scheduled.length_queue,
-        estimated_tokens=scheduled.estimate.budget_tokens,
-        queue_wait_s=now - scheduled.request.arrived_at,
-        engine_priority=scheduled.engine_priority,
-        rate_limits=rate_limits,
-        passed=scheduled.bypassed,
-        waited=wait_breakdown(scheduled, now),
-    )
-
-
-def conclude_of(
-    request: Request, conclusion: Conclusion, *, dispatched: bool, waited: WaitBreakdown | None = None
-) -> Conclude:
-    """Return the command for a request that has ended."""
-    return Conclude(
-        request_id=request.request_id,
-        gateway_id=request.gateway_id,
-        conclusion=conclusion,
-        dispatched=dispatched,
-        waited=waited,
-    )
 
 
 Command = Dispatch | Conclude | Revoke | ReportStale | ReportFresh | EngineSilent | ContextLearned

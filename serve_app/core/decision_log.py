@@ -16,7 +16,7 @@ from typing import Any, get_args
 import msgspec
 
 from serve_app.core.commands import Command
-from serve_app.core.events import Event
+from serve_app.core.events import Event, Message
 from serve_app.core.learned_state import restore_state
 from serve_app.core.policies import POLICIES, MakePolicy
 from serve_app.core.scheduler import Scheduler
@@ -84,7 +84,9 @@ def encode_decision(decision: Decision) -> str:
     """Return the line of one decision."""
     event, commands = decision.event, decision.commands
     named = [[type(command).__name__, msgspec.to_builtins(command)] for command in commands]
-    return _dumps([decision.now, type(event).__name__, _without_absent(msgspec.to_builtins(event)), named])
+    # With names even for those that are arrays on the control channel.
+    content = {name: msgspec.to_builtins(getattr(event, name)) for name in event.__struct_fields__}
+    return _dumps([decision.now, type(event).__name__, _reduced(content), named])
 
 
 def encode_end(reason: str) -> str:
@@ -135,8 +137,11 @@ def replay(
     return None
 
 
-def _without_absent(event: dict[str, Any]) -> dict[str, Any]:
-    """Remove what few requests have, so that logs of other traffic do not grow."""
+def _reduced(event: dict[str, Any]) -> dict[str, Any]:
+    """Remove what no decision depends on, and what few requests have, so that other logs do not grow."""
+    event.pop("times", None)
+    if (request := event.get("request")) is not None:
+        del request["client_request_id"], request["grants"]
     for part, name in (
         ((event.get("request") or {}).get("submission"), "program"),
         (event.get("usage"), "ending"),
@@ -160,11 +165,18 @@ def _decision(line: list[Any], number: int) -> Decision:
         now, name, event, commands = line
         return Decision(
             float(now),
-            _converted(event, _EVENTS[name], number),
+            _event(event, _EVENTS[name], number),
             tuple(_converted(command, _COMMANDS[kind], number) for kind, command in commands),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise DecisionLogError(f"line {number} is not a decision of this version: {exc!r}") from exc
+
+
+def _event(content: Any, kind: type, number: int) -> Any:
+    if issubclass(kind, Message):
+        fields = (content[name] for name in kind.__struct_fields__ if name in content)
+        content = [kind.__struct_config__.tag, *fields]
+    return _converted(content, kind, number)
 
 
 def _converted(content: Any, kind: Any, number: int) -> Any:

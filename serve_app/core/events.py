@@ -1,24 +1,35 @@
-"""Events: the inputs of a scheduler, as plain values. Their time is passed separately."""
+"""Events: the inputs of a scheduler, as plain values. Their time is passed separately.
+
+Events that a gateway reports completely are also messages of the control channel (`Message`): new fields are
+appended, as `serving.channel.messages` describes.
+"""
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Outcome
-from serve_app.request import Request, Usage
+from serve_app.request import Request, RequestTimes, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class _Event(msgspec.Struct, frozen=True, gc=False):
+    """Base of events that are no messages; `gc=False` because none can be part of a reference cycle."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower, gc=False):
+    """Base of all messages of the control channel; `gc=False` as above."""
+
+
+class Arrived(_Event, frozen=True):
     """A gateway submits a request, or resubmits it to a new scheduler."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(_Event, frozen=True):
     """A gateway reports to a new scheduler a request that already runs on a replica."""
 
     request: Request
@@ -26,25 +37,26 @@ class Resumed:
     started: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(Message, frozen=True, tag="first"):
     """The engine sent the first byte of its answer, so the request no longer waits in the engine."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Message, frozen=True, tag="finish"):
     """A dispatched request has ended.
 
     Attributes:
         outcome: COMPLETED, FAILED, CANCELLED, or REJECTED_* if the engine rejected the request itself.
         usage: the engine's token counts; None if it sent none.
+        times: the gateway's stage times, for the receipt. Gateways also report those of requests that were
+            rejected or cancelled while they waited, which the scheduler no longer knows.
     """
 
     request_id: str
     outcome: Outcome
     usage: Usage | None = None
+    times: RequestTimes | None = None
 
 
 class DispatchFailure(enum.StrEnum):
@@ -68,9 +80,8 @@ class DispatchFailure(enum.StrEnum):
         return self is DispatchFailure.REVOKED or generated_tokens > 0
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchFailed:
-    """A dispatched request is put back before the first byte reached the client.
+class DispatchFailed(_Event, frozen=True):
+    """A dispatched request is put back before the first byte reached the client, or can be continued.
 
     Attributes:
         stated_context: context limit in tokens that the engine states when it rejects a request as too long;
@@ -86,15 +97,13 @@ class DispatchFailed:
     generated_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(Message, frozen=True, tag="cancel"):
     """The client disconnected while the request was queued or running."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLost:
+class GatewayLost(_Event, frozen=True):
     """A gateway is lost, and its queued requests with it.
 
     Running requests keep their holds until they are cancelled, because an engine may still process them.
@@ -103,51 +112,44 @@ class GatewayLost:
     gateway_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaJoined:
+class ReplicaJoined(_Event, frozen=True):
     """A replica is ready to accept requests, or joins again with other limits."""
 
     spec: ReplicaSpec
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReported:
+class ReplicaReported(_Event, frozen=True):
     """A replica has reported its load."""
 
     replica_id: str
     report: ReplicaReport
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLost:
+class ReplicaLost(_Event, frozen=True):
     """A replica is lost. The gateways report its requests one by one, as `DispatchFailed`."""
 
     replica_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionChanged:
+class PartitionChanged(_Event, frozen=True):
     """New length queues have been learned. Queued requests are queued again, with their time of arrival."""
 
     partition: Partition
 
 
-@dataclass(frozen=True, slots=True)
-class Retuned:
+class Retuned(_Event, frozen=True):
     """Settings in `retuning.RETUNABLE` change. They apply to all further decisions; no queue is rebuilt."""
 
     settings: SchedulerSettings
 
 
-@dataclass(frozen=True, slots=True)
-class ActiveShareChanged:
+class ActiveShareChanged(_Event, frozen=True):
     """The share of scheduled requests changes, 0 to 1. Queued requests are not affected."""
 
     active_share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Woke:
+class Woke(_Event, frozen=True):
     """The time returned by `next_wakeup` has been reached."""
 
 

@@ -1,10 +1,12 @@
 """A request inside the scheduler, from its admission to its outcome, and the table of these requests."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from serve_app.core.accounting.engine_share import EngineShare
 from serve_app.core.accounting.wait_causes import WaitTally
+from serve_app.core.commands import Dispatch
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
@@ -64,6 +66,7 @@ class ScheduledRequest:
         prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
         cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
         prefill_tokens: expected uncached prompt tokens, at least 1; the length of the request for policies.
+        dispatch: its last dispatch by this scheduler; None before one.
         dispatch_number: number of requests sent to that replica by then, this one included.
         prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
         prefilled_before: prompt tokens that the replica had computed by the dispatch, in total.
@@ -108,6 +111,7 @@ class ScheduledRequest:
     engine_priority: int | None = None
     cached_tokens: int = 0
     dispatched_at: float = 0.0
+    dispatch: Dispatch | None = None
     dispatch_number: int = 0
     prefilled_alone: bool = False
     prefilled_before: int = 0
@@ -176,6 +180,10 @@ class RequestTable:
         self._requests[request.request_id] = scheduled
         self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
 
+    def __getitem__(self, request_id: str) -> ScheduledRequest:
+        """Return the queued or running request with this id."""
+        return self._requests[request_id]
+
     def get(self, request_id: str) -> ScheduledRequest | None:
         """Return the request with this id, or None if it is unknown or has ended."""
         return self._requests.get(request_id)
@@ -196,6 +204,9 @@ class RequestTable:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(self._requests.values())
 
     def __len__(self) -> int:
         return len(self._requests)

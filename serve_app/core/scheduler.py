@@ -88,6 +88,8 @@ class Scheduler:
         arrived: the work that has arrived so far, for autoscaling.
         waits: attributes waits to their causes.
         programs: binds the turns of programs to the replicas of their contexts, and parks others.
+        requests: all queued and running requests.
+        ended: the requests that the last call of `handle` concluded, by id.
     """
 
     def __init__(
@@ -143,7 +145,8 @@ class Scheduler:
             settings.promotion,
         )
         self._expiry = ExpiryHeap()
-        self._requests = RequestTable()
+        self.requests = RequestTable()
+        self.ended: dict[str, ScheduledRequest] = {}
         self._sequence = 0
         self._now = now
         self._commands: list[cmd.Command] = []
@@ -180,6 +183,7 @@ class Scheduler:
         self._now = now
         self.queue.set_time(now)
         commands = self._commands = []
+        self.ended = {}
         self._process_timeouts(now)
         self._handlers[type(event)](event, now)
         self._release_parked(now)
@@ -205,11 +209,7 @@ class Scheduler:
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """Return the current state of a request, or None if it is unknown or has ended."""
-        return self._requests.get(request_id)
-
-    def requests_of(self, gateway_id: str) -> list[ScheduledRequest]:
-        """Return all requests of one gateway, queued and running."""
-        return self._requests.of_gateway(gateway_id)
+        return self.requests.get(request_id)
 
     def queue_snapshot(self, now: float, limit: int = MAX_SUB_QUEUES) -> QueueSnapshot:
         """Return a snapshot of the queue for operators, with at most `limit` sub-queues."""
@@ -218,17 +218,17 @@ class Scheduler:
 
     def __len__(self) -> int:
         """Return the number of queued and running requests."""
-        return len(self._requests)
+        return len(self.requests)
 
     def __repr__(self) -> str:
-        running = len(self._requests) - len(self.queue)
+        running = len(self.requests) - len(self.queue)
         return f"<Scheduler {self.settings.model} waiting={len(self.queue)} running={running} {self.ledger}>"
 
     # Events about requests
 
     def _on_arrival(self, event: ev.Arrived, now: float) -> None:
         request = event.request
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             return
         scheduled = self._admit(request, now)
         if scheduled is None:
@@ -236,7 +236,7 @@ class Scheduler:
         choice = self.pass_through.choice(scheduled)
         rejection = self.admission.queue_rejection(scheduled, now) if choice is None else None
         if rejection is not None and not self.dispatcher.fits(scheduled, now):
-            self._conclude(request, self.admission.reject_queueing(scheduled, rejection, now))
+            self._conclude(scheduled, self.admission.reject_queueing(scheduled, rejection, now))
             return
         self._register(scheduled)
         self.programs.on_arrival(scheduled, now)
@@ -261,7 +261,8 @@ class Scheduler:
         if rejection := self.admission.arrival_rejection(request, estimate, rejection, now):
             if rejection.outcome is Outcome.REJECTED_NO_REPLICA:
                 self.arrived.add(pools, request, estimate)
-            self._conclude(request, rejection)
+            rejected = ScheduledRequest(request, estimate, self._sequence, pools, request.expires_at)
+            self._conclude(rejected, rejection)
             return None
         cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
         self.arrived.add(pools, request, estimate, cached_tokens)
@@ -286,7 +287,7 @@ class Scheduler:
 
     def _on_resume(self, event: ev.Resumed, now: float) -> None:
         """Resume a request on its replica. The gateway that holds it is authoritative about its state."""
-        scheduled = self._requests.get(event.request.request_id)
+        scheduled = self.requests.get(event.request.request_id)
         if scheduled is None:
             estimate, home = self.estimator.estimate(event.request), self.settings.routing.pools[:1]
             scheduled = self._scheduled(event.request, estimate, home, now)
@@ -297,18 +298,19 @@ class Scheduler:
             return
         else:
             self._detach(scheduled, now)
+            scheduled.dispatch = None
         hold = Hold(scheduled.estimate.expected_tokens)
         self.in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
         self._on_held(scheduled, event.replica_id)
 
     def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
-        scheduled = self._requests.get(event.request_id)
+        scheduled = self.requests.get(event.request_id)
         if scheduled is not None:
             self.in_flight.start(scheduled, now)
             self.programs.on_first_token(scheduled, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
-        scheduled = self._requests.get(event.request_id)
+        scheduled = self.requests.get(event.request_id)
         if scheduled is None:
             return
         scheduled.usage = event.usage
@@ -321,22 +323,22 @@ class Scheduler:
         if dispatched and event.outcome is Outcome.COMPLETED:
             self.in_flight.complete(scheduled, event.usage, now)
         self._detach(scheduled, now)
-        self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
+        self._conclude(scheduled, Conclusion(event.outcome), dispatched=dispatched)
 
     def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
-        scheduled = self._requests.get(event.request_id)
+        scheduled = self.requests.get(event.request_id)
         if scheduled is not None:
             dispatched = scheduled.replica_id is not None
             self._detach(scheduled, now)
-            self._conclude(scheduled.request, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
+            self._conclude(scheduled, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
-        for scheduled in self.requests_of(event.gateway_id):
+        for scheduled in self.requests.of_gateway(event.gateway_id):
             if scheduled.replica_id is None:
                 self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
     def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
-        scheduled = self._requests.get(event.request_id)
+        scheduled = self.requests.get(event.request_id)
         if scheduled is None or scheduled.replica_id != event.replica_id:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
@@ -356,7 +358,7 @@ class Scheduler:
         self.suspensions.on_failure(event.replica_id, event.failure, now)
         conclusion = retry_limit_conclusion(scheduled, self.settings)
         if conclusion := conclusion or self.admission.overdue_conclusion(scheduled, now):
-            self._conclude(scheduled.request, conclusion, dispatched=True)
+            self._conclude(scheduled, conclusion, dispatched=True)
         else:
             self._put_back(scheduled, event.message, now)
 
@@ -368,7 +370,7 @@ class Scheduler:
         if rejection:
             if rejection.outcome is Outcome.REJECTED_TOO_LONG and message:
                 rejection = replace(rejection, message=message)
-            self._conclude(scheduled.request, rejection, dispatched=True)
+            self._conclude(scheduled, rejection, dispatched=True)
             return
         prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
         scheduled.expect_cached(self.affinity.cached_tokens(scheduled.request, prompt_tokens))
@@ -424,7 +426,7 @@ class Scheduler:
             return
         for scheduled in self._expiry.pop_expired(now):
             self._dequeue(scheduled)
-            self._conclude(scheduled.request, self.admission.expiry_conclusion(scheduled, now))
+            self._conclude(scheduled, self.admission.expiry_conclusion(scheduled, now))
         self.queue.end_backoffs(now)
         for scheduled in self.programs.pop_unbound(now):
             self.queue.bind(scheduled, None)
@@ -474,13 +476,26 @@ class Scheduler:
         self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
-        rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
-        self._commands.append(cmd.dispatch_of(scheduled, replica.spec, now, rate_limits))
+        request = scheduled.request
+        scheduled.dispatch = cmd.Dispatch(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            replica_id=replica.spec.replica_id,
+            pool=replica.spec.pool,
+            length_queue=scheduled.length_queue,
+            estimated_tokens=scheduled.estimate.budget_tokens,
+            queue_wait_s=now - request.arrived_at,
+            engine_priority=scheduled.engine_priority,
+            rate_limits=self.admission.keys.status(request.submission.key, now),
+            passed=scheduled.bypassed,
+            waited=wait_breakdown(scheduled, now),
+        )
+        self._commands.append(scheduled.dispatch)
 
     # The three states of a request
 
     def _register(self, scheduled: ScheduledRequest) -> None:
-        self._requests.add(scheduled)
+        self.requests.add(scheduled)
         self.admission.keys.on_admission(scheduled, self._now)
 
     def _dequeue(self, scheduled: ScheduledRequest) -> None:
@@ -516,12 +531,14 @@ class Scheduler:
     def _reject_waiting(self, scheduled: ScheduledRequest, rejection: Conclusion) -> None:
         self._dequeue(scheduled)
         self._expiry.prune(len(self.queue))
-        self._conclude(scheduled.request, rejection)
+        self._conclude(scheduled, rejection)
 
-    def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
+    def _conclude(
+        self, scheduled: ScheduledRequest, conclusion: Conclusion, *, dispatched: bool = False
+    ) -> None:
         """Emit the outcome of a request. A request rejected on arrival is not in the table."""
-        waited = None
-        if (scheduled := self._requests.pop(request.request_id)) is not None:
+        request, waited = scheduled.request, None
+        if self.requests.pop(request.request_id) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             if dispatched:
                 self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)
@@ -529,4 +546,13 @@ class Scheduler:
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.with_rate_limits(request, conclusion, self._now)
-        self._commands.append(cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited))
+        self.ended[request.request_id] = scheduled
+        self._commands.append(
+            cmd.Conclude(
+                request_id=request.request_id,
+                gateway_id=request.gateway_id,
+                conclusion=conclusion,
+                dispatched=dispatched,
+                waited=waited,
+            )
+        )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from serve_app.core import SchedulerSettings
@@ -47,7 +48,7 @@ def without_priorities(log: list[Decision]) -> list[Decision]:
         replace(
             step,
             commands=tuple(
-                replace(one, engine_priority=None) if isinstance(one, Dispatch) else one
+                msgspec.structs.replace(one, engine_priority=None) if isinstance(one, Dispatch) else one
                 for one in step.commands
             ),
         )

@@ -20,7 +20,7 @@ from serve_app.core.decision_log import (
 )
 from serve_app.core.events import Arrived, Event, Finished, ReplicaJoined, ReplicaReported, Woke
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Usage
+from serve_app.request import RequestTimes, Usage
 from tests import builders
 
 DISPATCH = Dispatch(
@@ -33,6 +33,7 @@ DISPATCH = Dispatch(
     queue_wait_s=0.1,
 )
 HEADER = RunHeader(settings=builders.settings(), now=0.5, learned={"a": 1.5}, run={"seed": 7})
+TIMES = RequestTimes("/v1/completions", 0.1, 0.2, 0.3, 0.5)
 STEPS = (
     Decision(0.1, ReplicaJoined(builders.spec()), ()),
     Decision(1 / 3, Arrived(builders.request(expires_at=math.inf)), (DISPATCH,)),
@@ -68,6 +69,14 @@ def test_a_log_is_read_exactly_as_written() -> None:
     assert run.header == HEADER
     assert [decision for _, decision in run.decisions] == list(STEPS)
     assert [number for number, _ in run.decisions] == [2, 3, 4, 5]
+
+
+def test_what_only_receipts_need_is_not_logged() -> None:
+    arrival, named = builders.request(), builders.request()
+    named.client_request_id, named.grants = "secret", 2
+    end, timed = (Finished("r1", Outcome.COMPLETED, None, times) for times in (None, TIMES))
+    for plain, event in ((Arrived(arrival), Arrived(named)), (end, timed)):
+        assert encode_decision(Decision(1.0, event, ())) == encode_decision(Decision(1.0, plain, ()))
 
 
 def test_a_replay_reports_the_first_line_that_differs() -> None:

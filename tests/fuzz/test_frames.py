@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import Cancelled, DispatchFailure, Finished
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.link import FrameReader, decode_from_peer, decode_from_scheduler, encode_frames
-from serve_app.serving.channel.messages import Cancel, Finish, Heartbeat, PutBack, Submit
+from serve_app.serving.channel.messages import Heartbeat, PutBack, Submit
 from tests.serving.channel.harness import submission
 
 _LIMIT = 1 << 20
@@ -17,8 +17,8 @@ _MESSAGES = [
     Heartbeat(read=3),
     Submit(submission("r1"), 0.25),
     PutBack("r1", "s1", DispatchFailure.LOST, "gone", 1),
-    Finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=7, output_tokens=2)),
-    Cancel("r1"),
+    Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=7, output_tokens=2)),
+    Cancelled("r1"),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Conclude
 from serve_app.core.decision_log import Decision
+from serve_app.core.events import Finished, FirstToken, Message
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings import QueueTimeouts
 from serve_app.engines.model.model import StepOutcome
@@ -34,16 +35,7 @@ from serve_app.lab.simulation.simulation import (
 )
 from serve_app.request import Usage
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import (
-    Finish,
-    First,
-    Granted,
-    Message,
-    Register,
-    Report,
-    SnapshotEnd,
-    Submit,
-)
+from serve_app.serving.channel.messages import Granted, Register, Report, SnapshotEnd, Submit
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -199,14 +191,14 @@ class LiveSystem:
         )
 
     def step_ended(self, outcome: StepOutcome) -> None:
-        feedback: list[Message] = [First(sequence.sequence_id) for sequence in outcome.first_tokens]
+        feedback: list[Message] = [FirstToken(sequence.sequence_id) for sequence in outcome.first_tokens]
         for sequence in outcome.finished:
             usage = Usage(
                 prompt_tokens=sequence.prompt_tokens,
                 output_tokens=sequence.target_tokens,
                 cached_tokens=sequence.cached_tokens,
             )
-            feedback.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
+            feedback.append(Finished(sequence.sequence_id, Outcome.COMPLETED, usage))
         if feedback:
             self.later(Phase.FEEDBACK, partial(self.deliver, feedback))
 

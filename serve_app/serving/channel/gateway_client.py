@@ -15,16 +15,13 @@ from typing import Any
 
 import msgspec
 
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken
 from serve_app.errors import ChannelError, Conclusion, Outcome
-from serve_app.request import PriorityClass, Submission, Usage
+from serve_app.request import PriorityClass, RequestTimes, Submission, Usage
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
-    Cancel,
     Exposition,
-    Finish,
-    First,
     GatewayPage,
     Granted,
     Outlooks,
@@ -43,7 +40,7 @@ from serve_app.serving.channel.messages import (
     Watch,
     Welcome,
 )
-from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
@@ -125,7 +122,7 @@ class GatewayClient:
         self._link: Link | None = None
         self._pending: dict[str, ChannelRequest] = {}
         # Each with the number of its message; 0 if it could not be sent.
-        self._unacknowledged_finishes: deque[tuple[int, Finish]] = deque()
+        self._unacknowledged_finishes: deque[tuple[int, Finished]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
         self._departed: dict[str, tuple[ReplicaAddress, float]] = {}
         self._adapters: Mapping[str, frozenset[str]] = {}
@@ -217,7 +214,7 @@ class GatewayClient:
         if self._pending.get(request_id) is request:
             del self._pending[request_id]
             if self._link is not None:
-                self._link.send(Cancel(request_id))
+                self._link.send(Cancelled(request_id))
 
     def watch(self, request: ChannelRequest) -> None:
         """Subscribe to the outlook of a waiting request; None is sent while the scheduler is disconnected."""
@@ -231,7 +228,7 @@ class GatewayClient:
         if not request.started and request_id in self._pending:
             request.started = True
             if self._link is not None:
-                self._link.send(First(request_id))
+                self._link.send(FirstToken(request_id))
 
     def finish(
         self,
@@ -244,7 +241,7 @@ class GatewayClient:
         request_id = request.submission.request_id
         if self._pending.pop(request_id, None) is None:
             return
-        finish = Finish(request_id, outcome, usage, times)
+        finish = Finished(request_id, outcome, usage, times)
         number = self._link.send(finish) if self._link is not None else 0
         self._unacknowledged_finishes.append((number, finish))
 
@@ -253,7 +250,7 @@ class GatewayClient:
         # A scheduler that connects later has no receipt for it.
         request_id = request.submission.request_id
         if self._link is not None and request_id not in self._pending:
-            self._link.send(Finish(request_id, outcome, None, times))
+            self._link.send(Finished(request_id, outcome, None, times))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
         """Return the open replicas, which accept requests; empty without a connection."""
@@ -310,7 +307,7 @@ class GatewayClient:
     # Called by the connector.
 
     def on_connected(self, link: Link, welcome: Welcome) -> None:
-        """Send a snapshot: waiting and running requests, and unacknowledged `Finish` messages."""
+        """Send a snapshot: waiting and running requests, and unacknowledged `Finished` messages."""
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
@@ -391,7 +388,7 @@ class GatewayClient:
                 self._subscribe(request)
 
     def on_heartbeat(self) -> None:
-        """Drop acknowledged `Finish` messages, and expire requests whose queue timeout has passed."""
+        """Drop acknowledged `Finished` messages, and expire requests whose queue timeout has passed."""
         link = self._link
         while (
             self._unacknowledged_finishes
@@ -483,7 +480,7 @@ class GatewayClient:
         waited_s, timeout_s = now - request.timed_since, self._timeout_s(request.submission)
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", request_id, waited_s)
-            self._link.send(Cancel(request_id))
+            self._link.send(Cancelled(request_id))
         reason = "was not dispatched" if self._link is not None else "the scheduler is disconnected"
         message = (
             f"the request waited {waited_s:.1f} s in the queue (timeout {timeout_s:g} s) and {reason}: retry "

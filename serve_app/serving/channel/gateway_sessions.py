@@ -44,11 +44,14 @@ without state. The rules that ensure this:
 import asyncio
 import contextvars
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from serve_app.core import Scheduler
 from serve_app.core.commands import Conclude, Dispatch, Revoke
 from serve_app.core.events import (
     Arrived,
@@ -59,21 +62,19 @@ from serve_app.core.events import (
     Finished,
     FirstToken,
     GatewayLost,
+    Message,
     ReplicaReported,
     Resumed,
 )
+from serve_app.core.request import ScheduledRequest
 from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
-from serve_app.request import PriorityClass, Request
+from serve_app.request import PriorityClass, Request, RequestTimes
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
-    Cancel,
     Exposition,
-    Finish,
-    First,
     GatewayPage,
     Granted,
-    Message,
     Outlooks,
     PageRequest,
     PutBack,
@@ -87,14 +88,8 @@ from serve_app.serving.channel.messages import (
     Submit,
     Watch,
 )
-from serve_app.serving.channel.request_book import (
-    GatewayRequest,
-    GatewaySession,
-    OrphanDetector,
-    RequestBook,
-    as_request,
-)
-from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
+from serve_app.serving.channel.orphans import OrphanDetector
+from serve_app.serving.channel.scheduler_client import RequestOutlook
 
 # Less than the second after which the requesting gateway gives up.
 _EXPOSITION_TIMEOUT_S = 0.6
@@ -144,8 +139,38 @@ _ORPHAN_TIMEOUT_S = 900.0
 _PART_BYTES = 64 * 1024
 
 
+@dataclass(slots=True, eq=False)
+class GatewaySession:
+    """State of one gateway.
+
+    Attributes:
+        link: None while it is disconnected.
+        in_snapshot: requests in its snapshot so far; None once the snapshot is complete.
+        release_timer: timer that releases its requests unless it reconnects.
+        lost: it did not reconnect in time; retained for requests that may still run.
+    """
+
+    gateway_id: str
+    link: Link | None = None
+    in_snapshot: set[str] | None = None
+    release_timer: asyncio.TimerHandle | None = None
+    lost: bool = False
+
+    def send(self, message: Message) -> None:
+        """Send a message if the gateway is connected; its next snapshot reveals missed ones."""
+        if self.link is not None:
+            self.link.send(message)
+
+    def note_in_snapshot(self, request_id: str) -> None:
+        """Record that the snapshot that is being read contains the request."""
+        if self.in_snapshot is not None:
+            self.in_snapshot.add(request_id)
+
+
 class SessionScheduler(Protocol):
-    """Interface of the live scheduler that the sessions use."""
+    """Interface of the live scheduler that the sessions use; they read the requests of its core."""
+
+    core: Scheduler
 
     def feed(self, event: Event) -> None:
         """Handle an event in the core, and execute its commands."""
@@ -189,18 +214,19 @@ class GatewaySessions:
         self._loop = asyncio.get_running_loop()
         self._gateways: dict[str, GatewaySession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.book = RequestBook()
         self._orphan_detector = OrphanDetector(
-            self.book, lambda request_id: scheduler.feed(Cancelled(request_id))
+            scheduler.core.requests,
+            lambda gateway_id: gateway_id in self._gateways and self._gateways[gateway_id].lost,
+            lambda request_id: scheduler.feed(Cancelled(request_id)),
         )
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._on_submit,
             Running: self._on_running,
             SnapshotEnd: self._on_snapshot_end,
             PutBack: self._on_put_back,
-            First: self._on_first,
-            Finish: self._on_finish,
-            Cancel: self._on_cancel,
+            FirstToken: self._on_first_token,
+            Finished: self._on_finish,
+            Cancelled: self._on_cancel,
             Watch: self._on_watch,
             Scrape: self._on_scrape,
             GatewayPage: self._on_metrics,
@@ -209,7 +235,7 @@ class GatewaySessions:
         self._metrics = GatewayMetrics(self._links)
 
     def __repr__(self) -> str:
-        return f"<GatewaySessions gateways {self.connected_count}, {self.book}>"
+        return f"<GatewaySessions gateways {self.connected_count}>"
 
     # Called by the server.
 
@@ -242,39 +268,37 @@ class GatewaySessions:
 
     # Called by the live scheduler.
 
-    def grant(self, command: Dispatch) -> None:
+    def grant(self, command: Dispatch, request: Request) -> None:
         """Send a grant to the request's gateway."""
-        record = self.book[command.request_id]
-        record.grants += 1
-        record.replica_id, record.started = command.replica_id, False
-        record.granted_at = self._scheduler.now()
-        record.granted = Granted(record.grants, command)
-        record.gateway.send(record.granted)
+        request.grants += 1
+        self._send(command.gateway_id, Granted(request.grants, command))
 
     def revoke(self, command: Revoke) -> None:
         """Revoke the grant by which a request runs; a message that is lost is not repeated."""
-        record = self.book[command.request_id]
-        if record.replica_id == command.replica_id:
-            record.gateway.send(Revoked(command.request_id, record.grants))
+        scheduled = self._scheduler.core.find(command.request_id)
+        if scheduled is not None and scheduled.replica_id == command.replica_id:
+            self._send(command.gateway_id, Revoked(command.request_id, scheduled.request.grants))
 
-    def conclude(self, command: Conclude) -> GatewayRequest:
-        """Remove a request, and send the rejection of a waiting one; return its record."""
-        record = self.book.pop(command.request_id)
-        if not record.is_running and command.conclusion.outcome is not Outcome.CANCELLED:
-            record.gateway.send(Rejected(command.request_id, command.conclusion))
-        return record
+    def conclude(self, command: Conclude, event: Event) -> None:
+        """Send the rejection of a request that waits; `event` led to it."""
+        waits = not command.dispatched or isinstance(event, DispatchFailed)
+        if waits and command.conclusion.outcome is not Outcome.CANCELLED:
+            self._send(command.gateway_id, Rejected(command.request_id, command.conclusion))
 
     def reject_failed(self, event: Event, message: str) -> None:
         """Fail the waiting request of an event that the core could not handle.
 
         Otherwise its gateway would submit it to the next scheduler, which would fail in the same way.
         """
-        request_id = (
-            event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", "")
-        )
-        record = self.book.get(request_id)
-        if record is not None and not record.is_running:
-            record.gateway.send(Rejected(request_id, Conclusion(Outcome.FAILED, message)))
+        request: Request | None = None
+        if isinstance(event, Arrived):
+            request = event.request
+        elif isinstance(event, DispatchFailed):
+            core = self._scheduler.core
+            scheduled = core.find(event.request_id) or core.ended.get(event.request_id)
+            request = None if scheduled is None else scheduled.request
+        if request is not None:
+            self._send(request.gateway_id, Rejected(request.request_id, Conclusion(Outcome.FAILED, message)))
 
     def on_report(self, event: ReplicaReported) -> None:
         """Check with an engine's report whether requests of lost gateways have ended."""
@@ -287,11 +311,11 @@ class GatewaySessions:
         """Send each gateway the outlooks of its waiting requests."""
         by_gateway: defaultdict[str, list[RequestOutlook]] = defaultdict(list)
         for outlook in outlooks:
-            record = self.book.get(outlook.request_id)
-            if record is not None and not record.is_running:
-                by_gateway[record.gateway.gateway_id].append(outlook)
+            scheduled = self._scheduler.core.find(outlook.request_id)
+            if scheduled is not None and scheduled.replica_id is None:
+                by_gateway[scheduled.request.gateway_id].append(outlook)
         for gateway_id, entries in by_gateway.items():
-            self._gateways[gateway_id].send(Outlooks(entries))
+            self._send(gateway_id, Outlooks(entries))
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every connected gateway."""
@@ -308,103 +332,86 @@ class GatewaySessions:
     def _on_submit(self, gateway: GatewaySession, message: Submit) -> None:
         request_id = message.submission.request_id
         gateway.note_in_snapshot(request_id)
-        record = self.book.get(request_id)
-        if record is None:
-            self._admit(gateway, message)
-        elif record.gateway is not gateway:
-            text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
+        scheduled = self._scheduler.core.find(request_id)
+        if scheduled is None:
+            self._scheduler.feed(Arrived(self._request(gateway, message)))
+        elif (owner := scheduled.request.gateway_id) != gateway.gateway_id:
+            text = f"request id {request_id} is in use by gateway {owner}"
             gateway.send(Rejected(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
-        elif record.is_running:
-            self._reconcile_grant(record, message)
+        elif scheduled.replica_id is not None:
+            self._reconcile_grant(gateway, scheduled, message)
 
-    def _admit(self, gateway: GatewaySession, message: Submit) -> None:
-        submission = message.submission
-        record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
-        self.book[submission.request_id] = record
-        request = self._request(gateway, message)
-        record.arrived_at = request.arrived_at
-        self._scheduler.feed(Arrived(request))
-
-    def _reconcile_grant(self, record: GatewayRequest, message: Submit) -> None:
+    def _reconcile_grant(self, gateway: GatewaySession, scheduled: ScheduledRequest, message: Submit) -> None:
         """Reconcile a request that runs here and waits there, by rule 2."""
         request_id = message.submission.request_id
-        if message.grants < record.grants and record.granted is not None:
-            if self._scheduler.is_registered(record.granted.dispatch.replica_id):
-                record.gateway.send(record.granted)
+        grants, dispatch = scheduled.request.grants, scheduled.dispatch
+        if message.grants < grants and dispatch is not None:
+            if self._scheduler.is_registered(dispatch.replica_id):
+                gateway.send(Granted(grants, dispatch))
             else:
                 failure, text = DispatchFailure.UNREACHABLE, "the replica has disconnected"
-                self._put_back(record, PutBack(request_id, "", failure, text, record.grants))
+                self._put_back(scheduled, PutBack(request_id, "", failure, text, grants))
         elif message.put_back is not None:
-            self._put_back(record, message.put_back)
+            self._put_back(scheduled, message.put_back)
         else:
             self._scheduler.feed(Cancelled(request_id))
-            self._admit(record.gateway, message)
+            self._scheduler.feed(Arrived(self._request(gateway, message)))
 
     def _on_running(self, gateway: GatewaySession, message: Running) -> None:
         request_id = message.submission.request_id
         gateway.note_in_snapshot(request_id)
-        record = self.book.get(request_id)
-        if record is not None and record.gateway is not gateway:
-            gateways = f"{record.gateway.gateway_id} and {gateway.gateway_id}"
-            raise ChannelError(f"request {request_id} is running on two gateways: {gateways}")
-        if record is None:
-            self._resume(gateway, message)
-        elif record.replica_id != message.replica_id or record.grants != message.grants:
+        scheduled = self._scheduler.core.find(request_id)
+        if scheduled is not None:
+            request = scheduled.request
+            if request.gateway_id != gateway.gateway_id:
+                gateways = f"{request.gateway_id} and {gateway.gateway_id}"
+                raise ChannelError(f"request {request_id} is running on two gateways: {gateways}")
+            if (scheduled.replica_id, request.grants) == (message.replica_id, message.grants):
+                if message.started:
+                    self._on_first_token(gateway, FirstToken(request_id))
+                return
             self._scheduler.feed(Cancelled(request_id))
-            self._resume(gateway, message)
-        elif message.started:
-            self._on_first(gateway, First(request_id))
-
-    def _resume(self, gateway: GatewaySession, message: Running) -> None:
-        submission = message.submission
-        record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
-        record.replica_id, record.started = message.replica_id, message.started
-        record.granted_at = self._scheduler.now()
-        self.book[submission.request_id] = record
         request = self._request(gateway, message)
-        record.arrived_at = request.arrived_at
         self._scheduler.feed(Resumed(request, message.replica_id, message.started))
 
     def _on_snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
         in_snapshot, gateway.in_snapshot = gateway.in_snapshot, None
         if in_snapshot is None:
             raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not started")
-        missing = [request_id for request_id in self.book.ids_of(gateway) if request_id not in in_snapshot]
-        for request_id in missing:
-            self._scheduler.feed(Cancelled(request_id))
+        for request_id in self._ids_of(gateway):
+            if request_id not in in_snapshot:
+                self._scheduler.feed(Cancelled(request_id))
 
     def _on_put_back(self, gateway: GatewaySession, message: PutBack) -> None:
-        record = self.book.own(gateway, message.request_id)
-        if record is None:
+        scheduled = self._own(gateway, message.request_id)
+        if scheduled is None:
             # The gateway waits for a grant or a rejection.
             text = f"request {message.request_id} is unknown to the scheduler"
             gateway.send(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
-        elif record.is_running and record.grants == message.grant:
-            self._put_back(record, message)
+        elif scheduled.replica_id is not None and scheduled.request.grants == message.grant:
+            self._put_back(scheduled, message)
 
-    def _on_first(self, gateway: GatewaySession, message: First) -> None:
-        record = self.book.own(gateway, message.request_id)
-        if record is not None and record.is_running and not record.started:
-            record.started = True
-            self._scheduler.feed(FirstToken(message.request_id))
+    def _on_first_token(self, gateway: GatewaySession, message: FirstToken) -> None:
+        scheduled = self._own(gateway, message.request_id)
+        if scheduled is not None and scheduled.replica_id is not None and not scheduled.started:
+            self._scheduler.feed(message)
 
-    def _on_finish(self, gateway: GatewaySession, message: Finish) -> None:
-        record = self.book.own(gateway, message.request_id)
-        if record is None:
+    def _on_finish(self, gateway: GatewaySession, message: Finished) -> None:
+        scheduled = self._own(gateway, message.request_id)
+        if scheduled is None:
             if message.times is not None:
                 self._scheduler.on_late_times(message.request_id, message.times)
-        elif record.is_running:
-            record.usage, record.times = message.usage, message.times
-            self._scheduler.feed(Finished(message.request_id, message.outcome, message.usage))
+        elif scheduled.replica_id is not None:
+            self._scheduler.feed(message)
         else:
             self._scheduler.feed(Cancelled(message.request_id))
 
-    def _on_cancel(self, gateway: GatewaySession, message: Cancel) -> None:
-        if self.book.own(gateway, message.request_id) is not None:
-            self._scheduler.feed(Cancelled(message.request_id))
+    def _on_cancel(self, gateway: GatewaySession, message: Cancelled) -> None:
+        if self._own(gateway, message.request_id) is not None:
+            self._scheduler.feed(message)
 
     def _on_watch(self, gateway: GatewaySession, message: Watch) -> None:
-        if self.book.own(gateway, message.request_id) is not None:
+        if self._own(gateway, message.request_id) is not None:
             self._scheduler.watch(message.request_id)
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
@@ -450,10 +457,26 @@ class GatewaySessions:
     def _links(self) -> dict[str, Link]:
         return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}
 
-    def _put_back(self, record: GatewayRequest, message: PutBack) -> None:
+    def _send(self, gateway_id: str, message: Message) -> None:
+        gateway = self._gateways.get(gateway_id)
+        if gateway is not None:
+            gateway.send(message)
+
+    def _own(self, gateway: GatewaySession, request_id: str) -> ScheduledRequest | None:
+        """Return a gateway's request; None if it is unknown or another gateway's."""
+        scheduled = self._scheduler.core.find(request_id)
+        is_own = scheduled is not None and scheduled.request.gateway_id == gateway.gateway_id
+        return scheduled if is_own else None
+
+    def _ids_of(self, gateway: GatewaySession) -> list[str]:
+        requests = self._scheduler.core.requests.of_gateway(gateway.gateway_id)
+        return [scheduled.request.request_id for scheduled in requests]
+
+    def _put_back(self, scheduled: ScheduledRequest, message: PutBack) -> None:
         failure, text = message.failure, message.message
         reported_limit = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
-        replica_id, tokens = record.release_grant(), message.generated_tokens
+        replica_id, tokens = scheduled.replica_id, message.generated_tokens
+        assert replica_id is not None, "only a running request waits again"
         self._scheduler.feed(
             DispatchFailed(message.request_id, replica_id, failure, text, reported_limit, tokens)
         )
@@ -463,7 +486,7 @@ class GatewaySessions:
         if gateway.link is not None:
             return
         self._scheduler.feed(GatewayLost(gateway.gateway_id))
-        if self.book.ids_of(gateway):
+        if self._ids_of(gateway):
             gateway.lost = True
             self._orphan_detector.has_orphans = True
             gateway.release_timer = self._loop.call_later(_ORPHAN_TIMEOUT_S, self._remove_gateway, gateway)
@@ -481,10 +504,43 @@ class GatewaySessions:
         if gateway.link is not None:
             return
         self._scheduler.feed(GatewayLost(gateway.gateway_id))
-        for request_id in self.book.ids_of(gateway):
+        for request_id in self._ids_of(gateway):
             self._scheduler.feed(Cancelled(request_id))
         self._gateways.pop(gateway.gateway_id, None)
 
     def _request(self, gateway: GatewaySession, message: Submit | Running) -> Request:
         default_timeout_s = self._scheduler.queue_timeout_s(message.submission.priority)
-        return as_request(gateway.gateway_id, message, self._scheduler.now(), default_timeout_s)
+        return _as_request(gateway.gateway_id, message, self._scheduler.now(), default_timeout_s)
+
+
+def _as_request(gateway_id: str, message: Submit | Running, now: float, default_timeout_s: float) -> Request:
+    """Convert a submission to a request on the scheduler's clock.
+
+    Raises:
+        ChannelError: its age is invalid.
+    """
+    submission, age_s = message.submission, message.age_s
+    waits = isinstance(message, Submit)
+    if not 0 <= age_s < math.inf:
+        raise ChannelError(f"invalid age of a request: {age_s} s")
+    put_back = message.put_back if isinstance(message, Submit) else None
+    failure = None if put_back is None else put_back.failure
+    # As in `ChannelRequest.timed_since`; the time since the put-back is short, and not known here.
+    is_served = put_back is not None and put_back.failure.is_after_service(put_back.generated_tokens)
+    timed_s = 0.0 if is_served else age_s
+    timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
+    return Request(
+        submission=submission,
+        gateway_id=gateway_id,
+        arrived_at=now - age_s,
+        expires_at=now - timed_s + timeout_s,
+        attempts=_attempts(message.grants if waits else message.grants - 1, failure),
+        lost=failure is DispatchFailure.LOST,
+        client_request_id=message.client_request_id,
+        grants=message.grants,
+    )
+
+
+def _attempts(dispatches: int, failure: DispatchFailure | None) -> int:
+    """Return the dispatches that count as failed. After a revocation none do, as most were revoked, too."""
+    return 0 if failure is DispatchFailure.REVOKED else max(0, dispatches)

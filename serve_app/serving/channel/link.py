@@ -26,13 +26,13 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
+from serve_app.core.events import Message
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.messages import (
     VERSION,
     FromPeer,
     FromScheduler,
     Heartbeat,
-    Message,
     to_previous_version,
 )
 from serve_app.serving.channel.settings import ChannelSettings

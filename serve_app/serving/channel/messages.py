@@ -3,6 +3,10 @@
 A message is a msgpack array that begins with its name; a frame is an array of messages. Their order is
 preserved within a connection.
 
+`FirstToken`, `Finished` and `Cancelled` are events of the core (`core.events`), and are sent as they are. The
+messages here differ from events and commands: times are ages, because clocks differ, grants have numbers, the
+scheduler completes put-backs, and addresses of replicas have secrets, which decision logs must not contain.
+
 `VERSION` rises with every release that changes the shape or meaning of a message. A process supports its own
 version and the one before, so the parts of an application can be upgraded one by one, in any order:
 
@@ -22,11 +26,11 @@ from typing import Any
 import msgspec
 
 from serve_app.core.commands import Dispatch
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken, Message
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.errors import ChannelError, Conclusion, Outcome
-from serve_app.request import PriorityClass, Submission, Usage
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook, RequestTimes
+from serve_app.errors import ChannelError, Conclusion
+from serve_app.request import PriorityClass, Submission
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook
 
 VERSION = 2
 OLDEST_VERSION = 1
@@ -55,10 +59,6 @@ class Role(enum.StrEnum):
 
     GATEWAY = "gateway"
     REPLICA = "replica"
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower, gc=False):
-    """Base of all messages; `gc=False` because none can be part of a reference cycle."""
 
 
 # In both directions.
@@ -99,6 +99,8 @@ class Bye(Message, frozen=True):
 
 class PutBack(Message, frozen=True):
     """Grant number `grant` failed before the first byte, or can be continued; the request waits again.
+
+    It becomes the event `DispatchFailed`, with the context limit that the engine states in `message`.
 
     Attributes:
         generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
@@ -142,31 +144,6 @@ class Running(Message, frozen=True):
 
 class SnapshotEnd(Message, frozen=True):
     """End of the snapshot; later messages are changes."""
-
-
-class First(Message, frozen=True):
-    """First byte of the answer of a request."""
-
-    request_id: str
-
-
-class Finish(Message, frozen=True):
-    """End of a granted request; `times` are for its receipt.
-
-    Also sent for requests that were rejected or cancelled while they waited, which the scheduler has already
-    forgotten, to complete their receipts.
-    """
-
-    request_id: str
-    outcome: Outcome
-    usage: Usage | None
-    times: RequestTimes | None = None
-
-
-class Cancel(Message, frozen=True):
-    """The client no longer waits for the request."""
-
-    request_id: str
 
 
 class Watch(Message, frozen=True):
@@ -296,7 +273,17 @@ class PageRequest(Message, frozen=True):
 
 
 FromGateway = (
-    Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Watch | Scrape | GatewayPage | Query
+    Submit
+    | PutBack
+    | Running
+    | SnapshotEnd
+    | FirstToken
+    | Finished
+    | Cancelled
+    | Watch
+    | Scrape
+    | GatewayPage
+    | Query
 )
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica

@@ -16,13 +16,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.core.events import Event, ReplicaJoined, ReplicaLost, ReplicaReported
+from serve_app.core.events import Event, Message, ReplicaJoined, ReplicaLost, ReplicaReported
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     EngineFailed,
-    Message,
     Register,
     ReplicaEntry,
     ReplicaTable,

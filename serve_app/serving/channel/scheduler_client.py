@@ -4,14 +4,14 @@ The gateway's handlers use `SchedulerClient`; the control channel implements it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Submission, Usage
+from serve_app.request import RequestTimes, Submission, Usage
 
 
 class ServerAddress(NamedTuple):
@@ -63,78 +63,6 @@ class Grant:
 
     dispatch: Dispatch
     address: ReplicaAddress
-
-
-class EngineTimes(NamedTuple):
-    """Stage times of a request inside an engine, in seconds; None for those it does not report.
-
-    Attributes:
-        queue_s: wait in the engine's queue.
-        prefill_s: from the end of that wait to the first token.
-        generation_s: from the first token to the last.
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    generation_s: float | None = None
-
-
-class RequestTimes(NamedTuple):
-    """Stage times of a request at its gateway, in seconds, for its receipt.
-
-    Attributes:
-        endpoint: path of the request.
-        read_s: from arrival to submission.
-        grant_s: from submission to the last grant, or to the end without one.
-        first_token_s: from the grant to the first token; None if the answer is not streamed.
-        engine_s: from the grant to the end in the engine; None if the request ended in the queue.
-        engine: the engine's own times; None if it reports none.
-    """
-
-    endpoint: str
-    read_s: float
-    grant_s: float
-    first_token_s: float | None
-    engine_s: float | None
-    engine: EngineTimes | None = None
-
-    def stages(self, wait_s: float) -> Iterator[tuple[str, float]]:
-        """Yield its stages; see the function `stages`."""
-        return stages(
-            wait_s,
-            read_s=self.read_s,
-            grant_s=self.grant_s,
-            first_token_s=self.first_token_s,
-            engine_s=self.engine_s,
-        )
-
-
-def stages(
-    wait_s: float,
-    *,
-    read_s: float | None = None,
-    grant_s: float | None = None,
-    first_token_s: float | None = None,
-    engine_s: float | None = None,
-) -> Iterator[tuple[str, float]]:
-    """Yield the known stages of a request with their seconds, in order.
-
-    They add up to the time since arrival at the gateway.
-
-    Args:
-        wait_s: time in the queue, measured by the scheduler.
-        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over.
-    """
-    if read_s is not None and grant_s is not None:
-        yield "gateway", read_s
-        yield "channel", grant_s - wait_s
-    yield "queue", wait_s
-    if first_token_s is not None:
-        yield "until_first_token", first_token_s
-        if engine_s is not None:
-            yield "generation", engine_s - first_token_s
-    elif engine_s is not None:
-        yield "engine", engine_s
 
 
 class RequestOutlook(NamedTuple):

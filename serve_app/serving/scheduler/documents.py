@@ -53,15 +53,13 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
 def replica_documents(
     core: Scheduler,
     reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]],
-    in_flight: Mapping[str, int],
     stale: Collection[str],
 ) -> dict[str, Any]:
-    """Return the state of each replica, and what is reserved on it; gateways report requests in flight."""
+    """Return the state of each replica, and what is reserved on it."""
     documents: dict[str, dict[str, Any]] = {
         replica_id: {
             **asdict(spec),
             **_context_of(core, replica_id, spec),
-            "in_flight": in_flight.get(replica_id, 0),
             "report": asdict(report) if report else None,
             **_reserved(core.ledger.get(replica_id)),
             "stale": replica_id in stale,
@@ -81,13 +79,14 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
 
 
 def _reserved(state: ReplicaState | None) -> dict[str, Any]:
-    """Return what the scheduler has reserved on a replica; empty if the core does not know it.
+    """Return what the scheduler has reserved on a replica; nothing if the core does not know it.
 
     `budget_tokens` is None if the engine does not report the size of its KV cache.
     """
     if state is None:
-        return {}
+        return {"in_flight": 0}
     return {
+        "in_flight": state.in_flight,
         "peak_tokens": state.peak_tokens,
         "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
         "reserved_tokens": state.reserved_tokens,
@@ -139,8 +138,8 @@ def slowest(history: RequestHistory, now: float) -> list[dict[str, Any]]:
     return [
         {
             "request_id": known.request_id,
-            "tenant": known.gateway_request.tenant,
-            "class": known.gateway_request.priority.value,
+            "tenant": known.request.tenant,
+            "class": known.request.priority.value,
             "outcome": known.conclude.conclusion.outcome.value if known.conclude is not None else "",
             "pool": known.pool,
             "ended_s_ago": now - known.ended_at,
@@ -153,12 +152,12 @@ def slowest(history: RequestHistory, now: float) -> list[dict[str, Any]]:
 
 
 def _is_streamed(known: HistoryRecord) -> bool:
-    times = known.gateway_request.times
+    times = known.times
     return times is not None and times.first_token_s is not None
 
 
 def _first_token_s(known: HistoryRecord) -> float:
-    times = known.gateway_request.times
+    times = known.times
     if times is None or times.first_token_s is None:
         return known.wait_s or 0.0
     return times.read_s + times.grant_s + times.first_token_s
@@ -174,11 +173,11 @@ def captured(history: RequestHistory) -> list[dict[str, Any]]:
     would confirm a guessed prompt.
     """
     counted = [
-        (known, known.gateway_request.usage)
+        (known, known.usage)
         for known in history.ended()
         if known.conclude is not None
         and known.conclude.conclusion.outcome is Outcome.COMPLETED
-        and known.gateway_request.usage is not None
+        and known.usage is not None
     ]
     counted.sort(key=lambda pair: pair[0].arrived_at)
     return [
@@ -187,8 +186,8 @@ def captured(history: RequestHistory) -> list[dict[str, Any]]:
             "input_length": usage.prompt_tokens,
             "output_length": usage.output_tokens,
             "hash_ids": [],
-            "tenant": _pseudonym(known.gateway_request.tenant),
-            "priority": known.gateway_request.priority.value,
+            "tenant": _pseudonym(known.request.tenant),
+            "priority": known.request.priority.value,
         }
         for known, usage in counted
     ]

@@ -87,14 +87,15 @@ class FigureCollector(Collector):
 
 
 def replica_figures(
-    reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]], in_flight: Mapping[str, int]
+    core: Scheduler, reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]]
 ) -> list[Figures]:
-    """Return the figures of each replica; gateways report the requests in flight."""
+    """Return the figures of each replica."""
     labels = ("pool", "replica")
     sent, kv_usage, waiting = (dict[tuple[str, ...], float]() for _ in range(3))
     for replica_id, (spec, report) in reports.items():
         key = spec.pool, replica_id
-        sent[key] = in_flight.get(replica_id, 0)
+        state = core.ledger.get(replica_id)
+        sent[key] = 0 if state is None else state.in_flight
         if report is not None and report.kv_usage_ratio is not None:
             kv_usage[key] = report.kv_usage_ratio
         if report is not None and report.waiting is not None:

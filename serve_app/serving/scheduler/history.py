@@ -14,11 +14,10 @@ import msgspec
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
-from serve_app.core.events import Arrived, Resumed
+from serve_app.core.events import Arrived, Finished, Resumed
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.request import ScheduledRequest
-from serve_app.serving.channel.request_book import GatewayRequest
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.request import Request, RequestTimes, Usage
 from serve_app.serving.scheduler.journal import Entry
 
 RETENTION_S = 600.0
@@ -56,36 +55,39 @@ class HistoryRecord:
     """Record of one request; times are on the scheduler's clock.
 
     Attributes:
-        gateway_request: its description by the gateway, with usage and times once the request has ended. For
-            a request that ended in the queue, the times arrive slightly later.
+        request: as it arrived; the hashes of its prompt are dropped at its end.
         arrived_unix_s: arrival in seconds since the epoch.
         home: pool for which it has waited; empty if it did not wait.
         turn: its turn in a program; None if it belongs to none.
         conclude: None while it is open.
+        usage: the engine's token counts, after its end.
+        times: the gateway's times, after its end; for a request that ended in the queue, slightly later.
     """
 
-    gateway_request: GatewayRequest
+    request: Request
     arrived_unix_s: float
     home: str
     turn: ProgramTurn | None
     attempts: list[Attempt] = field(default_factory=list)
     conclude: Conclude | None = None
     ended_at: float = math.inf
+    usage: Usage | None = None
+    times: RequestTimes | None = None
 
     @property
     def request_id(self) -> str:
         """Id on the channel."""
-        return self.gateway_request.submission.request_id
+        return self.request.request_id
 
     @property
     def arrived_at(self) -> float:
         """Time of arrival."""
-        return self.gateway_request.arrived_at
+        return self.request.arrived_at
 
     @property
     def client_request_id(self) -> str:
         """Id that the client uses for it."""
-        return self.gateway_request.client_request_id or self.request_id
+        return self.request.client_request_id or self.request_id
 
     @property
     def last(self) -> Attempt | None:
@@ -161,8 +163,8 @@ class RequestHistory:
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         """Add the times of a request that ended in the queue; repeated messages are ignored."""
         known = self._ended_by_id.get(request_id)
-        if known is not None and known.gateway_request.times is None:
-            known.gateway_request.times = times
+        if known is not None and known.times is None:
+            known.times = times
 
     def find(self, request_id: str) -> HistoryRecord | None:
         """Return the request with this id, or the last one to which a client gave it.
@@ -203,17 +205,16 @@ class RequestHistory:
                 yield attempt, known
 
     def _begin(self, entry: Entry) -> None:
-        scheduled, gateway_request = entry.scheduled, entry.gateway_request
-        if gateway_request is None:
-            return
+        assert isinstance(entry.event, Arrived | Resumed)
+        request, scheduled = entry.event.request, entry.scheduled
         home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
         # Computed once, so that all documents about a request agree.
-        arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
+        arrived = self._unix_clock() - (entry.now - request.arrived_at)
         turn = None if scheduled is None else scheduled.turn
-        known = HistoryRecord(gateway_request, arrived, home, turn)
-        self._open[gateway_request.submission.request_id] = known
-        if gateway_request.client_request_id:
-            self._by_client[gateway_request.client_request_id] = known
+        known = HistoryRecord(request, arrived, home, turn)
+        self._open[request.request_id] = known
+        if request.client_request_id:
+            self._by_client[request.client_request_id] = known
 
     def _dispatched(self, entry: Entry, dispatch: Dispatch, scheduled: ScheduledRequest) -> None:
         self.dispatches += 1
@@ -235,15 +236,16 @@ class RequestHistory:
             )
         )
 
-    def _end(self, entry: Entry, conclude: Conclude, _request: GatewayRequest) -> None:
-        known, now = self._open.pop(conclude.request_id, None), entry.now
+    def _end(self, entry: Entry, conclude: Conclude, scheduled: ScheduledRequest) -> None:
+        known, now, event = self._open.pop(conclude.request_id, None), entry.now, entry.event
         if known is None:
             return
-        known.conclude, known.ended_at = conclude, now
-        gateway_request = known.gateway_request
-        if gateway_request.submission.prefix:
+        known.conclude, known.ended_at, known.usage = conclude, now, scheduled.usage
+        if isinstance(event, Finished) and event.request_id == conclude.request_id:
+            known.times = event.times
+        if (submission := known.request.submission).prefix:
             # The hashes take up to some kilobytes and are no longer needed.
-            gateway_request.submission = msgspec.structs.replace(gateway_request.submission, prefix=())
+            known.request.submission = msgspec.structs.replace(submission, prefix=())
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known
         while len(self._ended) > self._most or self._ended[0].ended_at < now - RETENTION_S:
@@ -253,7 +255,7 @@ class RequestHistory:
         self.complete_since = known.ended_at
         for index, name in (
             (self._ended_by_id, known.request_id),
-            (self._by_client, known.gateway_request.client_request_id),
+            (self._by_client, known.request.client_request_id),
         ):
             if index.get(name) is known:
                 del index[name]

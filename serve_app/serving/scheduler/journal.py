@@ -25,7 +25,6 @@ from serve_app.core.commands import (
 )
 from serve_app.core.events import Event
 from serve_app.core.request import ScheduledRequest
-from serve_app.serving.channel.request_book import GatewayRequest
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,16 +33,14 @@ logger = logging.getLogger("ray.serve")
 class Entry:
     """One event with its consequences and the requests that they concern.
 
-    Requests are looked up once for all subscribers, because core and request book forget ended ones.
+    Requests are looked up once for all subscribers, because the core forgets ended ones.
 
     Attributes:
         core: the scheduler after the event.
         now: time on the scheduler's clock.
         scheduled: the request that arrived, received its first token or finished; None for other events, and
-            for requests that the core does not know.
-        gateway_request: the gateway's description of a new request; None for other events.
-        requests: the request of each command: the core's for `Dispatch`, the gateway's description for
-            `Conclude`, and None for others.
+            for requests that the core does not know or has rejected at once.
+        requests: the request of each `Dispatch` and `Conclude`; None for other commands.
     """
 
     core: Scheduler
@@ -51,8 +48,7 @@ class Entry:
     event: Event
     commands: list[Command]
     scheduled: ScheduledRequest | None = None
-    gateway_request: GatewayRequest | None = None
-    requests: list[ScheduledRequest | GatewayRequest | None] = field(default_factory=list)
+    requests: list[ScheduledRequest | None] = field(default_factory=list)
 
 
 class Subscriber(Protocol):

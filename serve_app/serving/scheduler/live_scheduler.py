@@ -13,6 +13,7 @@ import contextvars
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,15 @@ from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Revoke
 from serve_app.core.decision_log import RunHeader
-from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
+from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Woke
 from serve_app.core.learned_state import restore_state
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import ChannelError
-from serve_app.request import PriorityClass
+from serve_app.request import PriorityClass, RequestTimes
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
-from serve_app.serving.channel.request_book import GatewayRequest
-from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.process import precise_clock
@@ -229,20 +228,19 @@ class LiveScheduler:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the scheduler, for operators."""
-        in_flight, stale = self._gateways.book.in_flight(), self._replicas.stale()
         return {
             "model": self._settings.model,
             "incarnation": self._options.incarnation,
             "ended": self.end_reason,
             "gateways": self._gateways.connected_count,
             "queues": self.tuner.queues.describe(self.now()),
-            "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
+            "waiting": {priority.value: n for priority, n in self._waiting().items()},
             "tuner": self.tuner.status(),
             "mode": self.mode.describe(),
             "pools": list(self._settings.routing.pools),
             "observer_errors": self._journal.errors,
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
-            "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, stale),
+            "replicas": replica_documents(self.core, self._replicas.reports(), self._replicas.stale()),
             "endpoints": self.endpoints.documents(),
         }
 
@@ -259,7 +257,7 @@ class LiveScheduler:
         now = self._now if isinstance(event, Arrived) else self.now()  # an arrival was stamped just before
         try:
             entry = self._handle(event, now)
-            entry.requests = [self._execute(command) for command in entry.commands]
+            entry.requests = [self._execute(command, event) for command in entry.commands]
             self._schedule_wakeup()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
@@ -307,24 +305,26 @@ class LiveScheduler:
     # Internals.
 
     def _handle(self, event: Event, now: float) -> Entry:
-        """Handle an event in the core, and look up its requests while they are known."""
-        core, book = self.core, self._gateways.book
-        scheduled = gateway_request = None
-        match event:
-            case Finished() | FirstToken():
-                scheduled = core.find(event.request_id)
-            case Arrived() | Resumed():
-                gateway_request = book.get(event.request.request_id)
+        """Handle an event in the core, and look up its request."""
+        core, scheduled = self.core, None
         began = perf_counter()
         commands = core.handle(event, now)
         self._metrics.on_decision(perf_counter() - began)
-        if isinstance(event, Arrived):
-            scheduled = core.find(event.request.request_id)
-        return Entry(core, now, event, commands, scheduled, gateway_request)
+        match event:
+            case Arrived():
+                scheduled = core.find(event.request.request_id)
+            case FirstToken():
+                scheduled = core.find(event.request_id)
+            case Finished():
+                scheduled = core.ended.get(event.request_id)
+        return Entry(core, now, event, commands, scheduled)
+
+    def _waiting(self) -> Counter[PriorityClass]:
+        """Return the number of queued requests by class."""
+        return Counter(each.request.priority for each in self.core.requests if each.queued)
 
     async def _figures(self) -> list[Figures]:
-        core, now, names, book = self.core, self.now(), self._metrics.names, self._gateways.book
-        waiting = book.waiting()
+        core, now, names, waiting = self.core, self.now(), self._metrics.names, self._waiting()
         return [
             figure(
                 "ewsjf_scheduler_incarnation",
@@ -341,7 +341,7 @@ class LiveScheduler:
                 "ewsjf_replicas_stale", "Replicas whose load report is too old.", len(self._replicas.stale())
             ),
             figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected_count),
-            *replica_figures(self._replicas.reports(), book.in_flight()),
+            *replica_figures(core, self._replicas.reports()),
             *core_figures(core),
             *queue_figures(core, now, names),
             *pool_figures(core, now),
@@ -353,16 +353,18 @@ class LiveScheduler:
     def _render(self, figures: list[Figures]) -> str:
         return self._metrics.exposition(figures) + self._options.more_metrics()
 
-    def _execute(self, command: Command) -> ScheduledRequest | GatewayRequest | None:
+    def _execute(self, command: Command, event: Event) -> ScheduledRequest | None:
         """Execute a command, and return its request for the journal."""
         match command:
             case Dispatch():
                 # A grant refers to the replica table, and must follow it on the connection.
                 self._replicas.publish_changes()
-                self._gateways.grant(command)
-                return self.core.find(command.request_id)
+                scheduled = self.core.requests[command.request_id]
+                self._gateways.grant(command, scheduled.request)
+                return scheduled
             case Conclude():
-                return self._gateways.conclude(command)
+                self._gateways.conclude(command, event)
+                return self.core.ended[command.request_id]
             case Revoke():
                 self._gateways.revoke(command)
             case ReportStale(replica_id=replica_id):

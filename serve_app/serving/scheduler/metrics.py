@@ -18,7 +18,6 @@ from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
@@ -203,10 +202,11 @@ class SchedulerMetrics:
             routing = entry.core.settings.routing
             self.on_end(entry.scheduled, entry.event.outcome, routing.pools, routing.b_short_tokens)
 
-    def _on_conclusion(self, _entry: Entry, command: Conclude, request: GatewayRequest) -> None:
-        self._concluded[self._model, request.priority, command.conclusion.outcome].inc()
+    def _on_conclusion(self, _entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+        priority = scheduled.request.priority
+        self._concluded[self._model, priority, command.conclusion.outcome].inc()
         if command.waited is not None:
-            self._on_wait(command.waited, request.priority)
+            self._on_wait(command.waited, priority)
 
     def _on_dispatch(self, _entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
         model, priority, prediction = self._model, scheduled.request.priority, scheduled.prediction

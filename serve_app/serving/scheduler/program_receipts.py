@@ -47,7 +47,7 @@ async def _turns(program: Program, history: RequestHistory, now: float) -> list[
 
 
 def _turn(known: HistoryRecord, turn: ProgramTurn, now: float) -> dict[str, Any]:
-    times, usage = known.gateway_request.times, known.gateway_request.usage
+    times, usage = known.times, known.usage
     conclude, waits = known.conclude, known.last is None and known.conclude is None
     room_ns = known.waited.causes.get(WaitCause.RESIDENCY, 0)
     first_token_s = times.first_token_s if times is not None else None

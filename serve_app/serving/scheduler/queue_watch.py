@@ -13,7 +13,6 @@ from serve_app.core import Scheduler
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.outlook.watched import CalibrationError, Outlook, WatchedRequests
 from serve_app.core.request import ScheduledRequest
-from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.scheduler.journal import Entry
 
@@ -63,7 +62,7 @@ class QueueWatch:
         if self._watched:
             self._count(self._watched.on_dispatch(scheduled, entry.now))
 
-    def _on_conclusion(self, entry: Entry, command: Conclude, _request: GatewayRequest) -> None:
+    def _on_conclusion(self, entry: Entry, command: Conclude, _scheduled: ScheduledRequest) -> None:
         if self._watched:
             outcome = command.conclusion.outcome
             self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))

@@ -21,7 +21,7 @@ from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.outlook.order import expected_order
 from serve_app.core.request import ScheduledRequest
-from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes, stages
+from serve_app.request import EngineTimes, RequestTimes, stages
 from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory
 from serve_app.serving.scheduler.queue_watch import QueueWatch
@@ -57,8 +57,8 @@ class Receipts:
         conclusion, last, usage, times = (
             known.conclude.conclusion,
             known.last,
-            known.gateway_request.usage,
-            known.gateway_request.times,
+            known.usage,
+            known.times,
         )
         served = None
         if known.waited.causes and known.pool:
@@ -158,7 +158,7 @@ class Receipts:
                 and attempt.dispatch.pool == pool
                 and other.request_id != known.request_id
             ):
-                counts[other.gateway_request.priority.value, other.gateway_request.tenant] += 1
+                counts[other.request.priority.value, other.request.tenant] += 1
         named = counts.most_common(MAX_NAMED)
         return {
             "pool": pool,
@@ -173,7 +173,7 @@ class Receipts:
 
 
 def _facts(known: HistoryRecord) -> dict[str, Any]:
-    submission = known.gateway_request.submission
+    submission = known.request.submission
     return {
         "request_id": known.request_id,
         "client_request_id": known.client_request_id,

@@ -12,9 +12,9 @@ from typing import Any
 
 from serve_app.core.commands import Conclude
 from serve_app.core.events import Arrived, FirstToken
+from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.scheduler.journal import Entry
 
 SLOT_S = 5.0
@@ -133,8 +133,9 @@ class RecentActivity:
                 firsts[priority] = Counter()
             firsts[priority][_step_of(now - scheduled.request.arrived_at)] += 1
 
-    def _on_conclusion(self, entry: Entry, command: Conclude, request: GatewayRequest) -> None:
-        slot, usage, priority = self._slot(entry.now), request.usage, request.priority
+    def _on_conclusion(self, entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+        slot, usage, request = self._slot(entry.now), scheduled.usage, scheduled.request
+        priority = request.priority
         slot.outcomes[priority, command.conclusion.outcome] += 1
         if usage is not None:
             key = priority, request.tenant

@@ -20,9 +20,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.commands import Conclude
+from serve_app.core.events import DispatchFailed, Finished
+from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.snapshot import section
 from serve_app.request import Usage
-from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
@@ -64,14 +65,14 @@ class UsageLedger:
         """Return the handler of the ends of requests."""
         return {Conclude: self._on_conclusion}
 
-    def _on_conclusion(self, entry: Entry, conclude: Conclude, request: GatewayRequest) -> None:
+    def _on_conclusion(self, entry: Entry, conclude: Conclude, scheduled: ScheduledRequest) -> None:
         """Count a request that ended in an engine and had a key."""
-        key = request.submission.key
-        if key is not None and key.key_id and request.is_running:
-            usage = request.usage
-            if entry.scheduled is not None:
-                usage = entry.scheduled.used_after(conclude.conclusion.outcome)
-            self.add(key.key_id, request.submission.spec.model, usage)
+        submission, event = scheduled.request.submission, entry.event
+        ended_in_engine = conclude.dispatched and not isinstance(event, DispatchFailed)
+        if submission.key is not None and submission.key.key_id and ended_in_engine:
+            is_reported = isinstance(event, Finished)
+            usage = scheduled.used_after(conclude.conclusion.outcome) if is_reported else None
+            self.add(submission.key.key_id, submission.spec.model, usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:
         """Count a request under the model name that it used, with the engine's counts if it sent any."""

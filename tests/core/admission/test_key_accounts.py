@@ -211,7 +211,9 @@ def test_the_weight_of_a_key_decides_the_share_of_its_tenant() -> None:
         driver.arrive(f"a{number}", tenant="a", key=key("ka", weight=3.0))
         driver.arrive(f"b{number}", tenant="b", key=key("kb"))
     served: list[str] = []
-    running = [found.request.request_id for found in driver.scheduler.requests_of("g1") if not found.queued]
+    running = [
+        found.request.request_id for found in driver.scheduler.requests.of_gateway("g1") if not found.queued
+    ]
     while len(served) < 40:
         ended = running.pop(0)
         served.append(ended)

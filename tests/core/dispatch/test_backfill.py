@@ -107,7 +107,7 @@ def test_beside_others_its_prefills_take_at_most_that_share_of_the_time() -> Non
         batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1)
     ended = 0
     for _ in range(600):
-        running = [each for each in driver.scheduler.requests_of("g1") if each.replica_id]
+        running = [each for each in driver.scheduler.requests.of_gateway("g1") if each.replica_id]
         for each in running:
             if each.request.request_id != "i":
                 usage = Usage(prompt_tokens=900, output_tokens=1)

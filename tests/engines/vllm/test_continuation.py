@@ -109,10 +109,11 @@ async def test_a_revoked_request_is_continued_behind_the_gateway(engine: Running
 async def revoked(stack: ServingStack) -> int:
     """Revoke the running request after some tokens; return the number with which it continues."""
     live, events = stack.control_plane.live, list[DispatchFailed]()
-    book = live._gateways.book
-    await until(lambda: is_true(any(record.started for record in book.values())), 60.0)
+    requests = live.core.requests
+    await until(lambda: is_true(any(scheduled.started for scheduled in requests)), 60.0)
     await asyncio.sleep(0.4)
-    ((request_id, record),) = book.items()
+    (scheduled,) = requests
+    request_id, replica_id = scheduled.request.request_id, scheduled.replica_id
     handle = live.core.handle
 
     def noted(event: Any, now: float) -> Any:
@@ -122,8 +123,8 @@ async def revoked(stack: ServingStack) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.core, "handle", noted)
-        assert record.replica_id is not None
-        live._gateways.revoke(Revoke(request_id=request_id, gateway_id="g1", replica_id=record.replica_id))
+        assert replica_id is not None
+        live._gateways.revoke(Revoke(request_id=request_id, gateway_id="g1", replica_id=replica_id))
         await until(lambda: is_true(bool(events)))
     return events[0].generated_tokens
 

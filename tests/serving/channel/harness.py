@@ -17,7 +17,7 @@ import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Revoke
-from serve_app.core.events import DispatchFailure, Event, Woke
+from serve_app.core.events import DispatchFailure, Event, Message, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
@@ -25,7 +25,7 @@ from serve_app.errors import Conclusion, EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
-from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Message, Role, SchedulerEndpoint
+from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings

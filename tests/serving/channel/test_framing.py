@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.core.events import Cancelled, Finished, Message
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.link import FrameReader, decode_from_peer, encode_frames
-from serve_app.serving.channel.messages import Cancel, Finish, FromPeer, Heartbeat, Message, Submit
+from serve_app.serving.channel.messages import FromPeer, Heartbeat, Submit
 from tests.serving.channel.harness import submission
 
 LIMIT = 1 << 20
@@ -21,7 +22,7 @@ def some_messages(count: int) -> list[Message]:
     return [
         Submit(submission(f"r{n}"), 0.25)
         if n % 3
-        else Finish(f"r{n}", Outcome.COMPLETED, Usage(prompt_tokens=n, output_tokens=2))
+        else Finished(f"r{n}", Outcome.COMPLETED, Usage(prompt_tokens=n, output_tokens=2))
         for n in range(count)
     ]
 
@@ -57,8 +58,8 @@ def test_messages_are_spread_over_several_frames_in_order(count: int, limit: int
 
 
 def test_a_single_message_beyond_the_limit_is_rejected_by_name_and_size() -> None:
-    with pytest.raises(ChannelError, match=r"Cancel message of .* bytes exceeds the frame limit \(max 100\)"):
-        encode_frames([Cancel("x" * 200)], 100)
+    with pytest.raises(ChannelError, match=r"Cancelled message of .* exceeds the frame limit \(max 100\)"):
+        encode_frames([Cancelled("x" * 200)], 100)
 
 
 def test_a_length_beyond_the_limit_is_rejected_before_its_bytes_arrive() -> None:

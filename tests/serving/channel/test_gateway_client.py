@@ -1,14 +1,14 @@
 import asyncio
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from serve_app.core.commands import Dispatch
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import DispatchFailure, Finished
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
-from serve_app.serving.channel.messages import Finish, Granted, ReplicaEntry, ReplicaTable, Welcome
+from serve_app.serving.channel.messages import Granted, ReplicaEntry, ReplicaTable, Welcome
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
@@ -205,7 +205,7 @@ async def test_only_finish_messages_without_acknowledgement_are_sent_again(
     for name in ("r1", "r2"):
         request = asyncio.create_task(gateway.acquire(submission(name)))
         await asyncio.sleep(0)
-        gateway.on_message(Granted(1, replace(DISPATCH, request_id=name)))
+        gateway.on_message(Granted(1, msgspec.structs.replace(DISPATCH, request_id=name)))
         await request
         gateway.end(name, Outcome.COMPLETED)
         if name == "r1":
@@ -213,7 +213,7 @@ async def test_only_finish_messages_without_acknowledgement_are_sent_again(
     gateway.on_heartbeat()
     gateway.on_disconnected()
     gateway.on_connected(next_link, Welcome(1, {}))  # type: ignore[arg-type]
-    assert [message.request_id for message in next_link.of(Finish)] == ["r2"]
+    assert [message.request_id for message in next_link.of(Finished)] == ["r2"]
 
 
 async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:

@@ -5,21 +5,18 @@ from dataclasses import replace
 from serve_app.core import Scheduler
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.dispatch.engine_priority import BAND, EnginePrioritySettings
-from serve_app.core.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
-from serve_app.errors import Outcome
-from serve_app.request import PriorityClass
-from serve_app.serving.channel.gateway_sessions import GatewaySessions
-from serve_app.serving.channel.messages import (
-    Finish,
-    Granted,
+from serve_app.core.events import (
+    DispatchFailure,
+    Event,
+    Finished,
     Message,
-    PutBack,
-    Rejected,
-    Running,
-    SnapshotEnd,
-    Submit,
+    ReplicaJoined,
+    ReplicaReported,
 )
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, RequestTimes
+from serve_app.serving.channel.gateway_sessions import GatewaySessions
+from serve_app.serving.channel.messages import Granted, PutBack, Rejected, Running, SnapshotEnd, Submit
 from tests import builders
 from tests.serving.channel.harness import RecordingLink, scheduler_settings, submission
 
@@ -47,9 +44,9 @@ class FakeLiveScheduler:
         self.events.append(event)
         for command in self.core.handle(event, self.clock):
             if isinstance(command, Dispatch):
-                self.sessions.grant(command)
+                self.sessions.grant(command, self.core.requests[command.request_id].request)
             elif isinstance(command, Conclude):
-                self.sessions.conclude(command)
+                self.sessions.conclude(command, event)
 
     def now(self) -> float:
         return self.clock
@@ -130,7 +127,7 @@ async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
     assert entry.request.arrived_at == 88.0
     assert entry.request.expires_at == 118.0, "30 s after its arrival, however often it was dispatched"
     assert entry.request.attempts == 2
-    assert host.sessions.book["r1"].grants == 3, "numbers go on from what the gateway has seen"
+    assert entry.request.grants == 3, "numbers go on from what the gateway has seen"
 
 
 async def test_unknown_and_running_is_resumed() -> None:
@@ -144,14 +141,14 @@ async def test_unknown_and_running_is_resumed() -> None:
 
 async def test_unknown_and_ended_is_ignored() -> None:
     host = FakeLiveScheduler()
-    host.connect(Finish("r1", Outcome.COMPLETED, None))
+    host.connect(Finished("r1", Outcome.COMPLETED, None))
     assert host.names == []
 
 
 async def test_waiting_on_both_sides_changes_nothing() -> None:
     host = FakeLiveScheduler()
     link = host.connect(*(waits(f"r{n}") for n in range(60)))
-    stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].is_running)
+    stuck = next(each.request.request_id for each in host.core.requests if each.queued)
     host.events.clear()
     host.send(waits(stuck))
     assert host.names == []
@@ -183,7 +180,7 @@ async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -
     host.events.clear()
     host.connect(waits("r5"))
     assert host.names == ["Cancelled"] * 59
-    assert list(host.sessions.book) == ["r5"]
+    assert [each.request.request_id for each in host.core.requests] == ["r5"]
 
 
 async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.events import Cancelled
 from serve_app.serving.channel.link import Link, decode_from_peer
-from serve_app.serving.channel.messages import Cancel, Heartbeat
+from serve_app.serving.channel.messages import Heartbeat
 from serve_app.serving.channel.settings import ChannelSettings
 from tests.serving.channel.harness import FAST, wait_until
 
@@ -62,11 +63,11 @@ async def pair(settings: ChannelSettings = FAST) -> Pair:
 async def test_messages_go_both_ways_in_order() -> None:
     both = await pair()
     for n in range(1000):
-        both.near.send(Cancel(str(n)))
-        both.far.send(Cancel(str(-n)))
+        both.near.send(Cancelled(str(n)))
+        both.far.send(Cancelled(str(-n)))
     await wait_until(lambda: len(both.near_owner.received) == len(both.far_owner.received) == 1000)
-    assert both.far_owner.received == [Cancel(str(n)) for n in range(1000)]
-    assert both.near_owner.received == [Cancel(str(-n)) for n in range(1000)]
+    assert both.far_owner.received == [Cancelled(str(n)) for n in range(1000)]
+    assert both.near_owner.received == [Cancelled(str(-n)) for n in range(1000)]
 
 
 async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
@@ -78,8 +79,8 @@ async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
 
 async def test_a_receipt_acknowledges_all_messages_up_to_a_number() -> None:
     both = await pair()
-    number = both.near.send(Cancel("a"))
-    await wait_until(lambda: both.far_owner.received == [Cancel("a")])
+    number = both.near.send(Cancelled("a"))
+    await wait_until(lambda: both.far_owner.received == [Cancelled("a")])
     assert both.near.acknowledged < number
     both.far.tick()
     await wait_until(lambda: both.near.acknowledged == number)
@@ -96,8 +97,8 @@ async def test_two_that_talk_and_listen_live_through_many_ticks() -> None:
 
 async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
     both = await pair()
-    number = both.near.send(Cancel("a"))
-    await wait_until(lambda: both.far_owner.received == [Cancel("a")])
+    number = both.near.send(Cancelled("a"))
+    await wait_until(lambda: both.far_owner.received == [Cancelled("a")])
     for _ in range(FAST.beats_to_death - 1):
         both.near.tick()
     both.far.tick()
@@ -109,11 +110,11 @@ async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
 
 async def test_a_closed_link_sends_its_buffer_and_nothing_after() -> None:
     both = await pair()
-    both.near.send(Cancel("last words"))
+    both.near.send(Cancelled("last words"))
     both.near.close("enough")
-    assert both.near.send(Cancel("more")) == 0
+    assert both.near.send(Cancelled("more")) == 0
     await wait_until(lambda: bool(both.far_owner.reasons))
-    assert both.far_owner.received == [Cancel("last words")]
+    assert both.far_owner.received == [Cancelled("last words")]
     assert both.near_owner.reasons == ["enough"]
 
 
@@ -122,7 +123,7 @@ async def test_a_peer_that_leaves_too_much_unread_is_cut_off() -> None:
     both.far.transport.pause_reading()
     sent = 0
     while both.near.open and sent < 1_000:
-        both.near.send(Cancel("x" * 100_000))
+        both.near.send(Cancelled("x" * 100_000))
         sent += 1
         await asyncio.sleep(0)
     assert not both.near.open
@@ -141,11 +142,11 @@ async def test_a_flood_is_read_in_slices_with_the_loop_running_between() -> None
             asyncio.get_running_loop().call_soon(turn)
 
     for n in range(20_000):
-        both.near.send(Cancel(str(n)))
+        both.near.send(Cancelled(str(n)))
     turn()
     await wait_until(lambda: len(both.far_owner.received) == 20_000)
     assert turns > 40
-    assert both.far_owner.received[-1] == Cancel("19999")
+    assert both.far_owner.received[-1] == Cancelled("19999")
 
 
 @pytest.mark.parametrize("heartbeat", [Heartbeat(5), Heartbeat(-1)], ids=["too many", "less than before"])

@@ -132,7 +132,7 @@ async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
     assert entry is not None
     assert (entry.returned, entry.put_backs) == (False, 0)
     assert entry.expires_at > host.now() + 12.0
-    assert host.sessions.book["r1"].grants == 3
+    assert entry.request.grants == 3
 
 
 async def test_a_peer_of_the_first_version_gets_no_revocation(control_plane: ControlPlane) -> None:

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from serve_app.core.events import Cancelled
 from serve_app.serving.channel.messages import (
-    Cancel,
     Heartbeat,
     PeerRejected,
     Register,
@@ -83,7 +83,7 @@ async def test_garbage_closes_the_connection_and_nothing_else(
 
 async def test_a_peer_must_send_hello_first(control_plane: ControlPlane) -> None:
     raw_peer = await RawPeer.at(control_plane.endpoint())
-    raw_peer.send(Cancel("r1"))
+    raw_peer.send(Cancelled("r1"))
     assert await raw_peer.closed()
 
 

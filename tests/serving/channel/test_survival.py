@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from serve_app.core.admission.admission import RESERVED_SHARE
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import DispatchFailure, Finished
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.messages import Finish, Granted, SnapshotEnd, Submit
+from serve_app.serving.channel.messages import Granted, SnapshotEnd, Submit
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
@@ -418,7 +418,7 @@ async def break_something(control_plane: ControlPlane, rng: random.Random, wires
 
 async def test_an_end_of_an_unknown_request_changes_nothing(control_plane: ControlPlane) -> None:
     peer = await RawPeer.at(control_plane.endpoint())
-    peer.send(hello(control_plane.endpoint()), SnapshotEnd(), Finish("never seen", Outcome.COMPLETED, None))
+    peer.send(hello(control_plane.endpoint()), SnapshotEnd(), Finished("never seen", Outcome.COMPLETED, None))
     peer.send(Submit(submission("r1"), 0.0))
     await control_plane.replica("s1")
     assert (await peer.receive(Granted)).dispatch.request_id == "r1"

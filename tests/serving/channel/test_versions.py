@@ -6,15 +6,18 @@ These tests define the next release; `test_revocation` has what the previous ver
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from serve_app.errors import ChannelError
+from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken, Message
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import RequestTimes
 from serve_app.serving.channel import connector, link, messages, server
 from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     VERSION,
-    Message,
     PeerRejected,
+    PutBack,
     ReplicaTable,
     SnapshotEnd,
     Submit,
@@ -27,6 +30,21 @@ from tests.serving.channel.harness import ControlPlane, RawPeer, hello, submissi
 
 def test_messages_of_both_versions_are_sent_unchanged() -> None:
     assert to_previous_version(SnapshotEnd()) == SnapshotEnd()
+
+
+def test_what_gateways_report_about_a_request_is_sent_as_version_2_defines() -> None:
+    reported = [
+        FirstToken("r1"),
+        PutBack("r1", "s1", DispatchFailure.LOST, "it broke", 1),
+        Finished("r1", Outcome.COMPLETED, None, RequestTimes("/v1/completions", 0.1, 0.2, None, 0.5)),
+        Cancelled("r1"),
+    ]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported)) == [
+        ["first", "r1"],
+        ["putback", "r1", "s1", "lost", "it broke", 1, 0],
+        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None]],
+        ["cancel", "r1"],
+    ]
 
 
 @pytest.fixture

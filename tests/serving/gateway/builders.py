@@ -16,13 +16,12 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Submission, Usage
+from serve_app.request import RequestTimes, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
     ChannelRequest,
     Grant,
     ReplicaAddress,
     RequestOutlook,
-    RequestTimes,
     SchedulerClient,
 )
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings

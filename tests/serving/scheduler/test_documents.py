@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import PriorityClass
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.request import PriorityClass, RequestTimes
 from serve_app.serving.scheduler.documents import overview, replica_state, slowest
 from serve_app.serving.scheduler.history import RequestHistory
 
@@ -102,11 +101,12 @@ def ended(name: str, *, ttft_s: float | None, wait_s: float, ended_at: float = 9
     times = RequestTimes(
         "/v1/completions", 0.1, wait_s, None if ttft_s is None else ttft_s - wait_s - 0.1, 9.0
     )
-    request = SimpleNamespace(times=times, tenant="t", priority=PriorityClass.BATCH)
+    request = SimpleNamespace(tenant="t", priority=PriorityClass.BATCH)
     conclude = SimpleNamespace(conclusion=Conclusion(Outcome.COMPLETED))
     return SimpleNamespace(
         request_id=name,
-        gateway_request=request,
+        request=request,
+        times=times,
         conclude=conclude,
         pool="short",
         wait_s=wait_s,

@@ -1,11 +1,10 @@
-from dataclasses import replace
+import msgspec
 
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.events import DispatchFailed, DispatchFailure, Woke
 from serve_app.core.request import PredictedWait
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.scheduler.gauges import replica_figures
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
@@ -28,13 +27,12 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
     driver = builders.ManualDriver()
     driver.arrive("r1", priority=PriorityClass.BATCH)
     scheduled = driver.find("r1")
-    gateway_request = GatewayRequest(GatewaySession("g1"), scheduled.request.submission, 1)
-    at_home = replace(DISPATCH, pool="short")
+    at_home = msgspec.structs.replace(DISPATCH, pool="short")
     conclude = Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(Outcome.EXPIRED))
     spilled = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH], requests=[scheduled])
     home = Entry(driver.scheduler, 0.0, Woke(), [at_home], requests=[scheduled])
     failure = DispatchFailed("r1", "s1", DispatchFailure.BUSY)
-    failed = Entry(driver.scheduler, 0.0, failure, [conclude], requests=[gateway_request])
+    failed = Entry(driver.scheduler, 0.0, failure, [conclude], requests=[scheduled])
     for entry in (spilled, home, failed):
         pass_to(metrics, entry)
     text = metrics.exposition([])
@@ -58,7 +56,11 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
 def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
     metrics = SchedulerMetrics("m")
     report = builders.report(waiting=2, kv_usage_ratio=0.5)
-    text = metrics.exposition(replica_figures({"s1": (builders.spec("s1"), report)}, {"s1": 3}))
+    driver = builders.ManualDriver()
+    driver.join("s1")
+    for number in range(3):
+        driver.arrive(f"r{number}")
+    text = metrics.exposition(replica_figures(driver.scheduler, {"s1": (builders.spec("s1"), report)}))
     for line in (
         'ewsjf_requests_in_flight{model="m",pool="short",replica="s1"} 3.0',
         'ewsjf_replica_waiting{model="m",pool="short",replica="s1"} 2.0',

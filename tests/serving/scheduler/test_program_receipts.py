@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.core import events as ev
-from serve_app.request import ProgramHint, TurnEnd, Usage
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.request import ProgramHint, RequestTimes, TurnEnd, Usage
 from serve_app.serving.scheduler import program_receipts
 from serve_app.serving.scheduler.program_receipts import programs_named
 from tests.builders import request

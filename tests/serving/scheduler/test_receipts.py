@@ -8,9 +8,7 @@ import pytest
 from serve_app.core import events as ev
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
-from serve_app.request import Request, Usage
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.request import Request, RequestTimes, Usage
 from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.queue_watch import QueueWatch
@@ -29,34 +27,28 @@ class HistoryHarness:
         self.history = RequestHistory(
             lambda _pool, tokens: tokens * prefill_s_per_token, most, unix_clock=lambda: self.driver.now
         )
-        self._known: dict[str, GatewayRequest] = {}
 
     def arrive(self, arrival: Request, named: str = "") -> None:
-        record = self._known[arrival.request_id] = GatewayRequest(
-            GatewaySession("g1"), arrival.submission, 0, named
-        )
-        record.arrived_at = self.driver.now
-        self.feed(ev.Arrived(arrival), record=record)
+        arrival.client_request_id = named
+        self.feed(ev.Arrived(arrival))
 
     def end(
         self, request_id: str, times: RequestTimes, usage: Usage = USAGE, *, after_s: float = 0.0
     ) -> None:
-        if (record := self._known.get(request_id)) is not None:
-            record.usage, record.times = usage, times
-        self.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
+        self.feed(ev.Finished(request_id, Outcome.COMPLETED, usage, times), after_s=after_s)
 
-    def feed(self, event: ev.Event, *, after_s: float = 0.0, record: GatewayRequest | None = None) -> None:
+    def feed(self, event: ev.Event, *, after_s: float = 0.0) -> None:
         commands = self.driver.feed(event, after_s=after_s)
         core = self.driver.scheduler
-        entry = Entry(core, self.driver.now, event, commands, gateway_request=record)
-        if record is not None:
-            entry.scheduled = core.find(record.submission.request_id)
+        entry = Entry(core, self.driver.now, event, commands)
+        if isinstance(event, ev.Arrived):
+            entry.scheduled = core.find(event.request.request_id)
         for command in commands:
             if isinstance(command, Dispatch):
                 entry.requests.append(self.driver.find(command.request_id))
             else:
                 assert isinstance(command, Conclude)
-                entry.requests.append(self._known.get(command.request_id))
+                entry.requests.append(core.ended[command.request_id])
         pass_to(self.history, entry)
 
 

@@ -9,7 +9,6 @@ from serve_app.core.events import Arrived, Event, FirstToken, Woke
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.recent_activity import SLOT_S, SLOTS, RecentActivity
 from tests.builders import ManualDriver, request
@@ -54,12 +53,10 @@ def conclude(
     activity: RecentActivity, priority: PriorityClass, tenant: str, outcome: Outcome, usage: Usage | None
 ) -> None:
     end = entry(activity, Woke())
-    gateway_request = GatewayRequest(
-        GatewaySession("g1"), request(tenant=tenant, priority=priority).submission, 1
-    )
-    gateway_request.usage = usage
+    ended = request(tenant=tenant, priority=priority)
+    scheduled = ScheduledRequest(ended, end.core.estimator.estimate(ended), 1, ("short",), usage=usage)
     end.commands.append(Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(outcome)))
-    end.requests.append(gateway_request)
+    end.requests.append(scheduled)
     pass_to(activity, end)
 
 
@@ -88,12 +85,12 @@ def test_quantiles_are_at_most_a_tenth_too_high(clock: Clock) -> None:
     times = sorted(rng.lognormvariate(-1, 1) for _ in range(2_000))
     for ttft_s in times:
         first_token(activity, INTERACTIVE, ttft_s)
-    gateway_request = activity.document()["last_minute"]["interactive"]
-    assert gateway_request["first_tokens"] == 2_000
+    interactive = activity.document()["last_minute"]["interactive"]
+    assert interactive["first_tokens"] == 2_000
     for share in (50, 95, 99):
         exact = times[2_000 * share // 100 - 1]
-        assert exact <= gateway_request[f"ttft_p{share}_s"] * 1.000_01
-        assert gateway_request[f"ttft_p{share}_s"] <= exact * 1.101
+        assert exact <= interactive[f"ttft_p{share}_s"] * 1.000_01
+        assert interactive[f"ttft_p{share}_s"] <= exact * 1.101
 
 
 def test_times_below_a_millisecond_are_shown_as_one(clock: Clock) -> None:

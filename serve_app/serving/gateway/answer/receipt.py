@@ -3,7 +3,7 @@
 from typing import Any
 
 from serve_app.core.commands import Dispatch
-from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes
+from serve_app.request import EngineTimes, RequestTimes
 from serve_app.serving.gateway.answer.responses import encode
 from serve_app.serving.gateway.request.headers import RECEIPT_HEADER
 from serve_app.serving.gateway.request.incoming import IncomingRequest

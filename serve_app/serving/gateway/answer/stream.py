@@ -32,8 +32,7 @@ import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.request import TurnEnd, Usage
-from serve_app.serving.channel.scheduler_client import EngineTimes
+from serve_app.request import EngineTimes, TurnEnd, Usage
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
 from serve_app.serving.gateway.upstream import UpstreamError

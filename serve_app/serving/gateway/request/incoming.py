@@ -15,8 +15,8 @@ import msgspec
 
 from serve_app.engines.engine import Message
 from serve_app.errors import Outcome
-from serve_app.request import Submission
-from serve_app.serving.channel.scheduler_client import EngineTimes, Grant
+from serve_app.request import EngineTimes, Submission
+from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.client import ClientExchange, DisconnectWatch
 from serve_app.serving.gateway.answer.client_api import OPENAI, ClientApi
 from serve_app.serving.gateway.answer.responses import JSON_TYPE, HeaderList, RequestRejected
