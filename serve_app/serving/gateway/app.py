@@ -94,7 +94,14 @@ class Gateway:
         self._tracer = make_tracer(gateway_id) if settings.tracing else None
         prices = {model.name: model.price for model in settings.models if model.price is not None}
         self._budgets = Budgets(self._queries, prices)
-        self._reader = RequestReader(settings, self._served, gateway_id, self._budgets, self._tracer)
+        self._reader = RequestReader(
+            settings,
+            self._served,
+            gateway_id,
+            self._budgets,
+            self._tracer,
+            lambda name: self.telemetry.on_ignored_header(name),  # noqa: PLW0108 - created below
+        )
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
         self._halts = HaltWatch(self._upstream, self._open_servers)
         self.telemetry = Telemetry(

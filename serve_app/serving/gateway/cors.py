@@ -14,7 +14,11 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.gateway.answer.client import ClientExchange
-from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRejected
+from serve_app.serving.gateway.answer.responses import (
+    DROPPED_REASON_HEADER,
+    RATE_LIMIT_HEADERS,
+    RequestRejected,
+)
 
 ANY_ORIGIN = "*"
 
@@ -26,6 +30,7 @@ _EXPOSED = (
     "retry-after-ms",
     "x-estimated-tokens",
     "x-length-queue",
+    DROPPED_REASON_HEADER.decode(),
     "x-pool",
     "x-queue-wait-ms",
     *RATE_LIMIT_HEADERS,

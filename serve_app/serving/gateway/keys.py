@@ -218,9 +218,13 @@ class Caller:
             "automatically on the machine of `serve`",
         )
 
+    def may_use_class(self, priority: PriorityClass) -> bool:
+        """Return whether the key allows a class."""
+        return self.key is None or priority.rank >= self.key.highest_class.rank
+
     def check_class(self, priority: PriorityClass, source: str) -> None:
         """Raise `ForbiddenError` unless the key allows a class; `source` is where the request named it."""
-        if self.key is not None and priority.rank < self.key.highest_class.rank:
+        if self.key is not None and not self.may_use_class(priority):
             allowed = ", ".join(self.key.classes)
             raise ForbiddenError(
                 f"this API key may not use the class {priority} ({source}); it may use: {allowed}",

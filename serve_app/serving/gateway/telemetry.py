@@ -135,6 +135,8 @@ class Telemetry:
             "Requests put back before their first byte, by failure.",
             ("gateway", "model", "failure"),
         )
+        text = "Headers of other gateways that were ignored, because their value is invalid or not allowed."
+        self.ignored_headers = self._counter("ignored_headers", text, ("gateway", "header"))
         text = "Requests to a route that moved on to a fallback, by the reason of the rejection."
         self.fallbacks = self._counter("fallbacks", text, ("gateway", "route", "model", "fallback", "reason"))
         text = (
@@ -206,6 +208,13 @@ class Telemetry:
     def put_back(self, model: str, failure: DispatchFailure) -> None:
         """Count a granted request that was put back before its first byte."""
         self.put_backs[self._gateway_id, model, failure].inc()
+
+    def on_ignored_header(self, name: bytes) -> None:
+        """Count a header of another gateway whose value is ignored; the first of each name is logged."""
+        cell = self.ignored_headers[self._gateway_id, name.decode()]
+        if not cell.value:
+            logger.warning("event=ignored_header header=%s reason='invalid or not allowed'", name.decode())
+        cell.inc()
 
     def on_fallback(self, route: str, model: str, fallback: str, reason: Outcome) -> None:
         """Count a request to a route that one model rejected and another one receives."""

@@ -55,6 +55,8 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 
+DROPPED_REASON_HEADER = b"x-llm-d-request-dropped-reason"
+
 # Error code of requests that are rejected or aborted because the application stops.
 STOPPING_CODE = "shutting_down"
 
@@ -77,6 +79,14 @@ _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.EXPIRED: ("server_error", "queue_timeout"),
     Outcome.FAILED: ("server_error", "engine_failed"),
     Outcome.CANCELLED: ("server_error", "cancelled"),
+}
+
+# The reasons of llm-d's router for the same ends (pkg/common/error/error.go), for clients that know it.
+_DROPPED_REASON: dict[Outcome, bytes] = {
+    Outcome.REJECTED_QUEUE_FULL: b"rejected-saturated",
+    Outcome.REJECTED_DEADLINE_UNMEETABLE: b"rejected-saturated",
+    Outcome.REJECTED_STOPPING: b"rejected-shutting-down",
+    Outcome.EXPIRED: b"rejected-ttl-expired",
 }
 
 _encoder = msgspec.json.Encoder()
@@ -125,12 +135,14 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """Return authentication, rate-limit and retry headers."""
+        """Return authentication, rate-limit and retry headers, and the reason in llm-d's words."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         found = rate_limit_headers(self.rate_limits)
         if not self.may_retry:
             found.append((b"x-should-retry", b"false"))
+        if (reason := _DROPPED_REASON.get(self.outcome)) is not None:
+            found.append((DROPPED_REASON_HEADER, reason))
         if self.retry_after_s is not None:
             wait_s = max(self.retry_after_s, 0.0)
             found.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))

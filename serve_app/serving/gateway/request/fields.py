@@ -101,6 +101,7 @@ class GenerationFields(BodyFields):
     session_id: msgspec.Raw = ABSENT
     prompt_cache_key: msgspec.Raw = ABSENT
     metadata: msgspec.Raw = ABSENT
+    nvext: msgspec.Raw = ABSENT
     # Fields that engines reject or omit in streams.
     prompt_logprobs: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT

@@ -4,9 +4,12 @@ Clients do not agree on a field, so the first usable id of the following list is
 
 1. `SESSION_HEADERS`, in their order.
 2. In the body: `session_id`, `prompt_cache_key`, `metadata["gen_ai.conversation.id"]` and `conversation` of
-   OpenAI's APIs, or the session in `metadata.user_id` of the Messages API.
-3. The chain of `previous_response_id`, see `stored.ResponseHolders`.
-4. `x-program-id`.
+   OpenAI's APIs, or the session in `metadata.user_id` of the Messages API. Clients of Dynamo send
+   `nvext.session_control.session_id`, or `nvext.agent_context` with the ids of an agent's trajectory, of its
+   run and of the trajectory that launched it.
+3. `x-correlation-id`, which load generators keep for a conversation, but other clients renew.
+4. The chain of `previous_response_id`, see `stored.ResponseHolders`.
+5. `x-program-id`.
 
 An id has 1 to 256 printable characters. Others are ignored, because a hint must not fail a request.
 """
@@ -40,7 +43,8 @@ SESSION_HEADERS = (
 )
 PARENT_HEADERS = (b"x-parent-session-id", b"x-dynamo-parent-session-id", b"x-codex-parent-thread-id")
 PROGRAM_HEADERS = (b"x-program-id",)
-_HEADERS = frozenset((*SESSION_HEADERS, *PARENT_HEADERS, *PROGRAM_HEADERS))
+CORRELATION_HEADERS = (b"x-correlation-id",)
+_HEADERS = frozenset((*SESSION_HEADERS, *PARENT_HEADERS, *PROGRAM_HEADERS, *CORRELATION_HEADERS))
 
 _MAX_CHARACTERS = 256
 # `user_<hash>_account_<uuid>_session_<uuid>`; newer versions of Claude Code write an object as text.
@@ -49,11 +53,16 @@ _USER_OF_CLAUDE_CODE = re.compile(r"user_.*_session_(.+)")
 
 def program_hint(headers: Mapping[bytes, bytes], body: BodyFields) -> ProgramHint | None:
     """Return the program that a request states; None if it states none."""
-    session = program = parent = ""
+    session = program = parent = correlation = ""
     if not _HEADERS.isdisjoint(headers):
         session, program = session_of(headers), _header_id(headers, PROGRAM_HEADERS)
         parent = _header_id(headers, PARENT_HEADERS)
-    session = session or _session_of_body(body) or program
+        correlation = _header_id(headers, CORRELATION_HEADERS)
+    session = session or _session_of_body(body)
+    if isinstance(body, GenerationFields) and body.nvext is not ABSENT:
+        of_dynamo = _dynamo_ids(body.nvext)
+        session, program, parent = session or of_dynamo[0], program or of_dynamo[1], parent or of_dynamo[2]
+    session = session or correlation or program
     return ProgramHint(session=session, program=program or None, parent=parent or None) if session else None
 
 
@@ -80,6 +89,18 @@ def _session_of_body(body: BodyFields) -> str:
             _member(conversation, "id"),
         )
     )
+
+
+def _dynamo_ids(nvext: msgspec.Raw) -> tuple[str, str, str]:
+    """Return session, program and parent in the extension fields of Dynamo's clients; each may be empty.
+
+    A trajectory is one conversation of an agent; the session of its context is the agent's whole run.
+    """
+    extensions = _value(nvext)
+    agent, control = _member(extensions, "agent_context"), _member(extensions, "session_control")
+    run, trajectory = _member(agent, "session_id"), _member(agent, "trajectory_id")
+    session = _first_id((trajectory, _member(control, "session_id"), run))
+    return session, _first_id([run]), _first_id([_member(agent, "parent_trajectory_id")])
 
 
 def _session_of_user(user_id: str) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -33,6 +33,7 @@ from serve_app.serving.gateway.request.incoming import (
 )
 from serve_app.serving.gateway.request.prefix import NO_OPENING, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.program import program_hint, session_of
+from serve_app.serving.gateway.request.synonyms import with_own_names
 from serve_app.serving.gateway.routes import with_limit
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
@@ -58,6 +59,7 @@ class RequestReader:
         gateway_id: str,
         budgets: Budgets | None = None,
         tracer: RequestTracer | None = None,
+        on_ignored_header: Callable[[bytes], None] = lambda _name: None,
     ) -> None:
         self._settings = settings
         self._models = models
@@ -65,6 +67,7 @@ class RequestReader:
         self._gateway_id = gateway_id
         self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
+        self._on_ignored_header = on_ignored_header
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
         # One thread: the GIL makes more no faster, and the event loop is not blocked.
@@ -104,7 +107,9 @@ class RequestReader:
             RequestRejected: the key is missing or not valid.
         """
         within = incoming.exchange.caller
-        return within if isinstance(within, Caller) else self.caller(incoming.headers)
+        caller = within if isinstance(within, Caller) else self.caller(incoming.headers)
+        incoming.headers = with_own_names(incoming.headers, caller, self._on_ignored_header)
+        return caller
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller that the headers of a request identify.

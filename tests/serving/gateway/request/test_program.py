@@ -54,6 +54,29 @@ async def test_a_header_states_the_session(harness: GatewayHarness) -> None:
     assert await hint(harness, headers={"x-session-id": "é".encode()}) == ProgramHint(session="é")
 
 
+async def test_a_correlation_id_is_the_session_if_nothing_else_states_one(harness: GatewayHarness) -> None:
+    headers: dict[str, Any] = {"x-correlation-id": "c", "x-program-id": "p"}
+    assert await hint(harness, headers=headers) == ProgramHint(session="c", program="p")
+    assert await hint(harness, headers=headers, session_id="s") == ProgramHint(session="s", program="p")
+
+
+async def test_the_extensions_of_dynamos_clients_state_session_program_and_parent(
+    harness: GatewayHarness,
+) -> None:
+    agent = {"session_id": "run", "trajectory_id": "run:search", "parent_trajectory_id": "run:plan"}
+    control = {"session_control": {"session_id": "s", "action": "bind", "timeout": 300}}
+    for nvext, expected in (
+        (control, ProgramHint(session="s")),
+        ({"agent_context": agent}, ProgramHint(session="run:search", program="run", parent="run:plan")),
+        ({"agent_context": {"session_id": "run"}}, ProgramHint(session="run", program="run")),
+        ({"agent_context": "none", "session_control": {"session_id": 7}}, None),
+        ("none", None),
+    ):
+        assert await hint(harness, nvext=nvext) == expected, nvext
+        assert json.loads(harness.engine.bodies[-1])["nvext"] == nvext
+    assert await hint(harness, nvext=control, session_id="own") == ProgramHint(session="own")
+
+
 async def test_headers_state_the_program_and_the_parent(harness: GatewayHarness) -> None:
     for name in ("x-parent-session-id", "x-dynamo-parent-session-id", "x-codex-parent-thread-id"):
         headers: dict[str, Any] = {"x-session-id": "s", "x-program-id": "p", name: "above"}
