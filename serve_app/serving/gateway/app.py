@@ -45,7 +45,7 @@ from serve_app.serving.gateway.router import HttpRoute, Router
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.tracing.request_trace import make_tracer
+from serve_app.serving.gateway.tracing.request_trace import make_metric_export, make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream import UpstreamPool
 from serve_app.serving.tls import TlsSettings, make_tls
@@ -110,6 +110,7 @@ class Gateway:
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
             held_body_bytes=lambda: self._reader.bodies.held_bytes,
             targets={model.name: model.targets for model in settings.models},
+            export=make_metric_export(gateway_id) if settings.tracing else None,
         )
         self._metrics_endpoint = MetricsEndpoint(
             self.telemetry,
@@ -258,7 +259,7 @@ class Gateway:
 
     def close(self) -> None:
         """Close all connections to replicas, and flush the request log and the spans."""
-        self.telemetry.flush_log()
+        self.telemetry.close(_FINAL_MESSAGES_S)
         self._dashboard.close()
         self._background.close()
         self._halts.close()

@@ -769,6 +769,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                 endpoint=self.path,
                 key_id=submission.key.key_id if submission.key is not None else "",
                 attempts=self.attempts,
+                usage=usage,
                 status=self.exchange.status,
             )
         )

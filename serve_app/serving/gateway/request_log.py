@@ -27,6 +27,7 @@ import msgspec
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.request import Usage
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
@@ -40,6 +41,7 @@ class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
         endpoint: its path, or `-` for an unknown path.
         key_id: public id of its API key; empty without a key.
         attempts: dispatches to replicas.
+        usage: counts of the engine; None without any.
         status: HTTP status of the answer; 0 if the client received none.
     """
 
@@ -49,6 +51,7 @@ class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
     route: str = ""
     key_id: str = ""
     attempts: int = 0
+    usage: Usage | None = None
     status: int = 0
 
     @property

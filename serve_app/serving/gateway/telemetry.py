@@ -19,6 +19,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.targets import ClassTargets, Miss
 from serve_app.errors import Outcome
 from serve_app.request import Submission
+from serve_app.serving.gateway.gen_ai import GenAiMetrics, MetricExport
 from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
@@ -98,6 +99,7 @@ class Telemetry:
         upstream_counts: returns the connections opened, and the requests repeated on a new one.
         held_body_bytes: returns the bytes of request bodies in memory.
         targets: latency targets by model name.
+        export: export of the metrics of the conventions by OTLP; None without one.
 
     Attributes:
         log_requests: write one line per concluded request; may change at any time.
@@ -111,6 +113,7 @@ class Telemetry:
         upstream_counts: Callable[[], tuple[int, int]],
         held_body_bytes: Callable[[], int],
         targets: Mapping[str, ClassTargets] = MappingProxyType({}),
+        export: MetricExport | None = None,
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
@@ -123,6 +126,7 @@ class Telemetry:
         self._series: dict[tuple[str, str, str], _Series] = {}
         self._make_counters()
         self._make_histograms()
+        self._gen_ai = GenAiMetrics(gateway_id, self.registry, export)
         self.registry.register(self)
         self.registry.register(ProcessMetrics({"process": "gateway", "gateway": gateway_id}))
 
@@ -232,6 +236,8 @@ class Telemetry:
                 series.count_slo(targets.missed_by(record))
             if record.dispatched_at is not None:
                 series.observe(record, trace.trace_id)
+        if model:
+            self._gen_ai.observe(record)
         trace.ended(record, record.shown_status)
         if self.log_requests and logger.isEnabledFor(logging.INFO):
             self._log.add(record)
@@ -239,6 +245,11 @@ class Telemetry:
     def flush_log(self) -> None:
         """Write the log lines of all concluded requests."""
         self._log.close()
+
+    def close(self, within_s: float) -> None:
+        """Write the log lines, and export the last measurements within a time."""
+        self.flush_log()
+        self._gen_ai.close(within_s)
 
     def exposition(self) -> str:
         """Return this gateway's metrics in the Prometheus text format."""

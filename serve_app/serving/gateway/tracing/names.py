@@ -2,19 +2,23 @@
 
 OpenTelemetry's Python package marks the conventions for generative AI as deprecated since they moved, so they
 are defined here; a test compares them as long as the package has them. Of the values that clients or engines
-choose, only names of models, tenants and requests are recorded.
+choose, only names of models, tenants, requests and conversations are recorded.
 """
 
 from collections.abc import Mapping
 
 # Generative AI.
+CONVERSATION_ID = "gen_ai.conversation.id"
 OPERATION_NAME = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
 REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
 REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_STREAM = "gen_ai.request.stream"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+RESPONSE_MODEL = "gen_ai.response.model"
 RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 
@@ -37,14 +41,19 @@ PUT_BACK = "ewsjf.put_back"
 REPLICA = "ewsjf.replica"
 REQUEST_ID = "ewsjf.request_id"
 TENANT = "ewsjf.tenant"
+# Seconds of a wait by cause, such as `ewsjf.wait.engines_busy`.
+WAIT_PREFIX = "ewsjf.wait."
 
 PROVIDER = "ewsjf"
 SCOPE = "ewsjf.gateway"
 
-# Child spans of the request, and an event.
+# Child spans of the request, and its events.
 QUEUE_SPAN = "ewsjf.queue"
 PLACE_SPAN = "ewsjf.place"
 FORWARD_SPAN = "ewsjf.forward"
+QUEUED_EVENT = "ewsjf.queued"
+DISPATCHED_EVENT = "ewsjf.dispatched"
+PUT_BACK_EVENT = "ewsjf.put_back"
 FIRST_CHUNK_EVENT = "ewsjf.first_chunk"
 
 # Operation of each scheduled path; the conventions do not define the last ones.

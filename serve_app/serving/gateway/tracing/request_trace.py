@@ -1,15 +1,19 @@
 """Interface of a request's trace, and the creation of the tracer."""
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from serve_app.core.events import DispatchFailure
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
+
+if TYPE_CHECKING:
+    from serve_app.serving.gateway.gen_ai import MetricExport
+    from serve_app.serving.gateway.request_log import ConcludedRequest
 
 
 class RequestTrace:
@@ -35,7 +39,7 @@ class RequestTrace:
     def forwarded(self, outcome: Outcome) -> None:
         """Record the end in the engine."""
 
-    def ended(self, record: RequestRecord, status: int) -> None:
+    def ended(self, record: "ConcludedRequest", status: int) -> None:
         """Record the outcome and the HTTP status sent to the client."""
 
 
@@ -115,10 +119,16 @@ def make_tracer(gateway_id: str) -> RequestTracer | None:
     """
     if any(os.environ.get(name, "").strip().lower() == value for name, value in _OFF.items()):
         return None
-    try:
+    with _installed():
         from serve_app.serving.gateway.tracing.tracer import GatewayTracer, otlp_exporter  # noqa: PLC0415
 
         return GatewayTracer(gateway_id, otlp_exporter())
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    try:
+        yield
     except ImportError as exc:
         raise SettingsError(
             f"gateway.tracing is true, but {exc.name or exc} is not installed: "
@@ -126,8 +136,39 @@ def make_tracer(gateway_id: str) -> RequestTracer | None:
         ) from exc
 
 
+_METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+_METRICS_PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+def make_metric_export(gateway_id: str) -> "MetricExport | None":
+    """Create the export of metrics that the environment configures.
+
+    Many collectors receive only traces, so metrics need a variable of their own: `OTEL_METRICS_EXPORTER=otlp`
+    or `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`. None without both.
+
+    Raises:
+        SettingsError: the configured exporter or protocol is not supported.
+    """
+    chosen = os.environ.get("OTEL_METRICS_EXPORTER", "").strip().lower()
+    is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or chosen == "none"
+    if is_off or not (chosen or os.environ.get(_METRICS_ENDPOINT)):
+        return None
+    if chosen not in ("", "otlp"):
+        raise SettingsError(f"OTEL_METRICS_EXPORTER is {chosen!r}: use otlp or none")
+    variable = next((name for name in _METRICS_PROTOCOLS if os.environ.get(name)), "")
+    if variable and os.environ[variable] != "http/protobuf":
+        raise SettingsError(f"{variable} is {os.environ[variable]!r}: metrics are exported by http/protobuf")
+    with _installed():
+        from serve_app.serving.gateway.tracing.otlp_metrics import OtlpMetrics  # noqa: PLC0415
+
+        return OtlpMetrics(gateway_id)
+
+
 def check_tracing() -> None:
-    """Raise `SettingsError` if a tracer cannot be created."""
+    """Raise `SettingsError` if a tracer or an export of metrics cannot be created."""
     tracer = make_tracer("check")
     if tracer is not None:
         tracer.close(0.0)
+    export = make_metric_export("check")
+    if export is not None:
+        export.close(0.0)

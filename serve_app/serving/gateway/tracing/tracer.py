@@ -46,15 +46,17 @@ from opentelemetry.trace import (
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import Submission
+from serve_app.request import Submission, TurnEnd
 from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.tracing import names
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace, TraceParent, trace_parent
 
 NANOSECONDS = 1e9
 _ERROR = Status(StatusCode.ERROR)
+# An answer that ended at a limit or by a filter states neither to the scheduler.
+_FINISH_REASONS: Mapping[TurnEnd | None, str] = {TurnEnd.TOOLS: "tool_calls", TurnEnd.DONE: "stop"}
 
 
 class SampledTrace(RequestTrace):
@@ -106,7 +108,10 @@ class SampledTrace(RequestTrace):
             attributes[names.REQUEST_MAX_TOKENS] = spec.max_output_tokens
         if spec.choices != 1:
             attributes[names.REQUEST_CHOICE_COUNT] = spec.choices
+        if submission.program is not None:
+            attributes[names.CONVERSATION_ID] = submission.program.session
         root.set_attributes(attributes)
+        root.add_event(names.QUEUED_EVENT, timestamp=self._epoch_ns(self._queued_at))
 
     def granted(self, grant: Grant, attempt: int) -> None:
         """Record a grant, and begin an attempt on its replica."""
@@ -114,7 +119,11 @@ class SampledTrace(RequestTrace):
         since = now if self._since is None else self._since
         # The scheduler has another clock, so only its wait, a difference, is used.
         decided_at = min(max(self._queued_at + dispatch.queue_wait_s, since), now)
-        self._add(names.QUEUE_SPAN, since, decided_at, {names.LENGTH_QUEUE: dispatch.length_queue})
+        queued: dict[str, Any] = {names.LENGTH_QUEUE: dispatch.length_queue}
+        if dispatch.waited is not None:
+            queued |= {names.WAIT_PREFIX + cause: ns / 1e9 for cause, ns in dispatch.waited.causes.items()}
+        self._add(names.QUEUE_SPAN, since, decided_at, queued)
+        self._root.add_event(names.DISPATCHED_EVENT, timestamp=self._epoch_ns(decided_at))
         self._add(names.PLACE_SPAN, decided_at, now, _placement(dispatch))
         self._since = None
         self._forward = self._tracer.start_span(
@@ -146,6 +155,7 @@ class SampledTrace(RequestTrace):
     def put_back(self, failure: DispatchFailure) -> None:
         """Record a failed attempt, after which the request is queued again."""
         self._since = time.monotonic()
+        self._root.add_event(names.PUT_BACK_EVENT, timestamp=self._epoch_ns(self._since))
         if self._forward is not None:
             self._forward.set_attribute(names.PUT_BACK, failure.value)
             if failure is not DispatchFailure.REVOKED:
@@ -161,7 +171,7 @@ class SampledTrace(RequestTrace):
                 self._forward.set_status(_ERROR)
             self._end_forward()
 
-    def ended(self, record: RequestRecord, status: int) -> None:
+    def ended(self, record: ConcludedRequest, status: int) -> None:
         """Record the outcome, and end the request's span."""
         if self._since is not None:
             self._add(names.QUEUE_SPAN, self._since, time.monotonic(), {names.OUTCOME: record.outcome.value})
@@ -177,6 +187,12 @@ class SampledTrace(RequestTrace):
         if record.prompt_tokens or record.output_tokens:
             attributes[names.USAGE_INPUT_TOKENS] = record.prompt_tokens
             attributes[names.USAGE_OUTPUT_TOKENS] = record.output_tokens
+        if (usage := record.usage) is not None:
+            attributes[names.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
+            if usage.ending in _FINISH_REASONS:
+                attributes[names.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
+        if record.dispatched_at is not None:
+            attributes[names.RESPONSE_MODEL] = record.incoming.submission.spec.served_name
         if not record.completed:
             attributes[names.ERROR_TYPE] = record.outcome.value
         root.set_attributes(attributes)
@@ -221,7 +237,7 @@ class GatewayTracer:
     def __init__(self, gateway_id: str, exporter: SpanExporter) -> None:
         self._ids = _ChosenIds()
         self._provider = TracerProvider(
-            resource=_resource(gateway_id),
+            resource=service_resource(gateway_id),
             id_generator=self._ids,
             # `close` shuts the provider down without waiting for an unreachable collector.
             shutdown_on_exit=False,
@@ -316,8 +332,8 @@ def _remote(parent: TraceParent, raw: Iterable[tuple[bytes, bytes]]) -> Context:
     return set_span_in_context(NonRecordingSpan(context), _ROOT)
 
 
-def _resource(gateway_id: str) -> Resource:
-    """Return the resource of the spans; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` override it."""
+def service_resource(gateway_id: str) -> Resource:
+    """Return the resource; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` override it."""
     found = Resource.create({SERVICE_INSTANCE_ID: gateway_id})
     if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: _SERVICE}))

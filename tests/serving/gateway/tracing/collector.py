@@ -1,4 +1,4 @@
-"""OTLP collector for tests: receives spans over HTTP and records them."""
+"""OTLP collector for tests: receives spans and histograms over HTTP and records them."""
 
 import contextlib
 import threading
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -51,16 +52,28 @@ class ReceivedSpan:
 
 
 @dataclass
+class ReceivedHistogram:
+    """The last cumulative values of one histogram with one set of attributes."""
+
+    count: int
+    sum_s: float
+    bounds_s: tuple[float, ...]
+    resource: dict[str, Any]
+
+
+@dataclass
 class Collector:
     """Everything received so far.
 
     Attributes:
-        raw: bodies of requests.
+        histograms: by name and attributes.
+        raw: bodies of requests with spans.
         status: status of its answers.
     """
 
     url: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)
+    histograms: dict[tuple[str, frozenset[tuple[str, Any]]], ReceivedHistogram] = field(default_factory=dict)
     raw: list[bytes] = field(default_factory=list)
     status: int = 200
 
@@ -71,6 +84,17 @@ class Collector:
             resource = _plain(of_resource.resource.attributes)
             for of_scope in of_resource.scope_spans:
                 self.spans += [ReceivedSpan(span, resource) for span in of_scope.spans]
+
+    def take_metrics(self, body: bytes) -> None:
+        for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            resource = _plain(of_resource.resource.attributes)
+            metrics = [metric for each in of_resource.scope_metrics for metric in each.metrics]
+            for metric in metrics:
+                assert metric.unit == "s"
+                for point in metric.histogram.data_points:
+                    key = (metric.name, frozenset(_plain(point.attributes).items()))
+                    bounds_s = tuple(point.explicit_bounds)
+                    self.histograms[key] = ReceivedHistogram(point.count, point.sum, bounds_s, resource)
 
     def named(self, name: str) -> list[ReceivedSpan]:
         found = [kept for kept in self.spans if kept.name == name]
@@ -95,9 +119,9 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            assert self.path == "/v1/traces"
+            take = {"/v1/traces": collector.take, "/v1/metrics": collector.take_metrics}[self.path]
             if collector.status == 200:
-                collector.take(body)
+                take(body)
             self.send_response(collector.status)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -117,4 +141,11 @@ def collecting() -> Iterator[Collector]:
 
 
 def _plain(attributes: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+    return {each.key: _value(each.value) for each in attributes}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind)

@@ -38,6 +38,7 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
     engine = Engine(token_delay_s=0.02)
     async with fleet_of([engine], tracing=True) as fleet:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=1,b=2", "x-tenant": "acme"}
+        headers["x-session-id"] = "talk"
         body = chat(stream=True, max_tokens=5, n=2)
         answer = await fleet.http.post(CHAT, json=body, headers=headers)
         assert answer.status_code == 200
@@ -55,6 +56,10 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
         "gen_ai.request.stream": True,
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.choice.count": 2,
+        "gen_ai.conversation.id": "talk",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.response.model": MODEL,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 5,
         "http.request.method": "POST",
@@ -64,7 +69,8 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
         "ewsjf.tenant": "acme",
         "ewsjf.outcome": "completed",
     }
-    assert [event.name for event in root.span.events] == ["ewsjf.first_chunk"]
+    events = ["ewsjf.queued", "ewsjf.dispatched", "ewsjf.first_chunk"]
+    assert [event.name for event in root.span.events] == events
     children = [collector.only(name) for name in ("ewsjf.queue", "ewsjf.place", "ewsjf.forward")]
     for child in children:
         assert (child.trace_id, child.parent_id) == (TRACE, root.id)
@@ -117,6 +123,8 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
     assert first.span.status.code == ERROR
     assert second.attributes["ewsjf.attempt"] == 2
     assert second.attributes["ewsjf.outcome"] == "completed"
+    events = [event.name for event in root.span.events]
+    assert events == ["ewsjf.queued", "ewsjf.dispatched", "ewsjf.put_back", "ewsjf.dispatched"]
     waits = collector.named("ewsjf.queue")
     assert len(waits) == len(collector.named("ewsjf.place")) == 2
     assert waits[1].span.start_time_unix_nano >= first.span.start_time_unix_nano
