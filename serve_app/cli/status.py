@@ -9,7 +9,7 @@ from typing import NamedTuple
 from serve_app.cli.application import ApplicationClient, Document, add_address
 from serve_app.cli.command import Command, add_whole, print_result
 from serve_app.lab.tables import table_text
-from serve_app.serving.scheduler.findings import endpoints_down
+from serve_app.serving.scheduler.findings import endpoints_down, unread_sources
 
 _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
@@ -67,7 +67,7 @@ def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
         yield _overview(model)
         yield _replicas(model["replicas"])
         yield from _learned_contexts(model["replicas"])
-        yield from (f"  {each}" for each in endpoints_down(model))
+        yield from (f"  {each}" for each in (*endpoints_down(model), *unread_sources(model)))
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
             yield _sub_queues(queue, most_shown)

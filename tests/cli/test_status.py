@@ -52,6 +52,7 @@ STATUS: dict[str, Any] = {
                         }
                         for port in range(7)
                     ],
+                    "unread_sources": [{"source": "file:///urls", "reason": "No such file"}],
                 }
             ],
             "tuner": {
@@ -154,6 +155,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "l1 reports no context limit; learned from rejected requests: 8,192 tokens",
         "7 of 8 endpoints of pool short down: http://b:1: not identified yet, since 2023-11-14 22:13:20 UTC",
         "2 more endpoints of pool short down: GET /admin/endpoints lists them",
+        "pool short cannot read file:///urls: No such file",
         "t1",
         "other requests have precedence",
         "2 more",

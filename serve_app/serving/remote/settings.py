@@ -15,8 +15,8 @@ class RemoteSettings:
 
     Attributes:
         endpoints: URLs of servers, or sources of URLs: `dns+http://name:8000`, `srv+http://_vllm._tcp.name`,
-            `kubernetes+http://service.namespace:8000`, `file:///path`. May be empty if an admin adds
-            endpoints at run time.
+            `kubernetes+http://service.namespace:8000`, `inferencepool+http://name.namespace`,
+            `file:///path`. May be empty if an admin adds endpoints at run time.
         api_key: bearer token for each server.
         api_key_env: environment variable of the watcher that holds the key, to avoid a key in the file.
         served_model_names: model names that each server must have; empty disables the check.

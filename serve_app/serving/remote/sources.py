@@ -1,8 +1,8 @@
 """Discovery of endpoints: sources that a configuration names, and the endpoints that each finds.
 
-Sources are a URL, DNS addresses, DNS service records, a file, and Kubernetes. A source reports all endpoints
-at once, again after each change. While it cannot be read, the last result stays valid, because an outage of
-discovery must not remove engines that serve.
+Sources are a URL, DNS addresses, DNS service records, a file, Kubernetes, and InferencePools. A source
+reports all endpoints at once, again after each change. While it cannot be read, the last result stays valid,
+because an outage of discovery must not remove engines that serve.
 """
 
 import asyncio
@@ -85,8 +85,27 @@ class EndpointUrl:
 logger = logging.getLogger("ray.serve")
 
 
+@dataclass(slots=True)
+class SourceHealth:
+    """Why a source cannot be read, for operators; each reason is logged once.
+
+    Attributes:
+        source: its form in the configuration.
+        failure: empty if it was read.
+    """
+
+    source: str
+    failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        """Record that it cannot be read."""
+        if reason != self.failure:
+            logger.warning("event=discovery_failed source=%s reason=%r", self.source, reason)
+        self.failure = reason
+
+
 async def poll(
-    name: str,
+    health: SourceHealth,
     find: Callable[[], Awaitable[frozenset[EndpointUrl]]],
     publish: Callable[[frozenset[EndpointUrl]], None],
     refresh_s: float,
@@ -94,22 +113,19 @@ async def poll(
     """Call `find` forever, and report its result whenever it has changed.
 
     Args:
-        name: name of the source in messages.
+        health: receives failures.
         find: raises `OSError` or `ValueError` if the source cannot be read.
         refresh_s: time between two calls, in seconds.
     """
     found: frozenset[EndpointUrl] | None = None
-    failed = ""
     while True:
         try:
             now = await find()
         except (OSError, ValueError) as exc:
-            # Logged once per cause; the last result stays valid.
-            if str(exc) != failed:
-                logger.warning("event=discovery_failed source=%s reason=%r", name, str(exc))
-            failed = str(exc)
+            # The last result stays valid.
+            health.fail(str(exc))
         else:
-            failed = ""
+            health.failure = ""
             if now != found:
                 found = now
                 publish(now)
@@ -129,9 +145,9 @@ class AddressSource:
     url: EndpointUrl
     is_fixed: bool = False
 
-    async def follow(self, publish: Publish, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
         """Resolve the name periodically."""
-        await poll(f"dns+{self.url}", self._find, publish, refresh_s)
+        await poll(health, self._find, publish, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
         url = self.url
@@ -148,9 +164,9 @@ class ServiceRecordSource:
     is_fixed: bool = False
     resolver: Resolver | None = None
 
-    async def follow(self, publish: Publish, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
         """Query the records periodically."""
-        await poll(f"srv+{self.url}", self._find, publish, refresh_s)
+        await poll(health, self._find, publish, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
         try:
@@ -190,9 +206,9 @@ class FileSource:
             raise ValueError(f"a file of endpoints looks like file:///path, got {text!r}")
         return cls(Path(unquote(parts.path)))
 
-    async def follow(self, publish: Publish, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
         """Read the file periodically."""
-        await poll(f"file://{self.path}", self._find, publish, min(refresh_s, _REFRESH_S))
+        await poll(health, self._find, publish, min(refresh_s, _REFRESH_S))
 
     async def _find(self) -> frozenset[EndpointUrl]:
         text = await asyncio.to_thread(self.path.read_text, encoding="utf-8")
@@ -200,16 +216,17 @@ class FileSource:
         return frozenset(EndpointUrl.parse(line) for line in lines if line)
 
 
-# Discovery by Kubernetes: the endpoints of a Service, or the Pods of a label selector.
+# Discovery by Kubernetes: the endpoints of a Service, or the Pods of a label selector or an InferencePool.
 #
 # The API server is queried for a list, and then for a watch from the list's version. A watch whose version is
 # too old restarts with a list, and a broken one is restarted; until then the last result stays valid.
 #
 # The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
-# `pods` in the namespace.
+# `pods` in the namespace, and for InferencePools also `inferencepools` (group `inference.networking.k8s.io`).
 
 
 Document = Mapping[str, Any]
+Show = Callable[[Mapping[str, Document]], None]
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_S = 10.0
@@ -257,74 +274,48 @@ class ApiServer:
 
 
 @dataclass(frozen=True, slots=True)
-class KubernetesSource:
-    """Endpoints of a Service, or Pods of a label selector.
+class ObjectWatch:
+    """List and watch of the objects of one kind in a namespace.
 
     Attributes:
-        service: name of the Service; empty for Pods by `selector`.
+        group: path of the API group and version.
+        kind: plural name of the kind.
+        labels: label selector; empty for all objects.
         namespace: empty for that of this pod.
-        port: None for the first port of the Service's endpoints.
     """
 
-    scheme: Literal["http", "https"]
-    service: str
+    api: ApiServer
+    group: str
+    kind: str
+    labels: str
     namespace: str
-    selector: str
-    port: int | None
-    path: str = ""
-    api: ApiServer = field(default_factory=ApiServer)
-    is_fixed: bool = False
 
-    @classmethod
-    def parse(cls, text: str) -> "KubernetesSource":
-        """Parse `http://service.namespace:port/path` or `http://namespace:port?selector=app=vllm`.
+    async def follow(self, show: Show, refresh_s: float, health: SourceHealth) -> None:
+        """Call `show` with all objects, by name, after each change.
 
-        Raises:
-            ValueError: it has neither form.
+        Args:
+            show: raises `OSError` if the objects are not those that are needed; they are listed again later.
         """
-        parts = urlsplit(text)
-        asked = parse_qs(parts.query)
-        selector = asked.pop("selector", [""])[0]
-        rejection = (
-            "Kubernetes endpoints look like kubernetes+http://service.namespace:8000 or "
-            f"kubernetes+http://namespace:8000?selector=app=vllm, got {text!r}"
-        )
-        if parts.scheme not in ("http", "https") or not parts.hostname or asked or parts.fragment:
-            raise ValueError(rejection)
-        first, _, second = parts.hostname.partition(".")
-        if selector and (second or parts.port is None):
-            raise ValueError(rejection)
-        return cls(
-            scheme="https" if parts.scheme == "https" else "http",
-            service="" if selector else first,
-            namespace=first if selector else second.removesuffix(".svc.cluster.local").removesuffix(".svc"),
-            selector=selector,
-            port=parts.port,
-            path=parts.path.rstrip("/").removesuffix("/v1"),
-        )
-
-    async def follow(self, publish: Publish, refresh_s: float) -> None:
-        """List and watch forever."""
-        failed = ""
         while True:
             try:
-                await self._list_and_watch(publish)
-                failed = ""
-            except (OSError, ValueError, KeyError, UpstreamError, TimeoutError) as exc:
-                reason = f"{type(exc).__name__}: {exc}"
-                if reason != failed and not isinstance(exc, _WatchExpiredError):
-                    logger.warning("event=discovery_failed source=kubernetes reason=%r", reason)
-                failed = reason
-                await asyncio.sleep(0 if isinstance(exc, _WatchExpiredError) else refresh_s)
+                await self._list_and_watch(show, health)
+            except _WatchExpiredError:
+                continue
+            except (OSError, ValueError, KeyError, UpstreamError) as exc:
+                health.fail(
+                    str(exc) if isinstance(exc, OSError) and str(exc) else f"{type(exc).__name__}: {exc}"
+                )
+                await asyncio.sleep(refresh_s)
 
-    async def _list_and_watch(self, publish: Publish) -> None:
+    async def _list_and_watch(self, show: Show, health: SourceHealth) -> None:
         times = UpstreamSettings(connect_timeout_s=_LIST_TIMEOUT_S, silence_timeout_s=_WATCH_S + 30)
         connections = UpstreamPool(times, https=ClientTls(self.api.trust()))
         try:
             listed = await self._list(connections)
             objects = {_name(item): item for item in listed["items"]}
             version = listed["metadata"]["resourceVersion"]
-            published = self._publish_changes(publish, objects, None)
+            show(objects)
+            health.failure = ""
             while True:
                 async for event in self._watch(connections, version):
                     item = event["object"]
@@ -333,16 +324,9 @@ class KubernetesSource:
                         objects.pop(_name(item), None)
                     elif event["type"] != "BOOKMARK":
                         objects[_name(item)] = item
-                    published = self._publish_changes(publish, objects, published)
+                    show(objects)
         finally:
             connections.close()
-
-    def _resource(self) -> tuple[str, str]:
-        namespace = self.namespace or self.api.namespace()
-        if self.selector:
-            return f"/api/v1/namespaces/{namespace}/pods", self.selector
-        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-        return path, f"kubernetes.io/service-name={self.service}"
 
     async def _open(self, connections: UpstreamPool, **options: str) -> UpstreamResponse:
         """Request the objects of the resource.
@@ -353,9 +337,10 @@ class KubernetesSource:
             UpstreamError: it does not answer.
         """
         server = EndpointUrl.parse(self.api.base_url())
-        path, labels = self._resource()
+        path = f"{self.group}/namespaces/{self.namespace or self.api.namespace()}/{self.kind}"
+        query = urlencode({"labelSelector": self.labels, **options})
         head = (
-            f"GET {server.path}{path}?{urlencode({'labelSelector': labels, **options})} HTTP/1.1\r\n"
+            f"GET {server.path}{path}?{query} HTTP/1.1\r\n"
             f"host: {server.authority}\r\naccept: application/json\r\n"
             f"authorization: Bearer {self.api.token()}\r\n\r\n"
         )
@@ -399,37 +384,174 @@ class KubernetesSource:
         finally:
             response.close()
 
-    def _publish_changes(
-        self, publish: Publish, objects: Mapping[str, Document], published: frozenset[EndpointUrl] | None
-    ) -> frozenset[EndpointUrl]:
+
+@dataclass(frozen=True, slots=True)
+class KubernetesSource:
+    """Endpoints of a Service, or Pods of a label selector.
+
+    Attributes:
+        service: name of the Service; empty for Pods by `selector`.
+        namespace: empty for that of this pod.
+        ports: ports of each Pod; empty for the first port of the Service's endpoints.
+    """
+
+    scheme: Literal["http", "https"]
+    service: str
+    namespace: str
+    selector: str
+    ports: tuple[int, ...]
+    path: str = ""
+    api: ApiServer = field(default_factory=ApiServer)
+    is_fixed: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "KubernetesSource":
+        """Parse `http://service.namespace:port/path` or `http://namespace:port?selector=app=vllm`.
+
+        Raises:
+            ValueError: it has neither form.
+        """
+        parts = urlsplit(text)
+        asked = parse_qs(parts.query)
+        selector = asked.pop("selector", [""])[0]
+        rejection = (
+            "Kubernetes endpoints look like kubernetes+http://service.namespace:8000 or "
+            f"kubernetes+http://namespace:8000?selector=app=vllm, got {text!r}"
+        )
+        if parts.scheme not in ("http", "https") or not parts.hostname or asked or parts.fragment:
+            raise ValueError(rejection)
+        first, _, second = parts.hostname.partition(".")
+        if selector and (second or parts.port is None):
+            raise ValueError(rejection)
+        return cls(
+            scheme="https" if parts.scheme == "https" else "http",
+            service="" if selector else first,
+            namespace=first if selector else second.removesuffix(".svc.cluster.local").removesuffix(".svc"),
+            selector=selector,
+            ports=() if parts.port is None else (parts.port,),
+            path=parts.path.rstrip("/").removesuffix("/v1"),
+        )
+
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
+        """List and watch forever."""
+        published: frozenset[EndpointUrl] | None = None
         reader = self._of_pod if self.selector else self._of_slice
-        found = frozenset(url for item in objects.values() for url in reader(item))
-        if found != published:
-            publish(found)
-        return found
+
+        def show(objects: Mapping[str, Document]) -> None:
+            nonlocal published
+            found = frozenset(url for item in objects.values() for url in reader(item))
+            if found != published:
+                published = found
+                publish(found)
+
+        await self._watch().follow(show, refresh_s, health)
+
+    def _watch(self) -> ObjectWatch:
+        if self.selector:
+            return ObjectWatch(self.api, "/api/v1", "pods", self.selector, self.namespace)
+        labels = f"kubernetes.io/service-name={self.service}"
+        return ObjectWatch(self.api, "/apis/discovery.k8s.io/v1", "endpointslices", labels, self.namespace)
 
     def _of_slice(self, item: Document) -> Iterator[EndpointUrl]:
         stated = [each["port"] for each in item.get("ports") or () if each.get("port")]
-        port = self.port or next(iter(stated), None)
+        ports = self.ports or tuple(stated[:1])
         for endpoint in item.get("endpoints") or ():
             conditions = endpoint.get("conditions") or {}
             # Terminating endpoints receive no new requests. By definition, an unknown condition is true.
             ready = conditions.get("ready") is not False and not conditions.get("terminating")
-            if port is not None and ready:
-                yield from (self._at(address, port) for address in endpoint["addresses"])
+            if ready:
+                yield from (self._at(address, port) for address in endpoint["addresses"] for port in ports)
 
     def _of_pod(self, item: Document) -> Iterator[EndpointUrl]:
         status = item.get("status") or {}
         conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
         ends = item["metadata"].get("deletionTimestamp")
         if status.get("podIP") and conditions.get("Ready") == "True" and not ends:
-            assert self.port is not None, "checked when it was parsed"
-            yield self._at(status["podIP"], self.port)
+            yield from (self._at(status["podIP"], port) for port in self.ports)
 
     def _at(self, address: str, port: int) -> EndpointUrl:
         # Certificates have the names of services, not addresses.
         name = f"{self.service}.{self.namespace}" if self.service and self.namespace else self.service
         return EndpointUrl(self.scheme, address, port, self.path, name if self.scheme == "https" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePoolSource:
+    """The Pods that an InferencePool of the Gateway API selects; each of its target ports is an endpoint.
+
+    If the InferencePool is deleted, the Pods of its last version stay endpoints.
+
+    Attributes:
+        namespace: empty for that of this pod.
+    """
+
+    scheme: Literal["http", "https"]
+    name: str
+    namespace: str
+    path: str = ""
+    api: ApiServer = field(default_factory=ApiServer)
+    is_fixed: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "InferencePoolSource":
+        """Parse `http://name.namespace/path`.
+
+        Raises:
+            ValueError: it does not have this form.
+        """
+        url = EndpointUrl.parse(text)
+        if urlsplit(text).port is not None:
+            raise ValueError(
+                f"an InferencePool looks like inferencepool+http://name.namespace, got {text!r}: remove the "
+                "port, which is the pool's"
+            )
+        name, _, namespace = url.host.partition(".")
+        return cls(scheme=url.scheme, name=name, namespace=namespace, path=url.path)
+
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
+        """Follow the InferencePool, and the Pods that it selects."""
+        current: KubernetesSource | None = None
+        following: asyncio.Task[None] | None = None
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def show(pools: Mapping[str, Document]) -> None:
+                nonlocal current, following
+                pods = self._pods(pools)
+                if pods != current:
+                    if following is not None:
+                        following.cancel()
+                    current = pods
+                    following = tasks.create_task(pods.follow(publish, refresh_s, health))
+
+            await self._watch().follow(show, refresh_s, health)
+
+    def _watch(self) -> ObjectWatch:
+        # All of the namespace, so that a message can list their names.
+        return ObjectWatch(
+            self.api, "/apis/inference.networking.k8s.io/v1", "inferencepools", "", self.namespace
+        )
+
+    def _pods(self, pools: Mapping[str, Document]) -> KubernetesSource:
+        """Return the source of the Pods that the InferencePool selects.
+
+        Raises:
+            OSError: it does not exist.
+        """
+        if (pool := pools.get(self.name)) is None:
+            known = ", ".join(sorted(pools)) or "none"
+            namespace = self.namespace or self.api.namespace()
+            raise OSError(f"namespace {namespace} has no InferencePool {self.name} (existing: {known})")
+        labels = pool["spec"]["selector"]["matchLabels"]
+        return KubernetesSource(
+            scheme=self.scheme,
+            service="",
+            namespace=self.namespace,
+            selector=",".join(f"{key}={value}" for key, value in sorted(labels.items())),
+            ports=tuple(port["number"] for port in pool["spec"]["targetPorts"]),
+            path=self.path,
+            api=self.api,
+        )
 
 
 def _name(item: Document) -> str:
@@ -453,7 +575,7 @@ async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
 _FORMS = (
     "http://host:8000, https://host, dns+http://name:8000, srv+http://_service._tcp.name, "
     "kubernetes+http://service.namespace:8000, kubernetes+http://namespace:8000?selector=app=vllm, "
-    "file:///path"
+    "inferencepool+http://name.namespace, file:///path"
 )
 
 
@@ -465,7 +587,7 @@ class EndpointSource(Protocol):
         """True if its result never changes."""
         ...
 
-    def follow(self, publish: Publish, refresh_s: float) -> Coroutine[Any, Any, None]:
+    def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> Coroutine[Any, Any, None]:
         """Report all endpoints, again after each change; return only if nothing can change.
 
         While the source cannot be read, the last result stays valid, because an outage of discovery must not
@@ -481,7 +603,12 @@ class FixedSource:
     url: EndpointUrl
     is_fixed: bool = True
 
-    async def follow(self, publish: Publish, refresh_s: float) -> None:  # noqa: ARG002 - nothing to refresh
+    async def follow(
+        self,
+        publish: Publish,
+        refresh_s: float,  # noqa: ARG002 - nothing to refresh
+        health: SourceHealth,  # noqa: ARG002 - nothing to read
+    ) -> None:
         """Report the URL once."""
         publish(frozenset((self.url,)))
 
@@ -501,6 +628,8 @@ def source_of(text: str) -> EndpointSource:
         return ServiceRecordSource(EndpointUrl.parse(rest))
     if kind == "kubernetes":
         return KubernetesSource.parse(rest)
+    if kind == "inferencepool":
+        return InferencePoolSource.parse(rest)
     if text.startswith("file://"):
         return FileSource.parse(text)
     raise ValueError(f"endpoints: {text!r} is of no known form; known: {_FORMS}")

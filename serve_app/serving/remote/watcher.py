@@ -15,7 +15,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, source_of
+from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, SourceHealth, source_of
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 
 # Persistent choices of admins about a pool's endpoints.
@@ -157,6 +157,7 @@ class EndpointWatcher:
     ) -> None:
         self._settings = settings
         self._sources: list[EndpointSource] = [source_of(text) for text in settings.endpoints]
+        self._health = [SourceHealth(text) for text in settings.endpoints]
         self._found: list[frozenset[EndpointUrl]] = [frozenset() for _ in self._sources]
         self._choices = choices
         self._endpoints: dict[EndpointUrl, Endpoint] = {}
@@ -230,10 +231,16 @@ class EndpointWatcher:
         return [*chosen, *taken]
 
     def states(self) -> dict[str, Any]:
-        """Return the number of wanted endpoints, and a description of those that receive no requests."""
+        """Return the number of wanted endpoints, those that receive no requests, and sources that fail."""
         failing = (each for _, each in sorted(self._endpoints.items()) if each.failure)
         down = [each.describe() for each in failing]
-        return {"pool": self._shared.pool, "endpoints": len(self._endpoints), "down": down}
+        unread = [{"source": each.source, "reason": each.failure} for each in self._health if each.failure]
+        return {
+            "pool": self._shared.pool,
+            "endpoints": len(self._endpoints),
+            "down": down,
+            "unread_sources": unread,
+        }
 
     async def change(self, action: str, text: str) -> dict[str, object]:
         """Add or remove an endpoint; an invalid URL is returned as `error`."""
@@ -276,7 +283,7 @@ class EndpointWatcher:
             self._found[index] = urls
             self._reconcile()
 
-        await source.follow(publish, self._settings.refresh_s)
+        await source.follow(publish, self._settings.refresh_s, self._health[index])
 
     async def _show_states(self) -> None:
         """Show the states when they change, and periodically."""

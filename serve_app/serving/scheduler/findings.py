@@ -83,6 +83,17 @@ def check_endpoints(model: Document) -> Iterator[Finding]:
         )
 
 
+def check_sources(model: Document) -> Iterator[Finding]:
+    """Yield a finding for each source of endpoints that cannot be read."""
+    for each in unread_sources(model):
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {model['model']}: {each}",
+            "correct `endpoints` of the pool, or what the message names: the source is read again every few "
+            "seconds, and its last endpoints remain",
+        )
+
+
 def check_pools(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
@@ -231,11 +242,20 @@ def endpoints_down(model: Document) -> Iterator[str]:
             yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
 
 
+def unread_sources(model: Document) -> Iterator[str]:
+    """Yield the sources of endpoints that cannot be read, with the reason."""
+    # A scheduler or watcher of an older release does not report this.
+    for pool in model.get("endpoints", ()):
+        for one in pool.get("unread_sources", ()):
+            yield f"pool {pool['pool']} cannot read {one['source']}: {one['reason']}"
+
+
 _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_scheduler,
     check_pools,
     check_closed_pools,
     check_endpoints,
+    check_sources,
     check_reports,
     check_saturation,
     check_tuner,

@@ -112,6 +112,15 @@ def has_a_dead_endpoint(answers: dict[str, Any]) -> None:
     model(answers)["endpoints"] = [{"pool": "short", "endpoints": 2, "down": [down]}]
 
 
+def has_an_unread_source(answers: dict[str, Any]) -> None:
+    reason = "namespace prod has no InferencePool chatt (existing: chat, code)"
+    unread = {"source": "inferencepool+http://chatt.prod", "reason": reason}
+    model(answers)["endpoints"] = [
+        {"pool": "short", "endpoints": 0, "down": [], "unread_sources": [unread]},
+        {"pool": "of an older release", "endpoints": 0, "down": []},
+    ]
+
+
 def has_no_report_at_all(answers: dict[str, Any]) -> None:
     for replica in model(answers)["replicas"].values():
         replica["report"] = None
@@ -174,6 +183,10 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     "dead endpoint": (
         has_a_dead_endpoint,
         "degraded: model demo: 1 of 2 endpoints of pool short down: http://b:1: not identified yet",
+    ),
+    "unread source": (
+        has_an_unread_source,
+        "degraded: model demo: pool short cannot read inferencepool+http://chatt.prod: namespace prod has",
     ),
     "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no recent load report"),
     "no report": (has_no_report_at_all, "down: model demo: 2 of 2 replicas have no recent load report"),

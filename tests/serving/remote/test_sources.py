@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from serve_app.serving.remote.sources import (
     ApiServer,
     EndpointSource,
     EndpointUrl,
+    InferencePoolSource,
     KubernetesSource,
     ServiceRecordSource,
+    SourceHealth,
     source_of,
 )
 from tests.serving.channel.harness import wait_until
@@ -29,11 +32,14 @@ FoundUrls = list[set[str]]
 
 
 @contextlib.asynccontextmanager
-async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIterator[FoundUrls]:
+async def followed(
+    source: EndpointSource, refresh_s: float = 0.05, health: SourceHealth | None = None
+) -> AsyncIterator[FoundUrls]:
     """Follow a source; yield the list of its results."""
     found_urls: FoundUrls = []
+    health = health or SourceHealth("")
     task = asyncio.create_task(
-        source.follow(lambda urls: found_urls.append({str(url) for url in urls}), refresh_s)
+        source.follow(lambda urls: found_urls.append({str(url) for url in urls}), refresh_s, health)
     )
     try:
         yield found_urls
@@ -48,7 +54,7 @@ async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIter
     [
         *("a:8000", "tcp://a", "dns://a:8000", "dns+a:8000", "srv+tcp://a", "file://relative", "file://"),
         *("kubernetes+http://", "kubernetes+http://a.b?selector=x", "kubernetes+http://ns?selector=x"),
-        "kubernetes+http://svc:80?labels=a",
+        *("kubernetes+http://svc:80?labels=a", "inferencepool+pool", "inferencepool+http://pool:8000"),
     ],
 )
 def test_a_source_of_no_known_form_is_rejected_with_its_text(text: str) -> None:
@@ -88,7 +94,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
 async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> None:
     found: list[EndpointUrl] = []
     source = AddressSource(EndpointUrl.parse("https://localhost:8443"))
-    following = asyncio.create_task(source.follow(found.extend, 0.05))
+    following = asyncio.create_task(source.follow(found.extend, 0.05, SourceHealth("")))
     await wait_until(lambda: bool(found))
     following.cancel()
     assert {url.server_name for url in found} == {"localhost"}
@@ -149,7 +155,7 @@ class FakeApiServer:
         self.paths: set[str] = set()
         self.tokens: set[str] = set()
         self.rejects = 0
-        self._watches: set[asyncio.Queue[str | None]] = set()
+        self._watches: dict[asyncio.Queue[str | None], web.Request] = {}
         (folder / "token").write_text("first")
         (folder / "namespace").write_text("models")
 
@@ -163,8 +169,9 @@ class FakeApiServer:
         self.say({"type": kind, "object": item})
 
     def say(self, event: dict[str, Any]) -> None:
-        for queue in self._watches:
-            queue.put_nowait(json.dumps(event) + "\n")
+        for queue, request in self._watches.items():
+            if _is_of(event["object"], request):
+                queue.put_nowait(json.dumps(event) + "\n")
 
     def end_watches(self) -> None:
         for queue in self._watches:
@@ -178,26 +185,36 @@ class FakeApiServer:
             self.rejects -= 1
             return web.json_response({"message": "forbidden"}, status=403)
         if "watch" not in request.query:
-            items = list(self.objects.values())
+            items = [each for each in self.objects.values() if _is_of(each, request)]
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
         if int(request.query["resourceVersion"]) < self.oldest:
             return web.json_response({"code": 410}, status=410)
         response = web.StreamResponse()
         await response.prepare(request)
         queue: asyncio.Queue[str | None] = asyncio.Queue()
-        self._watches.add(queue)
+        self._watches[queue] = request
         try:
             while (line := await queue.get()) is not None:
                 # In two pieces, as a network may split it.
                 await response.write(line[:20].encode())
                 await response.write(line[20:].encode())
         finally:
-            self._watches.discard(queue)
+            del self._watches[queue]
         return response
 
     @property
     def watched(self) -> bool:
         return bool(self._watches)
+
+
+def _is_of(item: dict[str, Any], request: web.Request) -> bool:
+    """Return whether an object is in a collection. Objects without labels match every selector."""
+    labels = item.get("metadata", {}).get("labels")
+    wanted = [each.split("=") for each in request.query["labelSelector"].split(",") if each]
+    is_pool = item.get("kind") == "InferencePool"
+    return is_pool == request.path.endswith("/inferencepools") and (
+        labels is None or all(labels.get(name) == value for name, value in wanted)
+    )
 
 
 @pytest.fixture
@@ -224,10 +241,31 @@ def slice_of(name: str, *addresses: str, port: int = 8000, **conditions: bool) -
     }
 
 
+def pod(name: str, address: str | None, ready: str = "True", **metadata: Any) -> dict[str, Any]:
+    status = {"podIP": address, "conditions": [{"type": "Ready", "status": ready}]}
+    return {"metadata": {"name": name, **metadata}, "status": status}
+
+
+def pool_of(name: str, labels: dict[str, str], *ports: int) -> dict[str, Any]:
+    """Return an InferencePool as the schema of Gateway API's inference extension has it."""
+    return {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "targetPorts": [{"number": port} for port in ports],
+            "endpointPickerRef": {"name": "epp", "port": {"number": 9002}},
+        },
+    }
+
+
 def source_at(text: str, server: ApiServer) -> KubernetesSource:
-    parsed = KubernetesSource.parse(text)
-    fields: dict[str, Any] = {name: getattr(parsed, name) for name in parsed.__dataclass_fields__}
-    return KubernetesSource(**{**fields, "api": server})
+    return replace(KubernetesSource.parse(text), api=server)
+
+
+def pool_at(text: str, server: ApiServer) -> InferencePoolSource:
+    return replace(InferencePoolSource.parse(text), api=server)
 
 
 async def test_the_endpoints_of_a_service_are_followed(api: tuple[FakeApiServer, ApiServer]) -> None:
@@ -254,10 +292,6 @@ async def test_the_endpoints_of_a_service_are_followed(api: tuple[FakeApiServer,
 async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
     api: tuple[FakeApiServer, ApiServer],
 ) -> None:
-    def pod(name: str, address: str | None, ready: str, **metadata: str) -> dict[str, Any]:
-        status = {"podIP": address, "conditions": [{"type": "Ready", "status": ready}]}
-        return {"metadata": {"name": name, **metadata}, "status": status}
-
     double, server = api
     double.put(pod("a", "10.0.0.1", "True"))
     double.put(pod("starts", None, "False"))
@@ -270,6 +304,66 @@ async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
         await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:9000"})
     assert double.paths == {"/api/v1/namespaces/prod/pods"}
     assert double.queries[0]["labelSelector"] == "app=vllm,tier=gpu"
+
+
+async def test_the_pods_of_an_inference_pool_are_followed_through_its_changes(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    qwen, llama = {"app": "qwen", "tier": "gpu"}, {"app": "llama"}
+    double.put(pool_of("chat", qwen, 8000))
+    double.put(pod("a", "10.0.0.1", labels=qwen))
+    double.put(pod("other", "10.0.0.9", labels=llama))
+    async with followed(pool_at("http://chat.prod", server)) as found_urls:
+        await wait_until(lambda: found_urls == [{"http://10.0.0.1:8000"}])
+        double.put(pod("b", "10.0.0.2", labels=qwen), "ADDED")
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.1:8000", "http://10.0.0.2:8000"})
+        # Ranks of data parallelism: each port of a Pod is an endpoint.
+        double.put(pool_of("chat", llama, 8000, 8001))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.9:8000", "http://10.0.0.9:8001"})
+        double.put(pod("b", "10.0.0.2", "False", labels=qwen))
+        double.put(pod("other", "10.0.0.8", labels=llama))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.8:8000", "http://10.0.0.8:8001"})
+    assert double.paths == {
+        "/apis/inference.networking.k8s.io/v1/namespaces/prod/inferencepools",
+        "/api/v1/namespaces/prod/pods",
+    }
+    selectors = {query["labelSelector"] for query in double.queries}
+    assert selectors == {"", "app=qwen,tier=gpu", "app=llama"}
+
+
+async def test_a_missing_inference_pool_is_named_with_those_that_exist_and_removes_no_endpoint(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.put(pool_of("chat", {"app": "qwen"}, 8000))
+    double.put(pool_of("code", {"app": "coder"}, 8000))
+    double.put(pod("a", "10.0.0.1"))
+    health = SourceHealth("inferencepool+http://chatt")
+    async with followed(pool_at("http://chatt", server), health=health) as found_urls:
+        await wait_until(lambda: bool(health.failure))
+        assert health.failure == "namespace models has no InferencePool chatt (existing: chat, code)"
+        assert found_urls == []
+        double.put(pool_of("chatt", {"app": "qwen"}, 8000))
+        await wait_until(lambda: found_urls == [{"http://10.0.0.1:8000"}] and not health.failure)
+        double.put(pool_of("chatt", {"app": "qwen"}, 8000), "DELETED")
+        await wait_until(lambda: "has no InferencePool chatt" in health.failure)
+        double.put(pod("a", "10.0.0.2"))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+
+
+async def test_pods_of_an_inference_pool_that_cannot_be_read_are_reported(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.put(pool_of("chat", {"app": "qwen"}, 8000))
+    health = SourceHealth("inferencepool+http://chat")
+    async with followed(pool_at("http://chat", server), health=health) as found_urls:
+        await wait_until(lambda: found_urls == [set()])
+        double.rejects = 2
+        double.end_watches()
+        await wait_until(lambda: "answered 403" in health.failure)
+        await wait_until(lambda: not health.failure)
 
 
 async def test_a_watch_that_ends_resumes_where_it_was(api: tuple[FakeApiServer, ApiServer]) -> None:

@@ -106,6 +106,17 @@ async def test_an_endpoint_that_never_answered_is_named() -> None:
         assert [each["url"] for each in shown()[0]["down"]] == [unused_url]
 
 
+async def test_a_source_that_cannot_be_read_is_named_until_it_can(tmp_path: Path) -> None:
+    file = tmp_path / "endpoints"
+    async with serving(VllmLike()) as one, watched(one, f"file://{file}") as fleet:
+        shown = fleet.control_plane.live.endpoints.documents
+        await wait_until(lambda: bool(shown()) and bool(shown()[0]["unread_sources"]), "it is shown")
+        reason = f"[Errno 2] No such file or directory: '{file}'"
+        assert shown()[0]["unread_sources"] == [{"source": f"file://{file}", "reason": reason}]
+        file.write_text("")
+        await wait_until(lambda: not shown()[0]["unread_sources"], "it is read")
+
+
 async def test_an_endpoint_that_is_found_by_name_and_by_address_is_watched_once() -> None:
     async with (
         serving(VllmLike()) as url,
