@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from serve_app.cli import COMMANDS
+from serve_app.cli.serve.command import HOST_VARIABLE
 from serve_app.cli.serve.instance import register
 from serve_app.settings.application import GatewayDeploymentSettings
 
@@ -81,6 +82,11 @@ def test_the_image_runs_a_command_as_a_user_without_rights() -> None:
     assert json.loads(only("ENTRYPOINT")) == ["ewsjf"]
     assert json.loads(only("CMD"))[0] in {entry.name for entry in COMMANDS}
     assert only("STOPSIGNAL") == "SIGTERM"
+
+
+def test_the_image_listens_on_the_address_that_is_published() -> None:
+    variables = [each for word, arguments in instructions() if word == "ENV" for each in arguments.split()]
+    assert f"{HOST_VARIABLE}=0.0.0.0" in variables
 
 
 class Application(BaseHTTPRequestHandler):

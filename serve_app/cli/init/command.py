@@ -50,7 +50,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="vLLM on N GPUs (default: all that nvidia-smi lists)",
     )
-    what.add_argument("--servers", nargs="+", metavar="URL", help="run in front of these vLLM servers")
+    what.add_argument(
+        "--servers", nargs="+", metavar="URL", help="run in front of these vLLM servers; put PATH before this"
+    )
     parser.add_argument("--model", help="with --gpus: name on the model hub, or folder")
     add_whole(
         parser,

@@ -131,11 +131,13 @@ class Servers:
     Attributes:
         api_key_env: environment variable with their API key.
         max_num_seqs: maximum batch size of each, for servers that do not report it; None to learn it.
+        is_observed: whether the scheduler only observes at first.
     """
 
     found: tuple[Server, ...]
     api_key_env: str | None = None
     max_num_seqs: int | None = None
+    is_observed: bool = False
 
 
 Fleet = Emulated | Gpus | Servers
@@ -183,9 +185,13 @@ def discover_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Serv
         except SilentServerError as exc:
             silent[url.rstrip("/").removesuffix("/v1")] = exc
     different = {(server.models, server.max_model_len) for server in found}
+    if silent and len(different) != 1:
+        reason = "the servers that respond differ" if found else "no server responds"
+        raise SilentServerError(
+            f"{'; '.join(map(str, silent.values()))}. What it serves is unknown, because {reason}: "
+            "start it first"
+        )
     for url, error in silent.items():
-        if len(different) != 1:
-            raise error
         warn(f"{error}; it receives requests once it responds")
         found.append(replace(found[0], url=url))
     return tuple(found)
@@ -193,10 +199,7 @@ def discover_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Serv
 
 def _ask(given: str, api_key: str | None) -> Server:
     if not given.startswith(("http://", "https://")):
-        raise SettingsError(
-            f"the URL of a server must begin with http:// or https://, got {given!r} (the file to write "
-            "belongs before --servers)"
-        )
+        raise SettingsError(f"the URL of a server must begin with http:// or https://, got {given!r}")
     url = given.rstrip("/").removesuffix("/v1")
 
     async def get(path: str) -> PageResponse:
@@ -371,12 +374,15 @@ def _lines(
         yield _SHORTER_FIRST
     for pool, (context, found) in zip(names, pools.items(), strict=True):
         yield _remote_pool(pool, context, found, servers)
+    if len(pools) > 1 or servers.is_observed:
+        yield "  scheduler:\n"
+    if servers.is_observed:
+        yield "    # Requests are not scheduled until `ewsjf mode active`.\n    active_share: 0.0\n"
     if len(pools) > 1:
         # With more than two pools, contexts are the boundaries. The first pool's boundary has to be set
         # explicitly.
         boundary = min(SHORT_CONTEXT, *contexts) if len(pools) == len(_NAMES) else min(contexts)
         yield (
-            "  scheduler:\n"
             "    routing:\n"
             f"      # Prompt plus output tokens up to which {names[0]} is the home pool of a request.\n"
             f"      b_short_tokens: {boundary}\n"
@@ -493,10 +499,11 @@ applications:
       gateways: {{replicas: 1, num_cpus: 0.2}}
 """
 
-_KEYS = """\
+KEY_VARIABLE = "EWSJF_API_KEY_APP"
+_KEYS = f"""\
 gateway:
   # Set this environment variable of `serve` to the secret. Each key has a tenant, and optionally classes.
-  keys: [{tenant: app, env: EWSJF_API_KEY_APP, may_act_for_tenants: true}]
+  keys: [{{tenant: app, env: {KEY_VARIABLE}, may_act_for_tenants: true}}]
 """
 _INSECURE = """\
 gateway:

@@ -5,13 +5,15 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, port_number, program, write_text
+from serve_app.cli.command import Command, port_number, print_result, program, warn, write_text
 from serve_app.cli.init.document import (
+    KEY_VARIABLE,
     ListenAddress,
     Servers,
     configuration,
@@ -26,6 +28,7 @@ from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
 from serve_app.serving.access import (
     ADMIN_KEY_VARIABLE,
+    is_loopback,
     raise_descriptor_limit,
     write_admin_key,
     write_ray_token,
@@ -36,6 +39,9 @@ from serve_app.settings.checking import check_file
 
 # Wildcard addresses, which clients cannot connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
+
+# Set by the container image: the address to listen on with `--endpoints`.
+HOST_VARIABLE = "EWSJF_HOST"
 
 
 def serve(
@@ -168,30 +174,53 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--api-key-env", help="with --endpoints: environment variable with the servers' API key"
     )
     parser.add_argument(
+        "--observe",
+        action="store_true",
+        help="with --endpoints: schedule no requests until `ewsjf mode active`",
+    )
+    parser.add_argument(
         "--port",
         type=port_number,
         help="port to listen on (default: that of the configuration; with --endpoints "
-        f"{DEFAULT_PORT}, at 127.0.0.1)",
+        f"{DEFAULT_PORT}, at 127.0.0.1, or at {HOST_VARIABLE} in a container)",
     )
 
 
 def _run(args: argparse.Namespace) -> int:
+    # As the first process of a container, this one would ignore SIGTERM until the supervisor handles it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = args.config or default_config()
     if args.endpoints is not None:
         if args.config is not None:
             raise SettingsError("pass a configuration or --endpoints, not both")
-        config = _write_config_for(args.endpoints.split(","), args.api_key_env, args.port or DEFAULT_PORT)
+        config = _write_config_for(args)
+    elif args.observe:
+        raise SettingsError(
+            "--observe needs --endpoints: in a configuration, set scheduler.active_share to 0"
+        )
     return serve(config, address=args.address, port=args.port, dashboard=args.dashboard)
 
 
-def _write_config_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
+def _write_config_for(args: argparse.Namespace) -> Path:
     """Write a configuration in front of servers, which are queried for their models."""
-    servers = Servers(found=discover_servers(urls, api_key_env), api_key_env=api_key_env)
+    urls = [url for each in args.endpoints.split(",") if (url := each.strip())]
+    if not urls:
+        raise SettingsError("--endpoints needs at least one URL, such as http://host:8000")
+    found = discover_servers(urls, args.api_key_env)
+    servers = Servers(found=found, api_key_env=args.api_key_env, is_observed=args.observe)
+    for server in found:
+        print_result(f"{server.url}: {', '.join(server.models)}")
+    port = args.port or DEFAULT_PORT
     folder = instance_folder(port).parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = folder / f"endpoints-{port}.yaml"
-    place = ListenAddress(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
-    write_text(config, configuration(servers, place))
+    host, insecure = os.environ.get(HOST_VARIABLE, "127.0.0.1"), KEY_VARIABLE not in os.environ
+    if insecure and not is_loopback(host):
+        warn(f"clients of {host}:{port} need no API key: set {KEY_VARIABLE} to require one")
+    start = f"{program()} serve {config}"
+    write_text(
+        config, configuration(servers, ListenAddress(host=host, port=port, start=start, insecure=insecure))
+    )
     return config
 
 
