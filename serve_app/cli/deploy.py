@@ -270,7 +270,7 @@ class _Deployment:
             progress = cluster.progress()
             ready = [name for name in progress.ready if name not in self._unchanged]
             self._console.progress(Progress(ready, progress.lines))
-            if not progress.lines and cluster.is_ready():
+            if not progress.lines and cluster.models_without_server() is not None:
                 break
             if time.monotonic() > deadline:
                 raise ServeAppError(

@@ -51,6 +51,8 @@ _HANDLED_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "loggi
 GATEWAY = "gateway"
 # Limit from healthy deployments to a gateway that knows a replica of every model.
 _GATEWAY_TIMEOUT_S = 120.0
+# Limit for discovery to find a first server of every model. Later ones do not delay the others.
+_DISCOVERY_TIMEOUT_S = 10.0
 # A controller that is being replaced does not answer for some seconds.
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -214,20 +216,31 @@ class Cluster:
         if now - self._ready_at > _GATEWAY_TIMEOUT_S:
             raise ServeAppError(f"no gateway responds at {self._job.url}/ready")
 
-    def is_ready(self) -> bool:
-        """Return whether a gateway answers that knows a replica of every model.
+    def models_without_server(self) -> list[str] | None:
+        """Return the models of which discovery has found no server so far; None until a gateway is ready.
 
         The gateways of a cluster may not be reachable from here, so Serve's status must suffice.
         """
         if self._job.address is not None:
-            return True
+            return []
         # The address and the certificate are from the same configuration, and it may be self-signed.
         ready = f"{self._job.url}/ready"
         trusting = ssl.create_default_context()
         trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-        with contextlib.suppress(ConnectionFailedError):
-            return request(ready, timeout_s=2, tls=trusting).status == 200
-        return False
+        try:
+            answer = request(ready, timeout_s=2, tls=trusting)
+        except ConnectionFailedError:
+            return None
+        if answer.status == 200:
+            return []
+        missing: list[str] = list((answer.document() or {}).get("models_without_replica", ()))
+        is_late = time.monotonic() - self._ready_at > _DISCOVERY_TIMEOUT_S
+        return missing if missing and is_late and not any(map(self._is_inside, missing)) else None
+
+    def _is_inside(self, name: str) -> bool:
+        """Return whether a name is that of a model, not an alias, with an engine in its replicas."""
+        kinds = (kind for each, kind in self._job.engines.items() if each.endswith(f"-{name}"))
+        return any(kind != "remote" for kind in kinds)
 
     def is_controller_alive(self) -> bool:
         """Return whether Serve's controller responds."""

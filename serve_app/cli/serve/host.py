@@ -82,14 +82,15 @@ class ApplicationHost:
         while True:
             progress = self._cluster.progress()
             self._send(progress)
-            if not progress.lines and self._cluster.is_ready():
+            missing = None if progress.lines else self._cluster.models_without_server()
+            if missing is not None:
                 break
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=_START_POLL_S)
                 raise ServeAppError("stopped before it was ready")
         self._cluster.connect()
         self._cluster.record()
-        self._send(Ready(self._cluster.ray_address, self._cluster.dashboard))
+        self._send(Ready(self._cluster.ray_address, self._cluster.dashboard, missing))
 
     def _watch(self) -> Stop | None:
         """Wait for a command. Return None if the supervisor exited without one.

@@ -46,10 +46,12 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         ray_address: address of its Ray cluster.
         dashboard: address of Ray's dashboard, if it runs.
+        models_without_server: models of which discovery has found no server so far.
     """
 
     ray_address: str
     dashboard: str | None = None
+    models_without_server: list[str] = []
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

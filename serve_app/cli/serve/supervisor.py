@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from serve_app.cli.command import program
 from serve_app.cli.serve.instance import read_instance, write_instance
 from serve_app.cli.serve.messages import (
     Drained,
@@ -162,11 +163,15 @@ class Supervisor:
                 console.step(name)
             case Progress():
                 console.progress(message)
-            case Ready(ray_address, dashboard):
+            case Ready(ray_address, dashboard, missing):
                 self._is_ready = True
                 self._register(ray_address)
                 self._startup_s = console.elapsed_s
                 console.ready(self._connection_info(dashboard))
+                if missing:
+                    names = ", ".join(missing)
+                    text = f"No server is found so far for {names}: `{program()} doctor` shows why."
+                    console.line(text, "yellow")
             case Failed():
                 self._failure = message
             case Draining(open_requests, remaining_s):

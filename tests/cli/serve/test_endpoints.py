@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
@@ -22,7 +23,7 @@ from serve_app.cli.serve import command
 from serve_app.cli.serve.command import HOST_VARIABLE
 from serve_app.settings.checking import CheckResult, check_file
 from tests.cli.pages import answering
-from tests.cli.serve.application import ROOT, on_terminal
+from tests.cli.serve.application import ROOT, configuration, on_terminal
 from tests.engines.servers import serving
 from tests.serving.gateway.builders import MODEL
 from tests.serving.remote.servers import VllmLike
@@ -142,6 +143,31 @@ async def test_an_address_is_all_that_serve_needs() -> None:
             opened.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(opened.ended, 60.0) == 0
             assert opened.processes_left() == []
+
+
+@pytest.mark.application
+async def test_servers_that_are_discovered_late_do_not_end_the_start(tmp_path: Path) -> None:
+    port, urls = free_port(), tmp_path / "urls"
+    urls.write_text("")
+    pool = {"name": "only", "engine": {"remote": {"endpoints": [f"file://{urls}"]}}}
+    config = configuration(tmp_path, port, drain_s=5.0, pools=[pool])
+    engine = VllmLike()
+    engine.models = {"data": [{"id": name, "max_model_len": 4096} for name in ("demo", "gpt-4o-mini")]}
+    async with serving(engine) as server_url:
+        with on_terminal("serve", str(config)) as opened:
+            await asyncio.to_thread(opened.wait_for, "No server is found so far for demo")
+            assert (await asyncio.to_thread(completion, port, "demo")).status_code == 503
+            urls.write_text(server_url)
+            await asyncio.to_thread(wait_for_an_answer, port)
+            opened.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(opened.ended, 60.0) == 0
+
+
+def wait_for_an_answer(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while (answer := completion(port, "demo")).status_code != 200:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.1)
 
 
 def completion(port: int, model: str) -> httpx.Response:
