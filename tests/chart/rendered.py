@@ -12,6 +12,7 @@ from serve_app.settings.loading import settings_of
 
 CHART = Path(__file__).resolve().parents[2] / "configs" / "helm"
 EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}
+ON_RAY = ("default", *(name for name in EXAMPLES if name != "servers_outside"))
 
 Object = dict[str, Any]
 

@@ -10,9 +10,7 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 
 from serve_app.settings.application import PoolSettings
-from tests.chart.rendered import EXAMPLES, Object, application, service_of
-
-ON_RAY = ("default", *(name for name in EXAMPLES if name != "servers_outside"))
+from tests.chart.rendered import ON_RAY, Object, application, service_of
 
 
 def read_by_ray(service: Object) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def started(reply: SchedulingReply) -> dict[str, int]:
     return {each.instance_type: each.count for each in reply.to_launch}
 
 
-@pytest.mark.parametrize("example", [*ON_RAY, "servers_outside"])
+@pytest.mark.parametrize("example", ON_RAY)
 def test_ray_reads_the_groups_as_the_values_have_them(example: str) -> None:
     service = service_of(example)
     found = read_by_ray(service)

@@ -1,4 +1,4 @@
-"""Rendered objects: valid in Kubernetes, and equal to configs/kuberay.yaml."""
+"""Rendered objects: valid in Kubernetes, and equal to the plain files in configs."""
 
 import re
 import tomllib
@@ -13,6 +13,7 @@ from serve_app.settings.checking import check_file
 from tests.chart.rendered import (
     CHART,
     EXAMPLES,
+    ON_RAY,
     Object,
     application,
     container,
@@ -51,6 +52,11 @@ EVERYTHING: dict[str, Any] = {
         "fleets": [{"model": "m/x", "pool": "short", "deployment": "vllm", "min": 0, "max": 2}],
     },
 }
+ONE_POD: dict[str, Any] = {
+    "application": {
+        "models": [{"name": "m", "pools": [{"engine": {"remote": {"endpoints": ["http://a:8000"]}}}]}]
+    }
+}
 
 
 @pytest.mark.parametrize("example", ALL)
@@ -61,10 +67,13 @@ def test_the_linter_finds_nothing(example: str) -> None:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("example", [*ALL, "everything"])
+@pytest.mark.parametrize("example", [*ALL, "everything", "everything in one pod"])
 def test_kubernetes_takes_every_object(example: str, version: str) -> None:
-    objects = render(EVERYTHING if example == "everything" else values_of(example))
-    assert {"RayService", "PodDisruptionBudget"} <= {each["kind"] for each in objects}
+    values = {"everything": EVERYTHING, "everything in one pod": EVERYTHING | ONE_POD}.get(example)
+    objects = render(values_of(example) if values is None else values)
+    kinds = {each["kind"] for each in objects}
+    assert "PodDisruptionBudget" in kinds
+    assert len({"RayService", "Deployment"} & kinds) == 1
     for each in objects:
         check_object(each, version)
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
@@ -74,6 +83,11 @@ def test_kubernetes_takes_every_object(example: str, version: str) -> None:
 def test_every_optional_object_is_rendered_on_request() -> None:
     assert {each["kind"] for each in render(EVERYTHING)} == {
         *("RayService", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"),
+        *("ServiceAccount", "Role", "RoleBinding", "ScrapeConfig", "PrometheusRule"),
+        "ScaledObject",
+    }
+    assert {each["kind"] for each in render(EVERYTHING | ONE_POD)} == {
+        *("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"),
         *("ServiceAccount", "Role", "RoleBinding", "ScrapeConfig", "PrometheusRule"),
         "ScaledObject",
     }
@@ -93,7 +107,12 @@ def test_a_field_unknown_to_kubernetes_is_detected() -> None:
 @pytest.mark.parametrize("example", ALL)
 def test_the_configuration_that_is_deployed_passes_our_own_check(example: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    path.write_text(service_of(example)["spec"]["serveConfigV2"])
+    objects = render(values_of(example))
+    path.write_text(
+        only(objects, "RayService")["spec"]["serveConfigV2"]
+        if example in ON_RAY
+        else only(objects, "ConfigMap", "ewsjf")["data"]["config.yaml"]
+    )
     checked = check_file(path, on_this_machine=False, gpu="h100")
     assert checked.mistakes == []
     assert checked.settings is not None
@@ -139,7 +158,7 @@ def test_large_numbers_stay_numbers() -> None:
 WORKERS = {"name": "gpu", "cpus": 8, "memory": "64Gi", "min": 1, "max": 1}
 
 
-@pytest.mark.parametrize("example", ALL)
+@pytest.mark.parametrize("example", ON_RAY)
 def test_every_pod_runs_with_the_settings_of_serve_env(example: str) -> None:
     for group in groups(service_of(example)):
         found = environment(group)
@@ -147,7 +166,7 @@ def test_every_pod_runs_with_the_settings_of_serve_env(example: str) -> None:
         assert found == default_settings()
 
 
-@pytest.mark.parametrize("example", ALL)
+@pytest.mark.parametrize("example", ON_RAY)
 def test_a_pod_that_must_go_gets_the_time_of_its_open_answers(example: str) -> None:
     service = service_of(example)
     settings = application(service)
@@ -177,7 +196,7 @@ def _labels(group: Object) -> set[tuple[str, str]]:
     return set(group["template"]["metadata"]["labels"].items())
 
 
-@pytest.mark.parametrize("example", ALL)
+@pytest.mark.parametrize("example", ON_RAY)
 def test_budgets_and_policies_select_pods_that_are_there(example: str) -> None:
     objects = render({**values_of(example), "networkPolicy": {"enabled": True}})
     service = only(objects, "RayService")
@@ -215,16 +234,97 @@ def test_the_head_finds_the_redis_that_is_made_and_the_one_that_is_given() -> No
     assert "gcsFaultToleranceOptions" not in only(objects, "RayService")["spec"]["rayClusterConfig"]
 
 
-def test_pods_may_discover_endpoints_if_enabled() -> None:
-    objects = render(values_of("servers_outside"))
+def _pods(objects: list[Object]) -> list[Object]:
+    """Return the specifications of the pods that run this project."""
+    deployed = [each for each in objects if each["kind"] == "Deployment"]
+    groups_of = [group for each in objects if each["kind"] == "RayService" for group in groups(each)]
+    return [each["template"]["spec"] for each in (*groups_of, *(each["spec"] for each in deployed))]
+
+
+@pytest.mark.parametrize("mode", ["standalone", "rayservice"])
+def test_pods_may_discover_endpoints_if_enabled(mode: str) -> None:
+    objects = render({**values_of("servers_outside"), "mode": mode})
     account, role = only(objects, "ServiceAccount"), only(objects, "Role")
     binding = only(objects, "RoleBinding")
-    for group in groups(only(objects, "RayService")):
-        assert group["template"]["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert {each["serviceAccountName"] for each in _pods(objects)} == {account["metadata"]["name"]}
     assert binding["subjects"][0]["name"] == account["metadata"]["name"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    rules = {(rule["resources"][0], *rule["verbs"]) for rule in role["rules"]}
-    assert rules == {("endpointslices", "get", "list", "watch"), ("pods", "get", "list", "watch")}
+    assert role["rules"] == only(standalone_file(), "Role")["rules"]
+    assert {(*rule["apiGroups"], *rule["resources"], *rule["verbs"]) for rule in role["rules"]} == {
+        ("discovery.k8s.io", "endpointslices", "get", "list", "watch"),
+        ("inference.networking.k8s.io", "inferencepools", "get", "list", "watch"),
+        ("", "pods", "get", "list", "watch"),
+    }
+
+
+def standalone_file() -> list[Object]:
+    """Return the objects of the plain file for one pod."""
+    return list(yaml.safe_load_all((ROOT / "configs/kubernetes/standalone.yaml").read_text()))
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_every_object_of_the_plain_file(version: str) -> None:
+    for each in standalone_file():
+        check_object(each, version)
+
+
+def test_one_pod_of_the_chart_is_that_of_the_plain_file() -> None:
+    plain = standalone_file()
+    config = only(plain, "ConfigMap")["data"]["config.yaml"]
+    args = yaml.safe_load(config)["applications"][0]["args"]
+    gateway = {**args["gateway"], "advanced": None}
+    gateways = {**args["gateways"], "advanced": None}
+    values = {
+        "application": {**args, "gateway": gateway, "gateways": gateways},
+        "head": {"cpus": 2, "memory": "4Gi"},
+        "discoverEndpoints": True,
+        "image": {"tag": "latest"},
+    }
+    made = render(values)
+    assert yaml.safe_load(only(made, "ConfigMap")["data"]["config.yaml"]) == yaml.safe_load(config)
+    found, wanted = only(made, "Deployment")["spec"], only(plain, "Deployment")["spec"]
+    for key in ("replicas", "strategy"):
+        assert found[key] == wanted[key]
+    pod = found["template"]["spec"]
+    assert pod["containers"][0].pop("imagePullPolicy") == "IfNotPresent"
+    assert pod == wanted["template"]["spec"]
+    ports = [only(each, "Service")["spec"]["ports"] for each in (made, plain)]
+    assert ports[0] == ports[1]
+
+
+def test_the_service_and_the_budget_select_the_only_pod() -> None:
+    for objects in (render(ONE_POD), standalone_file()):
+        deployment = only(objects, "Deployment")["spec"]
+        labels = deployment["template"]["metadata"]["labels"].items()
+        budget = only(objects, "PodDisruptionBudget")["spec"]
+        for selected in (
+            deployment["selector"]["matchLabels"],
+            budget["selector"]["matchLabels"],
+            only(objects, "Service")["spec"]["selector"],
+        ):
+            assert selected
+            assert selected.items() <= labels
+        assert budget["maxUnavailable"] == 0
+
+
+def test_only_the_port_of_the_only_pod_can_be_reached() -> None:
+    policy = only(render(ONE_POD | {"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
+    assert policy["ingress"] == [{"ports": [{"port": 8000}]}]
+
+
+def test_the_only_pod_has_time_for_its_open_answers() -> None:
+    application = ONE_POD["application"] | {"gateways": {"drain_timeout_s": 1200.5}}
+    (pod,) = _pods(render({"application": application}))
+    hook_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod["terminationGracePeriodSeconds"] >= 1200.5 + hook_s + 30
+
+
+def test_a_changed_configuration_of_the_only_pod_replaces_it() -> None:
+    changed = [
+        only(render(ONE_POD | {"service": {"port": port}}), "Deployment")["spec"]["template"]["metadata"]
+        for port in (8000, 8001)
+    ]
+    assert changed[0] != changed[1]
 
 
 @pytest.mark.parametrize("name", ["a", "a-release-of-a-long-name-of-53-letters-that-helm-takes-x"[:53]])
@@ -252,3 +352,7 @@ def test_the_notes_name_the_installed_objects() -> None:
     assert "ewsjf-api-keys" in notes
     assert "loss of the head" not in notes
     assert "loss of the head" in str(install({"gcsFaultTolerance": {"enabled": False}})["notes"])
+    notes = str(install(ONE_POD)["notes"])
+    assert "rollout status deployment/ewsjf" in notes
+    assert "port-forward service/ewsjf 8000" in notes
+    assert "ewsjf-redis" not in notes

@@ -77,3 +77,8 @@ def test_a_pool_that_no_node_can_hold_is_rejected(resources: dict[str, Any], wor
 def test_pools_that_nodes_can_hold_are_not_rejected() -> None:
     assert render(_pool(num_gpus=8, num_cpus=64, custom={"group_gpu": 0.001}))
     assert render({**_pool(num_cpus=2), "workers": []}), "an engine on the head's CPUs"
+
+
+def test_engines_on_gpus_do_not_run_in_one_pod() -> None:
+    with pytest.raises(helm().HelmError, match=r"pool short of m runs vLLM.*set mode to rayservice"):
+        render({**_pool(num_gpus=1), "mode": "standalone"})

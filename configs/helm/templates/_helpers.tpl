@@ -27,6 +27,37 @@ ewsjf/release: {{ .Release.Name }}
 {{ .Values.serviceAccountName | default (.Values.discoverEndpoints | ternary (include "ewsjf.fullname" .) "") }}
 {{- end -}}
 
+{{/* How it runs. By default in one pod if all engines are servers outside. */}}
+{{- define "ewsjf.mode" -}}
+{{- $mode := "standalone" -}}
+{{- range $model := .Values.application.models -}}
+{{- range $pool := $model.pools -}}
+{{- if not (dig "engine" "remote" "" $pool) -}}{{- $mode = "rayservice" -}}{{- end -}}
+{{- if and (eq $.Values.mode "standalone") (dig "engine" "vllm" "" $pool) -}}
+{{- fail (printf "pool %s of %s runs vLLM, which mode standalone has no pods for: set mode to rayservice" $pool.name $model.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{ .Values.mode | default $mode }}
+{{- end -}}
+
+{{/* Service in front of the gateways. KubeRay appends to the name of its own. */}}
+{{- define "ewsjf.service" -}}
+{{ include "ewsjf.fullname" . }}{{ include "ewsjf.mode" . | eq "rayservice" | ternary "-serve-svc" "" }}
+{{- end -}}
+
+{{/* Configuration that is served. */}}
+{{- define "ewsjf.configuration" -}}
+proxy_location: Disabled
+http_options: {host: 0.0.0.0, port: {{ .Values.service.port }}}
+logging_config: {enable_access_log: false}
+applications:
+  - name: ewsjf
+    route_prefix: /
+    import_path: serve_app.app:build_app
+    args: {{ toYaml .Values.application | nindent 6 }}
+{{- end -}}
+
 {{- define "ewsjf.redis" -}}
 {{ include "ewsjf.fullname" . }}-redis
 {{- end -}}
@@ -76,7 +107,7 @@ Ray's default of 30 s would abort requests that the application still completes.
 {{- end }}
 {{- end -}}
 
-{{/* Common part of the pods of the head and of all groups. Takes `root` and `group`. */}}
+{{/* Common part of all pods. Takes `root` and `group`. */}}
 {{- define "ewsjf.pod" -}}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
@@ -94,12 +125,13 @@ serviceAccountName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Common part of the Ray containers. Takes `root` and `group`. */}}
+{{/* Common part of all containers. Takes `root`, `group`, and `environment`. */}}
 {{- define "ewsjf.container" -}}
-name: ray
 image: {{ include "ewsjf.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-env: {{ include "ewsjf.environment" .root | nindent 2 }}
+{{- with .environment }}
+env: {{ . | nindent 2 }}
+{{- end }}
 {{- with .root.Values.secretName }}
 envFrom: [{secretRef: {name: {{ . }}}}]
 {{- end }}
