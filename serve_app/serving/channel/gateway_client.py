@@ -201,7 +201,7 @@ class GatewayClient:
         Raises:
             ValueError: the request does not run.
         """
-        if self._pending.get(request.submission.request_id) is not request or request.is_waiting:
+        if not self._is_pending(request) or request.is_waiting:
             if self._closed:
                 request.on_rejection(disconnected_rejection(_CLOSING_MESSAGE))
                 return
@@ -210,25 +210,24 @@ class GatewayClient:
 
     def cancel(self, request: ChannelRequest) -> None:
         """Withdraw a request."""
-        request_id = request.submission.request_id
-        if self._pending.get(request_id) is request:
+        if self._is_pending(request):
+            request_id = request.submission.request_id
             del self._pending[request_id]
             if self._link is not None:
                 self._link.send(Cancelled(request_id))
 
     def watch(self, request: ChannelRequest) -> None:
         """Subscribe to the outlook of a waiting request; None is sent while the scheduler is disconnected."""
-        if self._pending.get(request.submission.request_id) is request:
+        if self._is_pending(request):
             request.watches_queue = True
             self._subscribe(request)
 
     def first_token(self, request: ChannelRequest) -> None:
         """Report the first byte of the engine's streamed answer."""
-        request_id = request.submission.request_id
-        if not request.started and request_id in self._pending:
+        if not request.started and self._is_pending(request):
             request.started = True
             if self._link is not None:
-                self._link.send(FirstToken(request_id))
+                self._link.send(FirstToken(request.submission.request_id))
 
     def finish(
         self,
@@ -238,9 +237,10 @@ class GatewayClient:
         times: RequestTimes | None = None,
     ) -> None:
         """Report the end of a granted request, which releases its capacity."""
-        request_id = request.submission.request_id
-        if self._pending.pop(request_id, None) is None:
+        if not self._is_pending(request):
             return
+        request_id = request.submission.request_id
+        del self._pending[request_id]
         finish = Finished(request_id, outcome, usage, times)
         number = self._link.send(finish) if self._link is not None else 0
         self._unacknowledged_finishes.append((number, finish))
@@ -412,7 +412,7 @@ class GatewayClient:
     def _on_grant(self, message: Granted) -> None:
         dispatch = message.dispatch
         request = self._pending.get(dispatch.request_id)
-        if request is None or message.grant <= request.grants:
+        if request is None or not request.is_waiting or message.grant <= request.grants:
             return  # cancelled, or a repeated grant
         request.grants, request.granted_replica = message.grant, dispatch.replica_id
         request.started, request.last_put_back = False, None
@@ -472,8 +472,13 @@ class GatewayClient:
             request.on_revocation()
 
     def _reject(self, request: ChannelRequest, rejection: Conclusion) -> None:
-        del self._pending[request.submission.request_id]
-        request.on_rejection(rejection)
+        # The callback of another request may have ended this one.
+        if self._is_pending(request) and request.is_waiting:
+            del self._pending[request.submission.request_id]
+            request.on_rejection(rejection)
+
+    def _is_pending(self, request: ChannelRequest) -> bool:
+        return self._pending.get(request.submission.request_id) is request
 
     def _expire(self, request: ChannelRequest, now: float) -> None:
         request_id = request.submission.request_id

@@ -134,8 +134,9 @@ class ChannelRequest(ABC):
 class SchedulerClient(Protocol):
     """One model's scheduler, as used by a gateway.
 
-    Its methods return at once and never raise; messages that cannot be sent are replaced by the snapshot
-    after the next reconnect. A request is pending from `submit` until `finish`, `cancel` or its rejection.
+    Its methods return at once; messages that cannot be sent are replaced by the snapshot after the next
+    reconnect. A request is pending from `submit` until `finish`, `cancel` or its rejection. The callbacks of
+    requests must not raise, because they are called while messages are read.
     """
 
     @property

@@ -251,7 +251,10 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
     def on_outlook(self, outlook: RequestOutlook | None) -> None:
         """Send the client an update about its place in the queue."""
         if self._comments is not None:
-            self._comments.on_outlook(outlook)
+            try:
+                self._comments.on_outlook(outlook)
+            except Exception as error:  # noqa: BLE001 - a request always ends
+                self._on_error(error)
 
     # The common way.
 

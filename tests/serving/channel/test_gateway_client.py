@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from serve_app.core.commands import Dispatch
-from serve_app.core.events import DispatchFailure, Finished
-from serve_app.errors import Outcome
+from serve_app.core.events import DispatchFailure, Finished, FirstToken
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.messages import Granted, ReplicaEntry, ReplicaTable, Welcome
@@ -13,6 +13,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     AwaitedClient,
+    AwaitedRequest,
     ControlPlane,
     FakeReplica,
     RecordingLink,
@@ -198,10 +199,7 @@ DISPATCH = Dispatch(
 async def test_only_finish_messages_without_acknowledgement_are_sent_again(
     control_plane: ControlPlane,
 ) -> None:
-    gateway = AwaitedClient("g1", control_plane.locate, FAST)
-    link, next_link = RecordingLink(), RecordingLink()
-    gateway.on_connected(link, Welcome(1, {}))  # type: ignore[arg-type]
-    gateway.on_message(ReplicaTable([ReplicaEntry(FakeReplica("s1", "short", 8).address, True, ())]))
+    (gateway, link), next_link = connected(control_plane), RecordingLink()
     for name in ("r1", "r2"):
         request = asyncio.create_task(gateway.acquire(submission(name)))
         await asyncio.sleep(0)
@@ -214,6 +212,71 @@ async def test_only_finish_messages_without_acknowledgement_are_sent_again(
     gateway.on_disconnected()
     gateway.on_connected(next_link, Welcome(1, {}))  # type: ignore[arg-type]
     assert [message.request_id for message in next_link.of(Finished)] == ["r2"]
+
+
+class Recorded(AwaitedRequest):
+    """Request that counts its grants, and withdraws another one when it is rejected."""
+
+    def __init__(self, name: str, client: AwaitedClient, other: "Recorded | None" = None) -> None:
+        super().__init__(submission(name, no_wait=True), "", lambda: None)
+        self.grants_received = 0
+        self.rejections: list[Conclusion] = []
+        self._client = client
+        self._other = other
+
+    def on_grant(self, grant: Grant) -> None:
+        self.grants_received += 1
+
+    def on_rejection(self, rejection: Conclusion) -> None:
+        self.rejections.append(rejection)
+        if self._other is not None:
+            self._client.cancel(self._other)
+
+
+def connected(control_plane: ControlPlane) -> tuple[AwaitedClient, RecordingLink]:
+    """Return a client with a recorded connection and a table of one replica."""
+    gateway, link = AwaitedClient("g1", control_plane.locate, FAST), RecordingLink()
+    gateway.on_connected(link, Welcome(1, {}))  # type: ignore[arg-type]
+    gateway.on_message(ReplicaTable([ReplicaEntry(FakeReplica("s1", "short", 8).address, True, ())]))
+    return gateway, link
+
+
+async def test_a_rejection_that_withdraws_another_request_reaches_all_that_remain(
+    control_plane: ControlPlane,
+) -> None:
+    gateway, _ = connected(control_plane)
+    withdrawn, last = Recorded("r2", gateway), Recorded("r3", gateway)
+    for request in (Recorded("r1", gateway, other=withdrawn), withdrawn, last):
+        gateway.submit(request)
+    gateway.on_disconnected()
+    assert withdrawn.rejections == []
+    assert len(last.rejections) == 1
+    assert "waiting 0, running 0" in repr(gateway)
+
+
+async def test_a_running_request_is_not_granted_again(control_plane: ControlPlane) -> None:
+    gateway, _ = connected(control_plane)
+    request = Recorded("r1", gateway)
+    gateway.submit(request)
+    for number in (1, 2):
+        gateway.on_message(Granted(number, DISPATCH))
+    assert (request.grants_received, request.grants) == (1, 1)
+
+
+async def test_a_request_whose_id_was_in_use_cannot_end_the_one_that_has_it(
+    control_plane: ControlPlane,
+) -> None:
+    gateway, link = connected(control_plane)
+    holder, second = Recorded("r1", gateway), Recorded("r1", gateway)
+    gateway.submit(holder)
+    gateway.on_message(Granted(1, DISPATCH))
+    with pytest.raises(ValueError, match="already pending"):
+        gateway.submit(second)
+    gateway.first_token(second)
+    gateway.finish(second, Outcome.COMPLETED)
+    assert link.of(FirstToken) == link.of(Finished) == []
+    gateway.finish(holder, Outcome.COMPLETED)
+    assert len(link.of(Finished)) == 1
 
 
 async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:
