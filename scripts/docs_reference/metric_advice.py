@@ -93,6 +93,15 @@ METRIC_ADVICE = {
         "Many `long`: output lengths are underestimated, or `b_short_tokens` is too high. Many `short` use "
         "capacity of the long pool: `b_short_tokens` is too low."
     ),
+    "ewsjf_prefix_cached_tokens_total": (
+        "By kind, `predicted` against `reported`: far apart, the prefix index is wrong; `ewsjf doctor` says "
+        "in which direction. No series: no engine reports cached tokens."
+    ),
+    "ewsjf_prefix_prediction_error_ratio": (
+        "Above 0, engines had forgotten what the index expected; below 0, they had more."
+    ),
+    "ewsjf_queued_bytes": "Prompts that gateways hold for queued requests, in the classes' shares.",
+    "ewsjf_queued_tokens": "Divided by `ewsjf_queue_drain_tokens_per_second`: the time to serve the queue.",
     "ewsjf_partition_age_seconds": (
         "Old although the traffic changed: look for `event=tuner_scheduler_unreachable`."
     ),

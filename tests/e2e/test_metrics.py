@@ -15,7 +15,10 @@ _WITH_STATE = {"ewsjf_state_failures_total", "ewsjf_state_saved_timestamp_second
 _WITHOUT_SERIES = {
     "ewsjf_gateway_put_backs_total": "an engine that fails",
     "ewsjf_gateway_fallbacks_total": "routes",
+    "ewsjf_gateway_ignored_headers_total": "headers of other gateways",
     "ewsjf_observer_errors_total": "an observer that fails",
+    "ewsjf_prefix_cached_tokens_total": "engines that report cached tokens",
+    "ewsjf_prefix_prediction_error_ratio": "engines that report cached tokens",
     "ewsjf_endpoints": "remote pools",
     "ewsjf_key_requests_total": "API keys",
     "ewsjf_key_tokens_total": "API keys",

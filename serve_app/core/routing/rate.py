@@ -23,6 +23,11 @@ class DecayingRate:
         self._decay(now)
         self._amount += amount
 
+    def amount(self, now: float) -> float:
+        """Return the sum of what was added, each weighted by its age at `now`."""
+        self._decay(now)
+        return self._amount
+
     def per_s(self, now: float) -> float:
         """Return the rate at `now`; 0.0 before the first event."""
         self._decay(now)

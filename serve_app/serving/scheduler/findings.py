@@ -94,6 +94,31 @@ def check_sources(model: Document) -> Iterator[Finding]:
         )
 
 
+# Fewer requests may all be of one conversation.
+_MIN_PREFIX_REQUESTS = 50
+# Of all prompt tokens. Below this, the error hardly affects the choice of a replica.
+_MAX_PREFIX_ERROR = 0.2
+
+
+def check_prefixes(model: Document) -> Iterator[Finding]:
+    """Yield a finding per pool whose engines have cached much more or less than the prefix index predicts."""
+    # A scheduler of an older release does not report this.
+    for pool, recent in model.get("prefix", {}).items():
+        predicted, reported = recent["predicted_tokens"], recent["reported_tokens"]
+        prompt, error = recent["prompt_tokens"], abs(predicted - reported)
+        if recent["requests"] < _MIN_PREFIX_REQUESTS or error <= _MAX_PREFIX_ERROR * prompt:
+            continue
+        yield Finding(
+            Severity.NOTE,
+            f"model {model['model']}: the prefix index is wrong for pool {pool}: of {prompt:,.0f} recent "
+            f"prompt tokens, it expected {predicted:,.0f} in the cache, and engines reported {reported:,.0f}",
+            "engines that other clients use, or whose cache is off or small, forget prompts: compare "
+            "vllm:prefix_cache_hits_total of each"
+            if predicted > reported
+            else "the engines cache more than the gateways know: let all clients use them",
+        )
+
+
 def check_pools(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
@@ -256,6 +281,7 @@ _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_closed_pools,
     check_endpoints,
     check_sources,
+    check_prefixes,
     check_reports,
     check_saturation,
     check_tuner,

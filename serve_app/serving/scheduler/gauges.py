@@ -17,6 +17,7 @@ from serve_app.core.accounting.waits import current_cause
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.request import PriorityClass
 
 OTHER_LABEL = "other"
 _MAX_TENANTS = 1_000
@@ -172,6 +173,29 @@ def core_figures(core: Scheduler) -> list[Figures]:
             "Turns that were admitted at their starvation bound, without room.",
             programs.forced,
             SUM,
+        ),
+    ]
+
+
+def queued_figures(core: Scheduler) -> list[Figures]:
+    """Return the number and the size of queued requests."""
+    classes: list[tuple[str, ...]] = [(priority.value,) for priority in PriorityClass]
+    requests, tokens, size = (dict.fromkeys(classes, 0.0) for _ in range(3))
+    for scheduled in core.requests:
+        if scheduled.queued:
+            key = classes[scheduled.request.priority.rank]
+            shape = scheduled.request.shape
+            requests[key] += 1
+            tokens[key] += scheduled.estimate.expected_tokens
+            size[key] += shape.text_bytes + shape.tool_bytes
+    return [
+        Figures("ewsjf_requests_waiting", "Queued requests.", ("class",), requests),
+        Figures("ewsjf_queued_tokens", "Expected tokens of queued requests.", ("class",), tokens),
+        Figures(
+            "ewsjf_queued_bytes",
+            "Bytes of the prompts of queued requests: texts, and definitions of tools.",
+            ("class",),
+            size,
         ),
     ]
 

@@ -45,11 +45,13 @@ from serve_app.serving.scheduler.gauges import (
     figure,
     pool_figures,
     queue_figures,
+    queued_figures,
     replica_figures,
 )
 from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.prefix_check import PrefixCheck
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
@@ -166,7 +168,9 @@ class LiveScheduler:
         if self._log is not None:
             self._journal.subscribe(self._log)
         self._journal.subscribe(self.tuner, self.mode, self.activity, self.history)
-        self._journal.subscribe(self._metrics, self._outlook, ChangeLog(settings.model))
+        counted, errors = self._metrics.prefix_tokens, self._metrics.prefix_errors
+        self._prefix_check = PrefixCheck(settings.model, self._now, counted, errors)
+        self._journal.subscribe(self._metrics, self._prefix_check, self._outlook, ChangeLog(settings.model))
         if options.usage_ledger is not None:
             self._journal.subscribe(options.usage_ledger)
 
@@ -237,6 +241,7 @@ class LiveScheduler:
             "waiting": {priority.value: n for priority, n in self._waiting().items()},
             "tuner": self.tuner.status(),
             "mode": self.mode.describe(),
+            "prefix": self._prefix_check.describe(self.now()),
             "pools": list(self._settings.routing.pools),
             "observer_errors": self._journal.errors,
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
@@ -324,19 +329,14 @@ class LiveScheduler:
         return Counter(each.request.priority for each in self.core.requests if each.queued)
 
     async def _figures(self) -> list[Figures]:
-        core, now, names, waiting = self.core, self.now(), self._metrics.names, self._waiting()
+        core, now, names = self.core, self.now(), self._metrics.names
         return [
             figure(
                 "ewsjf_scheduler_incarnation",
                 "Incarnation of the scheduler; each new scheduler has a higher one.",
                 self._options.incarnation,
             ),
-            Figures(
-                "ewsjf_requests_waiting",
-                "Queued requests.",
-                ("class",),
-                {(priority.value,): waiting.get(priority, 0) for priority in PriorityClass},
-            ),
+            *queued_figures(core),
             figure(
                 "ewsjf_replicas_stale", "Replicas whose load report is too old.", len(self._replicas.stale())
             ),

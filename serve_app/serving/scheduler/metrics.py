@@ -31,6 +31,8 @@ _ERROR_BOUNDS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 
 _RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 4, 10)
 # From an event that changes nothing to a queue of thousands.
 _DECISION_BOUNDS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01, 0.05, 0.25)
+# Predicted minus reported cached tokens, as a share of the prompt.
+_PREFIX_ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.02, 0.02, 0.1, 0.25, 0.5, 0.75)
 
 
 class SchedulerMetrics:
@@ -78,6 +80,8 @@ class SchedulerMetrics:
             "and `short` ones with another home pool."
         )
         self._misroutes = counter("ewsjf_misroutes", text, "pool", "actual")
+        text = "Cached prompt tokens of completed requests, as predicted at dispatch and as engines reported."
+        self.prefix_tokens = counter("ewsjf_prefix_cached_tokens", text, "pool", "kind")
         text = "Tokens by tenant, as counted by the engines."
         self._tenant_tokens = counter("ewsjf_tenant_tokens", text, "tenant", "kind")
         text = "Requests that ended in an engine, by tenant."
@@ -105,6 +109,12 @@ class SchedulerMetrics:
         text = "Estimated over actual tokens of ended requests; 1 is exact."
         estimates = histogram("ewsjf_estimate_ratio", text, _RATIO_BOUNDS, "kind")
         self._estimates = {kind: estimates[self._model, kind] for kind in ("prompt", "output")}
+        text = (
+            "Predicted minus reported cached tokens of completed requests, as a share of the prompt, on "
+            "engines that report them."
+        )
+        name = "ewsjf_prefix_prediction_error_ratio"
+        self.prefix_errors = histogram(name, text, _PREFIX_ERROR_BOUNDS, "pool")
         # The gateways export two other stages under the same name.
         text = "Overhead of the application per request, by stage."
         overhead = histogram("ewsjf_overhead_seconds", text, _DECISION_BOUNDS_S, "stage")

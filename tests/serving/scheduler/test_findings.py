@@ -63,6 +63,29 @@ def test_a_pool_that_accepts_nothing_is_found(
     assert [f"{each.severity.name}: {each.what.removeprefix('model demo: ')}" for each in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("predicted", "reported", "requests", "step"),
+    [
+        (900, 100, 60, "engines that other clients use"),
+        (100, 900, 60, "the engines cache more"),
+        (900, 100, 40, ""),
+        (900, 750, 60, ""),
+    ],
+)
+def test_a_prefix_index_that_is_wrong_is_found(
+    predicted: float, reported: float, requests: float, step: str
+) -> None:
+    recent = {
+        "requests": requests,
+        "prompt_tokens": 1_000.0,
+        "predicted_tokens": predicted,
+        "reported_tokens": reported,
+    }
+    found = status_findings({**STATUS, "prefix": {"short": recent}})
+    assert [each.next_step.startswith(step) for each in found] == ([True] if step else [])
+    assert all(f"expected {predicted:,} in the cache" in each.what for each in found)
+
+
 def test_a_time_of_today_is_shown_without_its_date() -> None:
     now = datetime.now(UTC)
     down = {"url": "http://b:1", "reason": "http://b:1/metrics gave no answer", "since": now.timestamp()}

@@ -16,6 +16,7 @@ from serve_app.serving.scheduler.gauges import (
     cost_figures,
     pool_figures,
     queue_figures,
+    queued_figures,
 )
 from tests import builders
 from tests.serving.scheduler.test_costs import busy
@@ -28,6 +29,21 @@ def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
     moment.metrics = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
     registry.register(moment)
     return generate_latest(registry).decode()
+
+
+def test_gauges_have_the_number_and_the_size_of_queued_requests() -> None:
+    driver = builders.one_replica()
+    builders.fill(driver)
+    driver.arrive("r1", priority=PriorityClass.BATCH)
+    driver.arrive("r2", priority=PriorityClass.BATCH)
+    values = {each.name: each.values for each in queued_figures(driver.scheduler)}
+    waiting = [driver.find("r1"), driver.find("r2")]
+    assert values["ewsjf_requests_waiting"] == {("interactive",): 0, ("default",): 0, ("batch",): 2}
+    assert values["ewsjf_queued_tokens"]["batch",] == sum(each.estimate.expected_tokens for each in waiting)
+    assert (
+        values["ewsjf_queued_bytes"]["batch",] == sum(each.request.shape.text_bytes for each in waiting) > 0
+    )
+    assert values["ewsjf_queued_tokens"]["default",] == 0
 
 
 def test_gauges_have_queue_lengths_and_oldest_waits() -> None:
