@@ -386,10 +386,14 @@ class Dispatcher:
         return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
     def _may_reserve(self, head: ScheduledRequest, pool: str) -> bool:
-        """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation."""
+        """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation.
+
+        A tenant that holds more than its share gets none, because light tenants would wait for its requests.
+        """
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
-        return self._queue.deficit_requests(head.request) >= OWED_REQUESTS
+        is_owed = self._queue.deficit_requests(head.request) >= OWED_REQUESTS
+        return is_owed and not self._headroom.tokens(head, pool)
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)

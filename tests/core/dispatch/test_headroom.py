@@ -149,3 +149,15 @@ def test_a_tenant_that_has_left_has_no_share() -> None:
     for _ in range(30):
         shared.send("heavy")
     assert shared.free < 500
+
+
+def test_a_light_tenant_does_not_wait_for_a_heavy_one_that_is_behind_another() -> None:
+    shared = Shared()
+    shared.light_traffic()
+    for tenant in 15 * ("heavy", "other"):
+        shared.send(tenant)
+    for request_id in [each for each in shared.running if each.startswith("other")]:
+        shared.end(request_id)
+        light = shared.send("light", 190)
+        assert not shared.is_waiting(light)
+        shared.end(light)
