@@ -25,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -35,10 +35,12 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.load_balancers import LMetric, PowerOfTwo, RoundRobin, StickyUntilSaturated
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
+from experiments.prefix.sessions import SESSIONS
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
+from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
@@ -190,56 +192,6 @@ class _Conversations:
             at += float(pause_s)
 
 
-@settings
-class CodeGeneration:
-    """Coding agents: long instructions, and sessions of several turns whose think time is kept.
-
-    Like the workload of this name in the catalogue of inference-perf. The next turn follows `think_s` after
-    the end of an answer, which is assumed to take `token_s` per token: a trace has one clock for all systems.
-
-    Attributes:
-        instructions: number of different instructions.
-        added_tokens: fewest and most tokens that a turn adds.
-        output_tokens: fewest and most tokens of an answer.
-    """
-
-    instructions: int = 4
-    instruction_tokens: int = 8_192
-    turns: int = 8
-    added_tokens: tuple[int, int] = (300, 2_000)
-    output_tokens: tuple[int, int] = (50, 400)
-    think_s: float = 20.0
-    token_s: float = 0.02
-
-    def trace(self, count: int, rate_per_s: float, seed: int) -> Trace:
-        """Return `count` requests of sessions with random starts, at nearly `rate_per_s` turns per second."""
-        rng, ids = stream(seed, "code generation"), itertools.count()
-        blocks = self.instruction_tokens // PREFIX_BLOCK_TOKENS
-        instructions = [[next(ids) for _ in range(blocks)] for _ in range(self.instructions)]
-        starts = GammaArrivals(rate_per_s=rate_per_s / self.turns).sample(count, stream(seed, "code starts"))
-        requests: list[TraceRequest] = []
-        for start in starts:
-            prefix, tokens, at = (
-                list(instructions[rng.integers(self.instructions)]),
-                self.instruction_tokens,
-                start,
-            )
-            for _ in range(self.turns):
-                tokens += int(rng.integers(*self.added_tokens, endpoint=True))
-                output = int(rng.integers(*self.output_tokens, endpoint=True))
-                prefix += [next(ids) for _ in range(tokens // PREFIX_BLOCK_TOKENS - len(prefix))]
-                requests.append(
-                    TraceRequest(
-                        arrival_s=at, prompt_tokens=tokens, output_tokens=output, prefix=tuple(prefix)
-                    )
-                )
-                tokens += output
-                at += self.think_s + self.token_s * output
-        requests.sort(key=lambda request: request.arrival_s)
-        source = f"code generation at {rate_per_s:.4g} turns/s, seed {seed}, {self}"
-        return Trace(name="code-generation", source=source, requests=tuple(requests[:count]))
-
-
 # The first fifth of requests, while caches fill, is not in the TTFT.
 _WARM_UP_RATIO = 0.2
 # Rate at which conversations are drawn, before they are scaled to a load.
@@ -263,18 +215,16 @@ class ReplicaChoice:
 
 
 @settings
-class CodeSettings:
-    """Settings of the runs with `CodeGeneration`.
+class SessionSettings:
+    """Settings of the runs with one workload of `SESSIONS`.
 
     Attributes:
-        replicas: sizes of the fleets.
-        rates_per_s: turns per second and four replicas.
+        rates_per_s: turns per second and four replicas, by size of the fleet.
         requests: in each run, per four replicas.
     """
 
     profile: str
-    replicas: tuple[int, ...]
-    rates_per_s: tuple[float, ...]
+    rates_per_s: Mapping[int, tuple[float, ...]]
     choices: Mapping[str, ReplicaChoice]
     requests: int
     seeds: tuple[int, ...]
@@ -291,7 +241,7 @@ class PrefixSettings:
         pause_s: between the turns of a conversation, at 10 requests/s.
         hashed_bytes: lengths of the texts whose hashing is timed.
         indexed_replicas: sizes of the fleets whose index is timed.
-        code: runs with another workload; None for none.
+        sessions: runs with other workloads, by their names in `SESSIONS`.
     """
 
     profile: str
@@ -303,7 +253,7 @@ class PrefixSettings:
     pause_s: float = 30.0
     hashed_bytes: tuple[int, ...] = ()
     indexed_replicas: tuple[int, ...] = ()
-    code: CodeSettings | None = None
+    sessions: Mapping[str, SessionSettings] = field(default_factory=dict)
 
     def fleet(self) -> FleetSettings:
         """Return a fleet with all replicas in one pool."""
@@ -357,50 +307,57 @@ def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
                 runs = [Run(settings, choice, load, *of_seed) for of_seed in zip(seeds, rates, strict=True)]
                 yield _measurement(key, list(parallel(_play, runs, context.jobs)), rates, load)
             advance()
-    if settings.code is not None:
-        yield from _code_generation(settings.code, context)
+    yield from _sessions(settings.sessions, context)
     yield from _costs(settings)
 
 
-def _code_generation(code: CodeSettings, context: Context) -> Iterator[Measurement]:
-    cells = list(itertools.product(code.replicas, code.rates_per_s, code.choices))
-    with progress_bar("code generation", len(cells)) as advance:
-        for replicas, rate_per_s, name in cells:
-            key: Key = {
-                "workload": "code generation",
-                "replicas": replicas,
-                "rate_per_s": rate_per_s,
-                "rule": name,
-            }
+def _sessions(workloads: Mapping[str, SessionSettings], context: Context) -> Iterator[Measurement]:
+    if unknown := workloads.keys() - SESSIONS.keys():
+        raise SettingsError(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(SESSIONS)}")
+    cells = [
+        (workload, replicas, rate_per_s, name)
+        for workload, runs in workloads.items()
+        for replicas, rates in runs.rates_per_s.items()
+        for rate_per_s, name in itertools.product(rates, runs.choices)
+    ]
+    with progress_bar("sessions", len(cells)) as advance:
+        for workload, replicas, rate_per_s, name in cells:
+            key: Key = {"workload": workload, "replicas": replicas, "rate_per_s": rate_per_s, "rule": name}
             if not context.has(key):
-                runs = [CodeRun(code, code.choices[name], replicas, rate_per_s, seed) for seed in code.seeds]
-                columns = [asdict(run) for run in parallel(play_code, runs, context.jobs)]
+                one = workloads[workload]
+                runs = [
+                    SessionRun(workload, one, one.choices[name], replicas, rate_per_s, seed)
+                    for seed in one.seeds
+                ]
+                columns = [asdict(run) for run in parallel(play_sessions, runs, context.jobs)]
                 yield Measurement(
                     key=key,
-                    seeds=code.seeds,
-                    traces=generated("code generation"),
+                    seeds=one.seeds,
+                    traces=generated(workload),
                     figures={name: [one[name] for one in columns] for name in columns[0]},
                 )
             advance()
 
 
 @dataclass(frozen=True, slots=True)
-class CodeRun:
+class SessionRun:
     """One choice at one rate with one seed."""
 
-    settings: CodeSettings
+    workload: str
+    settings: SessionSettings
     choice: ReplicaChoice
     replicas: int
     rate_per_s: float
     seed: int
 
 
-def play_code(run: CodeRun) -> RunFigures:
+def play_sessions(run: SessionRun) -> RunFigures:
     """Play a run."""
     share = run.replicas / 4
     fleet = FleetSettings(profile=run.settings.profile, replicas={ONE_POOL: run.replicas})
     requests, rate_per_s = round(run.settings.requests * share), run.rate_per_s * share
-    return _figures(*_outcome(run.choice, fleet, CodeGeneration().trace(requests, rate_per_s, run.seed)))
+    trace = SESSIONS[run.workload].trace(requests, rate_per_s, run.seed)
+    return _figures(*_outcome(run.choice, fleet, trace))
 
 
 def _measurement(key: Key, runs: list[RunFigures], rates: list[float], load: float) -> Measurement:

@@ -31,12 +31,12 @@ def _headline(rows: Sequence[Row]) -> str:
     return markdown(head, lines, text_columns=2)
 
 
-def _code(rows: Sequence[Row]) -> str:
+def _sessions(rows: Sequence[Row]) -> str:
     head = ["replicas", "requests/s", "rule", "TTFT mean, s", "p99, s", "cache hits, %", "ms per token"]
-    return markdown(head, [_code_line(row) for row in rows], text_columns=3)
+    return markdown(head, [_session_line(row) for row in rows], text_columns=3)
 
 
-def _code_line(row: Row) -> list[str]:
+def _session_line(row: Row) -> list[str]:
     figures, replicas = row.figures, int(str(row.key["replicas"]))
     return [
         str(replicas),
@@ -74,7 +74,9 @@ _CHOICES = ("round-robin, no gateway", "power of two, no gateway", "ewsjf, by lo
 TABLES = {
     "headline": Table(text=_headline, where={"choice": tuple(_BY_LOAD_OR_PREFIX)}, note=_NOTE),
     "choices": Table(text=_choices, where={"choice": _CHOICES}, note=_NOTE),
-    "code": Table(text=_code, where={"workload": "code generation"}, note=_NOTE),
+    "code": Table(text=_sessions, where={"workload": "code generation"}, note=_NOTE),
+    "reasoning": Table(text=_sessions, where={"workload": "reasoning"}, note=_NOTE),
+    "b2b": Table(text=_sessions, where={"workload": "b2b-saas"}, note=_NOTE),
     "hashing": Table(text=_hashing, where={"cost": "hash"}, note="The best of five rounds, on one core"),
     "index": Table(text=_index, where={"cost": "index"}, note="The best of five rounds, on one core"),
 }

@@ -1,0 +1,86 @@
+"""Sessions whose turns share instructions, and what rules for the choice of a replica make of them."""
+
+import statistics
+from collections import defaultdict
+
+import pytest
+
+from experiments.common.experiment import Context
+from experiments.prefix.run import (
+    EXPERIMENT,
+    PrefixSettings,
+    ReplicaChoice,
+    SessionRun,
+    SessionSettings,
+    play_sessions,
+)
+from experiments.prefix.sessions import SESSIONS
+from serve_app.errors import SettingsError
+
+CHOICES = {
+    "affinity": ReplicaChoice(policy="fcfs", affinity=True),
+    "lmetric": ReplicaChoice(balance="lmetric"),
+}
+SETTINGS = SessionSettings(
+    profile="llama31-8b-h100-tp1", rates_per_s={}, choices=CHOICES, requests=1_500, seeds=(30,)
+)
+
+
+@pytest.mark.parametrize(("workload", "rate_per_s"), [("code generation", 9.5), ("b2b-saas", 4.5)])
+def test_affinity_finds_as_much_in_the_caches_as_a_rule_that_knows_them_exactly(
+    workload: str, rate_per_s: float
+) -> None:
+    ours, best = (
+        play_sessions(SessionRun(workload, SETTINGS, CHOICES[name], 4, rate_per_s, 30)) for name in CHOICES
+    )
+    assert ours.hit_ratio > best.hit_ratio - 0.03
+    assert ours.ttft_mean_s < 1.25 * best.ttft_mean_s
+    assert ours.tpot_mean_s < 1.1 * best.tpot_mean_s
+
+
+@pytest.mark.parametrize("workload", SESSIONS)
+def test_a_workload_has_its_rate_and_the_same_requests_for_the_same_seed(workload: str) -> None:
+    one, again, other = (SESSIONS[workload].trace(2_000, 5.0, seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one.requests != other.requests
+    arrivals = [request.arrival_s for request in one.requests]
+    assert arrivals == sorted(arrivals)
+    # Later turns of the first sessions are still to come at the start.
+    assert arrivals[-1] == pytest.approx(2_000 / 5.0, rel=0.3)
+
+
+def test_the_questions_of_a_customer_share_its_instructions_and_nothing_else() -> None:
+    by_customer = defaultdict(list)
+    for request in SESSIONS["b2b-saas"].trace(1_000, 5.0, 0).requests:
+        assert (request.prompt_tokens, request.output_tokens) == (7_200, 1_000)
+        by_customer[request.prefix[0]].append(request.prefix)
+    assert 100 < len(by_customer) <= 150
+    for prefixes in by_customer.values():
+        assert len({prefix[:11] for prefix in prefixes}) == 1
+        assert len({prefix[11] for prefix in prefixes}) == len(prefixes)
+
+
+def test_reasoning_has_short_prompts_of_their_own_and_long_answers() -> None:
+    requests = SESSIONS["reasoning"].trace(3_000, 5.0, 0).requests
+    assert statistics.fmean(one.prompt_tokens for one in requests) == pytest.approx(1_250, rel=0.05)
+    assert statistics.fmean(one.output_tokens for one in requests) == pytest.approx(7_900, rel=0.05)
+    assert min(one.output_tokens for one in requests) >= 500
+    assert max(one.output_tokens for one in requests) <= 32_000
+    blocks = [block for one in requests for block in one.prefix]
+    assert len(blocks) == len(set(blocks))
+
+
+def test_an_unknown_workload_is_named_with_those_that_there_are() -> None:
+    settings = PrefixSettings(
+        profile="llama31-8b-rtx4090-tp1",
+        replicas=1,
+        loads=(),
+        choices={},
+        requests=1,
+        seeds=0,
+        sessions={"chess": SETTINGS},
+    )
+    with pytest.raises(
+        SettingsError, match=r"no workload chess: there are code generation, reasoning, b2b-saas"
+    ):
+        list(EXPERIMENT.play(settings, Context(jobs=1)))
