@@ -58,7 +58,9 @@ class InFlight:
     ) -> None:
         """Hold capacity for a request sent to a replica, or resumed there by a new scheduler."""
         known, choices = self._ledger.get(replica_id), max(1, scheduled.request.spec.choices)
-        use = KvUse(scheduled.estimate, choices, "" if known is None else known.spec.pool)
+        prompt_tokens = scheduled.estimate.expected_prompt_tokens
+        cached_tokens = 0 if resumed is not None else max(0, prompt_tokens - hold.prefill_tokens)
+        use = KvUse(scheduled.estimate, choices, "" if known is None else known.spec.pool, cached_tokens)
         hold = Hold(hold.tokens, hold.prefill_class, hold.prefill_tokens, hold.quarantined, use)
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started

@@ -16,6 +16,9 @@ after the last one at new points, those of answers of at least its age. `spread`
 the sum of all final sizes, from which the ledger takes its margin: it is large if nothing is known, and 0 if
 the lengths are known.
 
+Requests with a common prefix use its blocks together. So what the engine reports less than the sum, at most
+the prefixes that were cached, is subtracted.
+
 Source: the peak of future memory of Past-Future scheduling (Gong et al., ASPLOS 2025), which samples one
 length per request. The points instead of samples, and the margin, are ours.
 """
@@ -41,13 +44,27 @@ class KvUse:
         start: iteration of the replica at which its answer began.
         points: iterations at which it may end, with the probability of each.
         variance: variance of its final size, in tokens squared.
+        cached_tokens: prompt tokens that its replica had cached at its dispatch.
+        started: whether its answer has started.
     """
 
-    __slots__ = ("choices", "estimate", "points", "pool", "prompt_tokens", "start", "variance")
+    __slots__ = (
+        "cached_tokens",
+        "choices",
+        "estimate",
+        "points",
+        "pool",
+        "prompt_tokens",
+        "start",
+        "started",
+        "variance",
+    )
 
-    def __init__(self, estimate: TokenEstimate, choices: int, pool: str) -> None:
+    def __init__(self, estimate: TokenEstimate, choices: int, pool: str, cached_tokens: int = 0) -> None:
         self.estimate = estimate
         self.pool = pool
+        self.cached_tokens = cached_tokens
+        self.started = False
         self.prompt_tokens = estimate.expected_prompt_tokens + _HALF_BLOCK * choices
         self.choices = choices
         self.start = 0.0
@@ -153,6 +170,16 @@ class KvForecast:
     def used(self) -> int:
         """Return the use of the cache now, in tokens. It takes time in proportion to the requests."""
         return round(sum(use.prompt_tokens + use.choices * (self.clock - use.start) for use in self._uses))
+
+    def shared(self, reported_tokens: int) -> int:
+        """Return the tokens that count more than once here, because requests share a prefix.
+
+        Args:
+            reported_tokens: the use of the cache as the engine reports it.
+        """
+        started = [use for use in self._uses if use.started]
+        used = sum(use.prompt_tokens + use.choices * (self.clock - use.start) for use in started)
+        return max(0, min(sum(use.cached_tokens for use in started), round(used) - reported_tokens))
 
     def peak(self) -> int:
         """Return the highest expected use from now on, in tokens."""

@@ -446,6 +446,8 @@ class ReplicaLedger:
         if report.computes:
             state.hang_detector.on_progress(now)
         state.gated = self._backpressure.gates(state)
+        if report.kv_usage_ratio is not None and state.spec.kv_tokens is not None:
+            state.shared_tokens = state.kv.shared(int(report.kv_usage_ratio * state.spec.kv_tokens))
         self._forecast(state, now)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
@@ -552,6 +554,8 @@ class ReplicaLedger:
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
+        if hold.use is not None:
+            hold.use.started = started
         self._forecast(state, now, added=hold.use)
         _count_prefill(state, hold, 1)
         state.quarantined += hold.quarantined
@@ -562,6 +566,8 @@ class ReplicaLedger:
     def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
         """End the prefill and quarantine of a request whose answer has started. Return its remaining hold."""
         state = self._replicas[replica_id]
+        if hold.use is not None:
+            hold.use.started = True
         state.unstarted -= 1
         state.quarantined -= hold.quarantined
         _count_prefill(state, hold, -1)
@@ -597,6 +603,7 @@ class ReplicaLedger:
         if not state.in_flight:
             # An idle engine accepts any request, whatever size its cache was learned to have.
             self._set_kv_budget(state, _kv_budget(state.spec))
+            state.shared_tokens = 0
         self.open.update(state)
         self._remove_if_done(state)
 
@@ -725,6 +732,7 @@ class ReplicaLedger:
         state.peak_tokens = state.held_tokens
         if kv.active:
             state.peak_tokens = kv.peak() + int(_SPREAD_MARGIN * kv.spread)
+        state.peak_tokens = max(0, state.peak_tokens - state.shared_tokens)
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:

@@ -70,6 +70,7 @@ class ReplicaState:
         long_prefills: prefills in flight above `SHORT`, and how many of them are `LONGEST`.
         dispatches_reported: `dispatches` at its last report.
         unseen: requests sent that its last report cannot include.
+        shared_tokens: tokens of common prefixes that its requests count more than once.
         reserved_tokens: tokens reserved for one queued request (`dispatch.starvation`).
         tpot_s: the last reported time per output token; None before the first.
         gated: whether its last reports show overload, whatever its queue.
@@ -104,6 +105,7 @@ class ReplicaState:
     kv: KvForecast = field(default_factory=KvForecast)
     kv_at: float = 0.0
     peak_tokens: int = 0
+    shared_tokens: int = 0
     reserved_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0

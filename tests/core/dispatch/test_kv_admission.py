@@ -71,3 +71,45 @@ def test_unknown_lengths_need_a_margin() -> None:
     assert known.scheduler.ledger["e"].kv.spread == 0
     assert spread > 7**0.5 * 100
     assert unknown.scheduler.ledger["e"].peak_tokens > expected + 0.7 * spread
+
+
+class SharedInstructions(Steady):
+    """Requests whose prompts are nearly all common instructions, of which the engine holds one copy."""
+
+    BLOCKS = tuple(range(7))  # 896 tokens
+
+    def admitted(self, kv_usage_ratio: float | None) -> int:
+        """Return how many of twenty requests are dispatched, with reports of this use after each."""
+        self.learn()
+        sent = 0
+        for number in range(20):
+            arrived = self.arrive(
+                f"r{number}",
+                prompt_tokens=PROMPT,
+                max_output_tokens=OUTPUT,
+                prefix=(*self.BLOCKS, 100 + number),
+            )
+            sent += bool(dispatched(arrived))
+            self.feed(FirstToken(f"r{number}"))
+            self.report("e", kv_usage_ratio=kv_usage_ratio)
+        return sent
+
+
+def test_requests_that_share_instructions_are_admitted_while_the_engine_has_room() -> None:
+    # Eight whole requests fit. Each one but the first shares 896 tokens, so thirteen fit.
+    assert SharedInstructions(kv_tokens=17_000).admitted(kv_usage_ratio=None) == 8
+    assert SharedInstructions(kv_tokens=17_000).admitted(kv_usage_ratio=2_000 / 17_000) == 13
+
+
+def test_what_the_engine_reports_as_used_is_not_shared() -> None:
+    assert SharedInstructions(kv_tokens=17_000).admitted(kv_usage_ratio=0.9) == 8
+
+
+def test_requests_without_a_common_prefix_count_in_full_whatever_is_reported() -> None:
+    steady = Steady(kv_tokens=17_000)
+    steady.learn()
+    sent = []
+    for number in range(10):
+        sent.append(steady.begin(f"r{number}"))
+        steady.report("e", kv_usage_ratio=0.0)
+    assert sum(sent) == 8
