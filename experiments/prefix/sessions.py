@@ -1,7 +1,7 @@
 """Workloads of sessions: turns that share instructions, and whose think time is kept.
 
 *Code generation* and *reasoning* are like the workloads of these names in the catalogue of inference-perf,
-*b2b-saas* is like llm-d's benchmark with the tool's shared prefixes: 150 customers of five users.
+*b2b-saas* has the sizes of llm-d's published runs with shared prefixes: 150 customers of five users.
 """
 
 import itertools
