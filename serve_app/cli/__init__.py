@@ -52,6 +52,9 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("mode", "show or set the share of a running application's traffic that is scheduled"),
     CommandEntry("explain", "show where a request spent its time, and why it was queued"),
     CommandEntry("batch", "submit a file of requests as a batch; list, cancel and fetch batches"),
+    CommandEntry(
+        "report", "one page on recent latencies and waits, and what scheduling changes", "report.command"
+    ),
     CommandEntry("capture", "write the requests of the last ten minutes as a trace, without their text"),
     CommandEntry("keys", "create, list and revoke API keys in a file, and show the usage of each"),
     CommandEntry("doctor", "diagnose a running application: findings by severity, each with a next step"),

@@ -88,6 +88,7 @@ COMPLETE: dict[str, dict[str, str]] = {
     "capture": {**AT_GATEWAY, "--out": "captured.jsonl"},
     "keys": {"action": "create", "--file": "keys.json", "--tenant": "a"},
     "doctor": AT_GATEWAY,
+    "report": AT_GATEWAY,
     "simulate": {**LAB, "--replicas": "1"},
     "replay": {"log": "decisions.jsonl"},
     "bench": {

@@ -12,7 +12,7 @@ from serve_app import cli
 from tests.docs import documents, shell
 from tests.docs.documents import ROOT, code_blocks
 
-_OUTPUTS = ("json", "records", "report", "log", "out", "save_partition")
+_OUTPUTS = ("json", "html", "records", "log", "out", "save_partition")
 _OWN = re.compile(r"\s*(?:\.venv/bin/)?ewsjf (.*)", re.DOTALL)
 
 
@@ -36,8 +36,12 @@ SHOWN = [
 
 
 def written_by(arguments: list[str]) -> list[Path]:
+    redirected = []
+    if ">" in arguments:
+        place = arguments.index(">")
+        arguments, redirected = arguments[:place], [Path(arguments[place + 1])]
     parsed = vars(shell.parse_own(arguments))
-    given = (parsed.get(name) for name in _OUTPUTS)
+    given = [*(parsed.get(name) for name in _OUTPUTS), *redirected]
     return [path for path in given if isinstance(path, Path) and not path.is_absolute()]
 
 

@@ -5,7 +5,8 @@ GET   /admin/mode: each model's scheduled share; POST changes it
 GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv, /debug/usage.csv: the same as `/debug/costs` and `/debug/usage`, as tables
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
-GET   /debug/capture: the requests of the last ten minutes as a trace without text, as JSON Lines
+GET   /debug/capture: the requests of the last ten minutes as a trace without text, as JSON Lines;
+      with ?full=true also tenants, outcomes and times, and requests that did not complete
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
 
@@ -381,8 +382,10 @@ class DebugPages:
     async def _capture(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
         lines = b""
+        # Without the argument, schedulers of older releases understand the query.
+        chosen = {"full": True} if incoming.query().get("full") == ["true"] else {}
         for model, scheduler in self._queries.items():
-            for line in await query_scheduler(model, scheduler, "capture"):
+            for line in await query_scheduler(model, scheduler, "capture", **chosen):
                 lines += encode({**line, "model": model}) + b"\n"
         await send_body(incoming.send, 200, [_JSONL_TYPE], lines)
 

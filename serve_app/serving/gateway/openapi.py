@@ -46,7 +46,8 @@ _VIEWS: Mapping[str, str] = {
     "/openapi.json": "OpenAPI description of this API",
     "/dashboard": "dashboard page (HTML, without data)",
     "/dashboard/events": "data of the dashboard as server-sent events; for admins",
-    "/debug/capture": "trace of the requests of the last ten minutes, without text; for admins",
+    "/debug/capture": "trace of the requests of the last ten minutes, without text; with full=true also "
+    "tenants, outcomes and times; for admins",
     "/debug/costs": "engine time and imposed delay by pool, class and tenant; for admins",
     "/debug/costs.csv": "`/debug/costs` as CSV; for admins",
     "/debug/queue": "queued requests by sub-queue, with wait causes; for admins",

@@ -6,7 +6,7 @@ therefore truncated; sums include all entries.
 
 import hashlib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import islice
@@ -16,6 +16,7 @@ from serve_app.core import Scheduler
 from serve_app.core.programs.snapshot import programs_document
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.settings_base import plain
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
@@ -47,6 +48,7 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "sub_queues_omitted": snapshot.omitted,
         "b_short_tokens": snapshot.b_short_tokens,
         "served": served,
+        "settings": plain(settings),
     }
 
 
@@ -112,7 +114,7 @@ def overview(
     replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
     return {
         **{name: each for name, each in status.items() if name not in ("replicas", "pools", "endpoints")},
-        **{name: each for name, each in queue.items() if name not in ("served", "waiting")},
+        **{name: each for name, each in queue.items() if name not in ("served", "settings", "waiting")},
         "waiting_requests": queue["waiting"],
         "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
         "pools": [_pool(name, replicas) for name in status["pools"]],
@@ -191,6 +193,48 @@ def captured(history: RequestHistory) -> list[dict[str, Any]]:
         }
         for known, usage in counted
     ]
+
+
+# Between two pauses: about half a millisecond.
+_LINES_PER_PART = 100
+
+
+def captured_in_full(history: RequestHistory) -> Generator[None, None, list[dict[str, Any]]]:
+    """Return all known requests as lines of a trace, by arrival; yield between parts.
+
+    In addition to the fields of `captured`, lines have the names of tenants, outcomes and times. Requests
+    that did not complete are included, and those that have not ended, whose outcome is None. Tokens that no
+    engine has counted are estimates for prompts, and 0 for outputs.
+    """
+    lines: list[dict[str, Any]] = []
+    known = sorted((*history.ended(), *history.open()), key=lambda each: each.arrived_at)
+    for each in known:
+        if len(lines) % _LINES_PER_PART == 0:
+            yield
+        lines.append(_full_line(each, known[0].arrived_at))
+    return lines
+
+
+def _full_line(known: HistoryRecord, start: float) -> dict[str, Any]:
+    usage, last, ended = known.usage, known.last, known.conclude
+    expected = last.prompt_tokens if last is not None else 0
+    return {
+        "timestamp": round((known.arrived_at - start) * 1e3, 3),
+        "input_length": usage.prompt_tokens if usage is not None else expected,
+        "output_length": usage.output_tokens if usage is not None else 0,
+        "hash_ids": [],
+        "tenant": known.request.tenant,
+        "priority": known.request.priority.value,
+        "arrived_at": known.arrived_unix_s,
+        "outcome": ended.conclusion.outcome.value if ended is not None else None,
+        "pool": known.pool,
+        "replica": last.dispatch.replica_id if last is not None else "",
+        "cached_length": usage.cached_tokens if usage is not None else 0,
+        "queue_s": known.wait_s,
+        "ttft_s": _first_token_s(known) if _is_streamed(known) else None,
+        "total_s": known.ended_at - known.arrived_at if ended is not None else None,
+        "causes_s": {cause.value: ns / 1e9 for cause, ns in known.waited.causes.items()},
+    }
 
 
 def _pseudonym(tenant: str) -> str:

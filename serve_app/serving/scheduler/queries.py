@@ -11,8 +11,16 @@ from typing import Any
 import msgspec
 
 from serve_app.errors import ChannelError
+from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.costs import PersistentCosts
-from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, captured, most_costly, overview, slowest
+from serve_app.serving.scheduler.documents import (
+    SUB_QUEUES_SHOWN,
+    captured,
+    captured_in_full,
+    most_costly,
+    overview,
+    slowest,
+)
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
@@ -118,9 +126,11 @@ class AdminQueries:
         live = self.live
         return await programs_named(program, live.core, live.history, live.now())
 
-    async def capture(self) -> list[dict[str, Any]]:
-        """Return recently completed requests as lines of a trace without text."""
-        return captured(self.live.history)
+    async def capture(self, *, full: bool = False) -> list[dict[str, Any]]:
+        """Return recently completed requests as lines of a trace without text, or `captured_in_full`."""
+        return (
+            await run_in_parts(captured_in_full(self.live.history)) if full else captured(self.live.history)
+        )
 
     async def mode(self) -> dict[str, Any]:
         """Return the scheduled share of the traffic, and times to first token of both parts."""

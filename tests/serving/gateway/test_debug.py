@@ -107,3 +107,18 @@ async def test_changes_by_admins_leave_a_line(caplog: pytest.LogCaptureFixture) 
         "event=audit action=tuner_freeze by=config/ops client=127.0.0.1",
         "event=audit action=mode_changed by=config/ops client=127.0.0.1 model='a' active_share=0.5",
     ]
+
+
+async def test_a_full_capture_is_requested_by_a_parameter() -> None:
+    queries: list[tuple[bool, ...]] = []
+
+    async def capture(*arguments: bool) -> list[dict[str, Any]]:
+        queries.append(arguments)
+        return [{"input_length": 5}]
+
+    async with admin_client({"a": Answers(capture=capture)}) as http:
+        for path in ("/debug/capture", "/debug/capture?full=false", "/debug/capture?full=true"):
+            assert (await http.get(path)).json() == {"input_length": 5, "model": "a"}
+        assert (await http.get("/debug/capture?full=true", headers=OTHER)).status_code == 403
+    # A scheduler of an older release rejects unknown arguments.
+    assert queries == [(), (), (True,)]

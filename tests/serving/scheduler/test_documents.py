@@ -6,10 +6,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from serve_app.core import events as ev
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import PriorityClass, RequestTimes
-from serve_app.serving.scheduler.documents import overview, replica_state, slowest
+from serve_app.request import PriorityClass, RequestTimes, Usage
+from serve_app.serving.scheduler.documents import captured, captured_in_full, overview, replica_state, slowest
 from serve_app.serving.scheduler.history import RequestHistory
+from tests.builders import fill, one_replica, request
+from tests.serving.scheduler.test_receipts import HistoryHarness
 
 REPORT: dict[str, Any] = {
     "running": 4,
@@ -39,7 +42,13 @@ def shown(
         "waiting": {"batch": 2},
         "endpoints": endpoints or [],
     }
-    queue = {"waiting": 2, "sub_queues": [], "sub_queues_omitted": 3, "served": served or {}}
+    queue = {
+        "waiting": 2,
+        "settings": {"policy": "ewsjf"},
+        "sub_queues": [],
+        "sub_queues_omitted": 3,
+        "served": served or {},
+    }
     return overview(status, queue, {"slots": 1})
 
 
@@ -94,6 +103,7 @@ def test_of_a_large_fleet_those_that_need_attention_are_shown() -> None:
     assert len(found["served"]["batch"]) == 50
     assert found["served"]["batch"]["t999"] == 999.0
     assert (found["waiting"], found["waiting_requests"], found["sub_queues_omitted"]) == ({"batch": 2}, 2, 3)
+    assert "settings" not in found
     assert len(msgspec.json.encode(found)) < 60_000
 
 
@@ -134,3 +144,40 @@ def test_the_slowest_first_tokens_are_first_and_few() -> None:
     ]
     assert (found[0]["ttft_s"], found[1]["ttft_s"]) == (pytest.approx(12.0), None)
     assert (found[0]["total_s"], found[0]["ended_s_ago"]) == (10.0, 1.0)
+
+
+def in_full(history: RequestHistory) -> list[dict[str, Any]]:
+    parts = captured_in_full(history)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return cast("list[dict[str, Any]]", end.value)
+
+
+def test_a_full_capture_has_every_request_with_its_times() -> None:
+    harness = HistoryHarness(one_replica())
+    fill(harness.driver)
+    for name in ("served", "failed", "open"):
+        harness.arrive(request(name, arrived_at=harness.driver.now, tenant="acme"))
+    times = RequestTimes("/v1/completions", 0.0, 1.0, 0.25, 0.5)
+    usage = Usage(prompt_tokens=50, output_tokens=5, cached_tokens=16)
+    harness.feed(ev.Finished("f0", Outcome.COMPLETED, usage, times), after_s=1.0)
+    harness.end("served", times, usage, after_s=0.5)
+    harness.feed(ev.Finished("failed", Outcome.FAILED, None, times), after_s=0.25)
+
+    lines = in_full(harness.history)
+    assert [line["outcome"] for line in lines] == ["completed", "failed", None]
+    served, failed, still_open = lines
+    assert (served["input_length"], served["output_length"], served["cached_length"]) == (50, 5, 16)
+    assert (served["queue_s"], served["ttft_s"], served["total_s"]) == (1.0, 1.25, 1.5)
+    assert (served["tenant"], served["replica"]) == ("acme", "r1")
+    assert served["causes_s"] == {"engines_busy": 1.0}
+    assert (failed["output_length"], still_open["total_s"]) == (0, None)
+    # Only a full capture has the names of tenants, and requests that did not complete.
+    (shared,) = captured(harness.history)
+    assert shared.keys() == {
+        *("timestamp", "input_length", "output_length"),
+        *("hash_ids", "tenant", "priority"),
+    }
+    assert shared["tenant"] != "acme"
