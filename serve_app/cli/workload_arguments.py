@@ -364,7 +364,15 @@ def fleet_of_running(client: ApplicationClient, given: EngineChanges) -> FleetSe
         profile = _profile_of(replicas[pool][0], fitted[pool].step_time, given)
         save_profile(profile, folder / f"{pool}.yaml", source=f"Pool {pool} of {client.url}.")
         pools_of[pool] = PoolArgument(len(replicas[pool]), profile.max_model_len)
-        changes[pool] = PoolChanges(profile=str(folder / f"{pool}.yaml"))
+        # A limit that is not reported is left to the runs.
+        chunk = given.long_prefill_token_threshold
+        reported = replicas[pool][0].get("long_prefill_token_threshold")
+        limits = EngineChanges(
+            long_prefill_token_threshold=reported if chunk is None else chunk,
+            # Without it, the context of the first pool would end at its boundary.
+            max_model_len=given.max_model_len or profile.max_model_len,
+        )
+        changes[pool] = PoolChanges(profile=str(folder / f"{pool}.yaml"), engine=limits)
     if not pools_of:
         raise SettingsError(f"model {name} at {client.url} has no replica: wait until one is ready")
     return FleetSettings(

@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
+from serve_app.cli.application import ApplicationClient
 from serve_app.cli.workload_arguments import (
     configure,
     fleet,
+    fleet_of_running,
     trace_choice,
 )
 from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import read_runs
+from serve_app.lab.simulation.fleet import EngineChanges
 from serve_app.lab.simulation.report import policies_table
 from serve_app.lab.simulation.workload import TraceChoice
 from tests.cli.pages import answering
@@ -323,6 +326,24 @@ def test_engines_are_simulated_as_the_running_ones(captured: Path, tmp_path: Pat
     assert document["runs"][0]["metrics"]["tpot_s"]["all"]["p50"] == pytest.approx(0.5)
     assert document["runs"][0]["metrics"]["ttft_s"]["all"]["p50"] > 0.25
     assert "secret" not in out.read_text()
+
+
+def test_running_engines_keep_the_limits_that_they_report() -> None:
+    of_pool = {
+        "short": {**REPLICA, "max_model_len": 20_000, "long_prefill_token_threshold": 128},
+        "long": {**REPLICA, "max_model_len": 30_000, "pool": "long", "long_prefill_token_threshold": None},
+    }
+    replicas = {name: {**replica, "max_num_batched_tokens": None} for name, replica in of_pool.items()}
+    fitted = {"twin": {"engines": dict.fromkeys(of_pool, STEP_TIMES)}}
+    status = running(pools=list(of_pool), replicas=replicas, tuner=fitted)
+    with answering(lambda _method, path, _headers: (200, status)) as url:
+        args = argparse.Namespace(url=url, api_key="secret")
+        short, long = fleet_of_running(ApplicationClient(args), EngineChanges()).plans()
+        given = fleet_of_running(ApplicationClient(args), EngineChanges(long_prefill_token_threshold=64))
+    # The context of the short pool is not cut at the boundary of 8,192 tokens.
+    assert (short.engine.max_model_len, long.engine.max_model_len) == (20_000, 30_000)
+    assert (short.engine.long_prefill_token_threshold, long.engine.long_prefill_token_threshold) == (128, 0)
+    assert [plan.engine.long_prefill_token_threshold for plan in given.plans()] == [64, 64]
 
 
 @pytest.mark.parametrize(
