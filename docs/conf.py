@@ -23,6 +23,7 @@ CONTENTS = {
         "agents",
         "batches",
         "tuning",
+        "benchmarking",
         "planning",
     ),
     "Operate it": (
