@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from serve_app.errors import Outcome
 from serve_app.serving.gateway.request.body import check_structure
 from tests.serving.channel.harness import wait_until
 
-from .builders import MODEL, chat
+from .builders import MODEL, chat, rejection
 from .conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -87,6 +88,12 @@ async def test_a_body_is_dropped_once_its_answer_has_begun(harness: GatewayHarne
             assert harness.engine.running == 1
             break
     await wait_until(lambda: harness.engine.aborted == 1)
+
+
+async def test_a_body_is_dropped_with_a_request_that_ends_in_the_queue(harness: GatewayHarness) -> None:
+    harness.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full"))
+    assert (await harness.http.post(CHAT, json=chat(messages=LARGE))).status_code == 429
+    await wait_for_held_bytes(harness, lambda held: held == 0)
 
 
 async def test_a_body_is_given_up_with_the_client_that_was_sending_it(harness: GatewayHarness) -> None:

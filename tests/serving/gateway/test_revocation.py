@@ -479,6 +479,56 @@ async def test_a_stream_moves_when_its_grant_is_revoked(resuming: GatewayHarness
     assert engine.aborted == 1
 
 
+async def test_a_begun_stream_that_its_engine_cannot_continue_keeps_its_grant(
+    resuming: GatewayHarness, engine: Continuing
+) -> None:
+    resuming.dispatcher.names_responses = False
+    engine.pauses_at = 2
+
+    def then(text: str) -> None:
+        if text == "".join(WORDS[:2]):
+            revoke(resuming)
+            engine.go.set()
+
+    assert text_of(await stream(resuming, then=then)) == TEXT
+    assert resuming.dispatcher.put_backs() == []
+    assert resuming.dispatcher.outcomes() == [Outcome.COMPLETED]
+
+
+async def test_a_client_that_does_not_read_gets_no_more_of_a_stream_that_can_be_continued(
+    resuming: GatewayHarness, engine: Continuing
+) -> None:
+    class Slow(CollectingExchange):
+        """Client that reads the first piece, and further ones when it is told to."""
+
+        reads = False
+
+        @property
+        def is_choked(self) -> bool:
+            return bool(self.pieces) and not self.reads
+
+    engine.pauses_at = 2
+    client = Slow(CHAT, json.dumps(request_body(stream=True)).encode())
+    request = asyncio.create_task(call(resuming.gateway, exchange=client))
+    await engine.paused.wait()
+    await wait_until(lambda: client.pieces)
+    engine.paused.clear()
+    engine.pauses_at = len(WORDS)
+    engine.go.set()
+    engine.go.clear()
+    # The engine sends all words, and then waits before the end.
+    await engine.paused.wait()
+    await asyncio.sleep(0.05)
+    assert len(client.pieces) == 1
+    client.reads = True
+    assert client.on_writable is not None
+    client.on_writable()
+    engine.go.set()
+    await request
+    body = b"".join(client.pieces).decode()
+    assert text_of([json.loads(event) for event in body.split("data: ")[1:-1]]) == TEXT
+
+
 async def test_a_revocation_while_the_client_does_not_read_loses_no_text(
     resuming: GatewayHarness, engine: Continuing
 ) -> None:
