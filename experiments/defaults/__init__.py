@@ -1,0 +1,1 @@
+"""Defaults against other policies on twenty combinations of traffic and engines."""
