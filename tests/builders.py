@@ -97,6 +97,7 @@ def spec(
     max_num_seqs: int | None = 8,
     adapters: tuple[str, ...] = (),
     stall_timeout_s: float | None = None,
+    long_prefill_token_threshold: int | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -106,6 +107,7 @@ def spec(
         max_num_seqs=max_num_seqs,
         adapters=adapters,
         stall_timeout_s=stall_timeout_s,
+        long_prefill_token_threshold=long_prefill_token_threshold,
     )
 
 

@@ -7,6 +7,10 @@ A replica is *shared* while a request above the batch class runs on it, and for 
 - On a shared replica, batch work may slow the others down by at most `max_slowdown`: by its tokens in each
   iteration and by its prefills together. The first is learned (`IterationTime`), and prefills count by their
   share of the last seconds. If no batch request runs, one may start as soon as that share allows it.
+- An engine that computes long prefills in small chunks hides one of them: an iteration computes the chunk
+  while it reads the weights, and a second one doubles it. So below a `max_slowdown` of 1, a batch prefill
+  starts there only while no other one is in flight. It counts as far as a chunk exceeds an iteration, or in
+  whole beside another prefill.
 - Running batch requests beyond that number are *revoked*: their gateways stop them, and they queue again.
   They continue with the tokens that they have generated, which then are a part of their prompt.
 - A request above the batch class that waits for KV cache or a place in a batch revokes as much as it needs.
@@ -32,7 +36,7 @@ from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport
-from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, SHARE, settings
 from serve_app.request import PriorityClass
 
@@ -64,6 +68,8 @@ _PREFILL_WINDOW_S = 5.0
 _LEAST_TOKENS = 4_096
 # Time per output token of a replica that has reported none.
 _LIKELY_TPOT_S = 0.03
+# Share by which the chunk of a second prefill lengthens an iteration whose first chunk is hidden.
+_TWO_CHUNKS = 1.0
 # Causes of a wait that end when batch requests leave an engine.
 _CAPACITY = (WaitCause.ENGINES_BUSY, WaitCause.KV_CACHE)
 
@@ -118,7 +124,9 @@ class _Load:
         others: number above the batch class.
         shared_until: end of the time for which it counts as shared.
         running: mean number of running sequences over the time for which engines report the mean TPOT.
-        prefill_s: seconds of batch prefills, per second.
+        prefill_s: seconds by which batch prefills lengthen iterations, per second.
+        prefilling: the last batch request, and the seconds of its prefill that lengthen iterations only
+            beside another prefill.
         batch: number of the batch class.
         revocable: batch requests that may be revoked.
         movable: requests above the batch class that may be revoked while the replica drains.
@@ -129,6 +137,7 @@ class _Load:
     running: float = 0.0
     others: int = 0
     shared_until: float = -math.inf
+    prefilling: tuple[ScheduledRequest, float] | None = None
     batch: int = 0
     revocable: dict[ScheduledRequest, None] = field(default_factory=dict)
     movable: dict[ScheduledRequest, None] = field(default_factory=dict)
@@ -155,21 +164,27 @@ class Backfill:
         batch = sum(load.batch for load in self._loads.values())
         return f"<Backfill {batch} on {len(self._loads)} replicas>"
 
-    def on_dispatch(self, scheduled: ScheduledRequest, replica_id: str, hold: Hold, now: float) -> None:
-        """Count a request before its replica holds it."""
+    def on_dispatch(
+        self, scheduled: ScheduledRequest, replica_id: str, replica: ReplicaState | None, now: float
+    ) -> None:
+        """Count a request before its replica holds it; None for a replica that has not registered yet."""
         load = self._loads.get(replica_id)
         if load is None:
             load = self._loads[replica_id] = _Load(DecayingRate(_PREFILL_WINDOW_S, now))
         is_revocable = scheduled.request.submission.revocable
         if scheduled.request.priority is PriorityClass.BATCH:
-            pool = "" if hold.use is None else hold.use.pool
-            load.prefill_s.add(self._prefill_costs.of(pool).per_token_s * hold.prefill_tokens, now)
+            self._count_prefill(load, scheduled, replica, now)
             load.batch += 1
             if is_revocable and not (scheduled.is_guaranteed or scheduled.bypassed):
                 load.revocable[scheduled] = None
                 self._with_revocable[replica_id] = None
             return
         load.others += 1
+        if load.prefilling is not None:
+            prefilling, hidden_s = load.prefilling
+            if prefilling.hold.prefill_tokens:
+                load.prefill_s.add(hidden_s, now)
+            load.prefilling = None
         if is_revocable:
             load.movable[scheduled] = None
         if load.batch:
@@ -181,6 +196,8 @@ class Backfill:
         load.revoked.discard(scheduled)
         load.revocable.pop(scheduled, None)
         load.movable.pop(scheduled, None)
+        if load.prefilling is not None and load.prefilling[0] is scheduled:
+            load.prefilling = None
         if not (load.revocable or load.revoked):
             self._with_revocable.pop(replica_id, None)
         if scheduled.request.priority is PriorityClass.BATCH:
@@ -216,6 +233,8 @@ class Backfill:
         if load is None or not replica.in_flight:
             return True
         if load.is_shared(now):
+            if self._settings.max_slowdown < _TWO_CHUNKS and _prefills_chunks(replica):
+                return False
             slowdown = self._slowdown(replica, load, load.batch + 1) if load.batch else 0.0
             return slowdown + load.prefill_s.per_s(now) <= self._settings.max_slowdown
         places, reserve = replica.max_num_seqs, self._settings.reserve
@@ -249,6 +268,20 @@ class Backfill:
         for account in waiting:
             if account.priority is not PriorityClass.BATCH and account.pool and account.cause in _CAPACITY:
                 yield from self._make_room(ledger, account, now)
+
+    def _count_prefill(
+        self, load: _Load, scheduled: ScheduledRequest, replica: ReplicaState | None, now: float
+    ) -> None:
+        """Count the seconds of a batch prefill that lengthen iterations, and note those that may yet."""
+        token_s = self._prefill_costs.of("" if replica is None else replica.spec.pool).per_token_s
+        prefill_s, hidden_s = token_s * scheduled.hold.prefill_tokens, 0.0
+        chunk = 0 if replica is None else replica.spec.long_prefill_token_threshold
+        if replica is not None and chunk and not replica.pending_prefill_tokens:
+            tpot_s = replica.tpot_s or _LIKELY_TPOT_S
+            # One chunk is computed while an iteration reads the weights, if it is small enough.
+            hidden_s = prefill_s * min(1.0, tpot_s / (token_s * chunk))
+        load.prefill_s.add(prefill_s - hidden_s, now)
+        load.prefilling = scheduled, hidden_s
 
     def _make_room(
         self, ledger: ReplicaLedger, account: WaitAccount, now: float
@@ -287,6 +320,11 @@ class Backfill:
         iteration = self._iterations.get(replica.spec.pool)
         to_double = _PRIOR_TO_DOUBLE if iteration is None else iteration.to_double()
         return running / (to_double + load.others)
+
+
+def _prefills_chunks(replica: ReplicaState) -> bool:
+    """Return whether a replica computes prefills, and in chunks."""
+    return bool(replica.spec.long_prefill_token_threshold and replica.pending_prefill_tokens)
 
 
 def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[ScheduledRequest]:

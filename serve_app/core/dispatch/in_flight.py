@@ -65,7 +65,7 @@ class InFlight:
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
-        self._backfill.on_dispatch(scheduled, replica_id, hold, now)
+        self._backfill.on_dispatch(scheduled, replica_id, known, now)
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         replica = self._ledger[replica_id]
         self._headroom.on_hold(scheduled, use.pool, now)

@@ -22,10 +22,19 @@ PRIOR = 64
 
 
 def make_driver(
-    *, kv_tokens: int = 500_000, max_num_seqs: int = 1_000, slowdown: float = 0.1, reserve: float = 0.05
+    *,
+    kv_tokens: int = 500_000,
+    max_num_seqs: int = 1_000,
+    slowdown: float = 0.1,
+    reserve: float = 0.05,
+    chunk: int = 0,
 ) -> ManualDriver:
     return one_replica(
-        limits={"kv_tokens": kv_tokens, "max_num_seqs": max_num_seqs},
+        limits={
+            "kv_tokens": kv_tokens,
+            "max_num_seqs": max_num_seqs,
+            "long_prefill_token_threshold": chunk,
+        },
         class_floors=ClassFloorSettings(batch_share=0.0),
         backpressure=BACKPRESSURE,
         backfill=BackfillSettings(max_slowdown=slowdown, reserve=reserve),
@@ -115,6 +124,46 @@ def test_beside_others_its_prefills_take_at_most_that_share_of_the_time() -> Non
                 ended += 1
         driver.report("r1", after_s=0.1, received=1_000)
     assert 0.5 < ended * prefill_s / (0.1 * driver.now) <= 1.3
+
+
+def test_beside_others_a_batch_prefill_starts_only_while_no_chunks_of_another_are_computed() -> None:
+    driver = make_driver(chunk=256)
+    driver.arrive("i", prompt_tokens=900, priority=INTERACTIVE)
+    assert not dispatched(batch_arrives(driver, "b0", prompt_tokens=900))
+    assert not dispatched(batch_arrives(driver, "b1", prompt_tokens=900))
+    assert dispatched(driver.feed(ev.FirstToken("i"))) == [("b0", "r1")]
+    assert dispatched(driver.feed(ev.FirstToken("b0"))) == [("b1", "r1")]
+
+
+def prefill_share(chunk: int, *, with_arrivals: bool = False) -> float:
+    """Return the share of the time that batch prefills get on an engine with chunks."""
+    driver = make_driver(slowdown=0.1, chunk=chunk)
+    driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
+    driver.feed(ev.FirstToken("i"))
+    prefill_s = 900 * driver.scheduler.prefill_costs.shared.per_token_s
+    for number in range(200):
+        batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1)
+    ended = 0
+    for step in range(200):
+        running = [each for each in driver.scheduler.requests.of_gateway("g1") if each.replica_id]
+        if with_arrivals:
+            driver.arrive(f"i{step}", prompt_tokens=1, priority=INTERACTIVE)
+            driver.feed(ev.FirstToken(f"i{step}"))
+        for each in running:
+            if each.request.priority is BATCH:
+                usage = Usage(prompt_tokens=900, output_tokens=1)
+                driver.feed(ev.Finished(each.request.request_id, Outcome.COMPLETED, usage))
+                ended += 1
+        driver.report("r1", after_s=0.1, received=1_000, tpot_s=0.03)
+    return ended * prefill_s / driver.now
+
+
+def test_prefills_in_chunks_that_iterations_hide_count_only_beside_others() -> None:
+    hidden = prefill_share(256)
+    assert hidden > 0.5
+    assert prefill_share(256, with_arrivals=True) < 0.15
+    # Such chunks are larger than what an iteration hides.
+    assert prefill_share(2_048) < 0.15
 
 
 def test_a_replica_counts_as_shared_some_time_after_the_last_other_request() -> None:
