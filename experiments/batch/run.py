@@ -5,22 +5,29 @@ Interactive requests with the paper's mix of lengths are simulated alone, and be
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
+from experiments.batch.oracle import OracleSimulation
 from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
+from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
+from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import settings
+from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from serve_app.lab.simulation.workload import MODEL, Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import Trace, scale_to_rate
@@ -51,6 +58,11 @@ class Scene:
     output: tuple[float, float]
     arrivals: str | None = None
 
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+        """Return prompt and output tokens of the batch's next request."""
+        prompt_tokens = int(min(rng.lognormal(*self.prompt), _MAX_PROMPT_TOKENS)) + 1
+        return prompt_tokens, int(min(rng.lognormal(*self.output), _MAX_OUTPUT_TOKENS)) + 2
+
 
 @settings
 class Case:
@@ -63,6 +75,7 @@ class Case:
         aimd: whether the number of submitted requests is increased by one each second, and halved if
             interactive requests take more than `aimd_tolerance` times as long per token as alone.
         scheduler: settings by dotted path.
+        oracle: share by which an oracle may lengthen an iteration; None leaves the batch to the scheduler.
     """
 
     interactive: bool = True
@@ -70,6 +83,26 @@ class Case:
     revocable: bool = False
     aimd: bool = False
     scheduler: Mapping[str, Any] | None = None
+    oracle: float | None = None
+
+
+@settings
+class Frontier:
+    """Comparison of the scheduler with an oracle.
+
+    Attributes:
+        scenes: by their names.
+        slowdowns: of the oracle.
+        max_slowdowns: of the scheduler.
+        seeds: others than those of the cases.
+        span_s: duration of a run.
+    """
+
+    scenes: tuple[str, ...]
+    slowdowns: tuple[float, ...]
+    max_slowdowns: tuple[float, ...]
+    seeds: tuple[int, ...]
+    span_s: float
 
 
 @settings
@@ -85,6 +118,7 @@ class BatchSettings:
     cases: Mapping[str, Case]
     seeds: int
     span_s: float
+    frontier: Frontier
     warm_up: float = 0.1
     replicas: int = 1
     aimd_tolerance: float = 1.1
@@ -147,8 +181,7 @@ class Backlog:
     def _next(self) -> SimulatedRequest:
         number, case, now = next(self._numbers), self._run.case, self._simulation.timeline.now
         assert case.priority is not None
-        prompt_tokens = int(min(self._rng.lognormal(*self._run.scene.prompt), _MAX_PROMPT_TOKENS)) + 1
-        output_tokens = int(min(self._rng.lognormal(*self._run.scene.output), _MAX_OUTPUT_TOKENS)) + 2
+        prompt_tokens, output_tokens = self._run.scene.draw(self._rng)
         blocks = (prompt_tokens + output_tokens) // self._block_size
         submission = Submission(
             request_id=f"b{number}",
@@ -171,7 +204,7 @@ def play(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
         for name, scene in settings.scenes.items():
             alone: list[float] = []
             for case_name, case in settings.cases.items():
-                key = {"scene": name, "case": case_name}
+                key: Key = {"scene": name, "case": case_name}
                 if case.aimd and not alone:
                     alone_runs = [Run(settings, scene, Case(priority=None), n) for n in range(settings.seeds)]
                     alone = [one["tpot_mean_s"] for one in parallel(figures, alone_runs, context.jobs)]
@@ -189,6 +222,53 @@ def play(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
                         settings=as_json(replace(settings, scenes={name: scene}, cases={case_name: case})),
                     )
                 advance()
+    yield from _frontier(settings, context)
+
+
+def _frontier(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
+    frontier = settings.frontier
+    of_runs = replace(settings, span_s=frontier.span_s)
+    cases = {("oracle", slowdown): Case(oracle=slowdown) for slowdown in frontier.slowdowns} | {
+        ("backfill", most): Case(revocable=True, scheduler={"backfill.max_slowdown": most})
+        for most in frontier.max_slowdowns
+    }
+
+    def played(name: str, case: Case) -> list[Figures]:
+        runs = [Run(of_runs, settings.scenes[name], case, seed) for seed in frontier.seeds]
+        return list(parallel(figures, runs, context.jobs))
+
+    with progress_bar("frontier", len(frontier.scenes) * len(cases)) as advance:
+        for name in frontier.scenes:
+            alone, only = played(name, Case(priority=None)), played(name, Case(interactive=False))
+            for (batch, slowdown), case in cases.items():
+                key: Key = {"frontier": name, "batch": batch, "slowdown": slowdown}
+                if not context.has(key):
+                    found = played(name, case)
+                    yield Measurement(
+                        key=key,
+                        figures={
+                            **{
+                                f"{figure}_factor": [
+                                    one[figure] / other[figure]
+                                    for one, other in zip(found, alone, strict=True)
+                                ]
+                                for figure in ("tpot_mean_s", "tpot_p99_s", "ttft_p50_s", "ttft_p99_s")
+                            },
+                            "share": [
+                                one[_THROUGHPUT] / most[_THROUGHPUT]
+                                for one, most in zip(found, only, strict=True)
+                            ],
+                        },
+                        seeds=frontier.seeds,
+                        traces=generated("paper-mix"),
+                        settings=as_json(
+                            replace(of_runs, scenes={name: settings.scenes[name]}, cases={batch: case})
+                        ),
+                    )
+                advance()
+
+
+_THROUGHPUT = "batch_tokens_per_s"
 
 
 def figures(run: Run) -> Figures:
@@ -196,6 +276,8 @@ def figures(run: Run) -> Figures:
     plans = run.fleet.plans(isolated=True)
     block_size = plans[0].engine.block_size
     scheduler = scheduler_settings("ewsjf", run.fleet.routing, run.case.scheduler or {})
+    if run.case.oracle is not None:
+        return _oracle_figures(run, scheduler, plans)
     simulation = Simulation(scheduler, plans)
     backlog = Backlog(run, simulation, block_size)
     if run.case.priority is not None:
@@ -205,21 +287,48 @@ def figures(run: Run) -> Figures:
     records = simulation.run(
         list(requests_of(trace, Disclosure(), block_size)) if run.case.interactive else []
     )
+    ended = [(one.finished_at, one.output_tokens) for one in records if one.tenant == _BATCH]
+    computed = sum(one.prompt_tokens + one.output_tokens for one in backlog.requests)
+    return {
+        **_summary(run, records, ended),
+        "revoked": sum(one.revocations for one in backlog.requests),
+        "recomputed": sum(one.recomputed_tokens for one in backlog.requests) / max(1, computed),
+    }
+
+
+def _oracle_figures(run: Run, scheduler: SchedulerSettings, plans: Sequence[ReplicaPlan]) -> Figures:
+    assert run.case.oracle is not None
+    if len(plans) != 1:
+        raise SettingsError(f"the oracle serves one replica, got {len(plans)}: set replicas to 1")
+    simulation = OracleSimulation(
+        scheduler,
+        plans[0],
+        lengths=partial(run.scene.draw, stream(run.seed, "batch")),
+        slowdown=run.case.oracle,
+        until=run.settings.span_s,
+    )
+    records = simulation.run(list(requests_of(interactive(run), Disclosure(), plans[0].engine.block_size)))
+    return _summary(run, records, simulation.ended)
+
+
+def _summary(run: Run, records: Sequence[RequestRecord], batch: Sequence[tuple[float, int]]) -> Figures:
+    """Return the figures that all runs have.
+
+    Args:
+        batch: end and output tokens of the batch's requests.
+    """
     first_s, span_s = run.settings.warm_up * run.settings.span_s, run.settings.span_s
     people = [one for one in records if one.tenant != _BATCH and first_s <= one.arrived_at < span_s]
-    ended = [one for one in records if one.tenant == _BATCH and first_s <= one.finished_at < span_s]
+    ended = [tokens for ended_at, tokens in batch if first_s <= ended_at < span_s]
     ttft = Distribution.of([one.ttft_s for one in people if one.ttft_s is not None])
     tpot = Distribution.of([one.tpot_s for one in people if one.tpot_s is not None])
-    computed = sum(one.prompt_tokens + one.output_tokens for one in backlog.requests)
     return {
         "ttft_p50_s": ttft.p50 or 0.0,
         "ttft_p99_s": ttft.p99 or 0.0,
         "tpot_mean_s": tpot.mean or 0.0,
         "tpot_p99_s": tpot.p99 or 0.0,
         "batch_per_s": len(ended) / (span_s - first_s),
-        "batch_tokens_per_s": sum(one.output_tokens for one in ended) / (span_s - first_s),
-        "revoked": sum(one.revocations for one in backlog.requests),
-        "recomputed": sum(one.recomputed_tokens for one in backlog.requests) / max(1, computed),
+        _THROUGHPUT: sum(ended) / (span_s - first_s),
     }
 
 
