@@ -36,7 +36,7 @@ class Scene:
         rates_per_s: requests per second by load.
         short_at_tokens: longest short prompt.
         max_model_len: of the engines; None for the profile's.
-        causes: further variants, to find the mechanism that loses.
+        causes: further variants by load, to find the mechanism that loses.
     """
 
     workload: str
@@ -46,7 +46,7 @@ class Scene:
     requests: Annotated[int, at_least(1)]
     short_at_tokens: int
     max_model_len: int | None = None
-    causes: Mapping[str, PolicyVariant] = field(default_factory=dict)
+    causes: Mapping[float, Mapping[str, PolicyVariant]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = (CHAT, *SESSIONS, *WORKLOADS)
@@ -103,7 +103,7 @@ def play(experiment: DefaultsSettings, context: Context) -> Iterator[Measurement
         (name, scene, load, label, variant)
         for name, scene in experiment.scenes.items()
         for load in scene.rates_per_s
-        for label, variant in {**experiment.variants, **scene.causes}.items()
+        for label, variant in {**experiment.variants, **scene.causes.get(load, {})}.items()
     ]
     with progress_bar("defaults", len(cells)) as advance:
         for name, scene, load, label, variant in cells:
