@@ -50,7 +50,7 @@ def _panel(left: int, title: str, rows: Sequence[Row]) -> list[str]:
     for share in (0.0, 0.2, 0.4, 0.6, 0.8):
         _, y = _at(left, _FIRST, share)
         parts.append(f'<path class="grid" d="M{left} {y}H{left + _WIDTH}"/>')
-        parts.append(_text(left - 8, y + 4, f"{share:.0%}", "", "end"))
+        parts.append(_text(left - 8, y + 4, f"{100 * share:.0f} %", "", "end"))
     parts.append(_text(left + _WIDTH // 2, _TOP + _HEIGHT + 38, "factor of interactive TPOT, mean"))
     for batch in ("oracle", "backfill"):
         points = sorted((_point(row), row) for row in rows if row.key["batch"] == batch)

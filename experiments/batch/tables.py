@@ -92,7 +92,7 @@ def _frontier(rows: Sequence[Row]) -> str:
 def _oracle(rows: Sequence[Row]) -> str:
     head = ["traffic", *(f"TPOT × {factor:g}" for factor in _FACTORS)]  # noqa: RUF001
     lines = [
-        [scene, *(f"{possible(mine, factor):.0%}".replace("%", " %") for factor in _FACTORS)]
+        [scene, *(f"{100 * possible(mine, factor):.0f} %" for factor in _FACTORS)]
         for scene in dict.fromkeys(str(row.key["frontier"]) for row in rows)
         for mine in [[row for row in rows if row.key["frontier"] == scene]]
     ]

@@ -36,7 +36,7 @@ class Scene:
         rates_per_s: requests per second by load.
         short_at_tokens: longest short prompt.
         max_model_len: of the engines; None for the profile's.
-        causes: further variants by load, to find the mechanism that loses.
+        explained: by load, the causes that are played because ours loses there.
     """
 
     workload: str
@@ -46,7 +46,7 @@ class Scene:
     requests: Annotated[int, at_least(1)]
     short_at_tokens: int
     max_model_len: int | None = None
-    causes: Mapping[float, Mapping[str, PolicyVariant]] = field(default_factory=dict)
+    explained: Mapping[float, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = (CHAT, *SESSIONS, *WORKLOADS)
@@ -60,6 +60,7 @@ class DefaultsSettings:
 
     Attributes:
         variants: policies that every scene compares, by their names in the map.
+        causes: ours without one of its parts.
         seeds: runs of each. Others were used for the choice of the defaults.
         warm_up_ratio: share of requests that is not measured. Sessions take this long to become as many as
             they remain.
@@ -67,8 +68,16 @@ class DefaultsSettings:
 
     scenes: Mapping[str, Scene]
     variants: Mapping[str, PolicyVariant]
+    causes: Mapping[str, PolicyVariant]
     seeds: tuple[int, ...]
     warm_up_ratio: Annotated[float, share_below(1)]
+
+    def __post_init__(self) -> None:
+        named = {
+            name for scene in self.scenes.values() for names in scene.explained.values() for name in names
+        }
+        if unknown := named - self.causes.keys():
+            raise SettingsError(f"no cause {', '.join(sorted(unknown))}: there are {', '.join(self.causes)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,7 @@ def play(experiment: DefaultsSettings, context: Context) -> Iterator[Measurement
         (name, scene, load, label, variant)
         for name, scene in experiment.scenes.items()
         for load in scene.rates_per_s
-        for label, variant in {**experiment.variants, **scene.causes.get(load, {})}.items()
+        for label, variant in _variants(experiment, scene, load).items()
     ]
     with progress_bar("defaults", len(cells)) as advance:
         for name, scene, load, label, variant in cells:
@@ -119,12 +128,18 @@ def play(experiment: DefaultsSettings, context: Context) -> Iterator[Measurement
                     settings=as_json(
                         replace(
                             experiment,
-                            scenes={name: replace(scene, causes={})},
+                            scenes={name: replace(scene, explained={})},
                             variants={label: variant},
+                            causes={},
                         )
                     ),
                 )
             advance()
+
+
+def _variants(experiment: DefaultsSettings, scene: Scene, load: float) -> Mapping[str, PolicyVariant]:
+    causes = {name: experiment.causes[name] for name in scene.explained.get(load, ())}
+    return {**experiment.variants, **causes}
 
 
 def _run(
