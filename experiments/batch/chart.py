@@ -53,7 +53,9 @@ def _panel(left: int, title: str, rows: Sequence[Row]) -> list[str]:
         parts.append(_text(left - 8, y + 4, f"{100 * share:.0f} %", "", "end"))
     parts.append(_text(left + _WIDTH // 2, _TOP + _HEIGHT + 38, "factor of interactive TPOT, mean"))
     for batch in ("oracle", "backfill"):
-        points = sorted((_point(row), row) for row in rows if row.key["batch"] == batch)
+        points = sorted(
+            ((_point(row), row) for row in rows if row.key["batch"] == batch), key=lambda one: one[0]
+        )
         shown = [(_at(left, *point), row) for point, row in points if point[0] <= _LAST]
         path = "L".join(f"{x} {y}" for (x, y), _ in shown)
         parts.append(f'<path class="line {batch}" d="M{path}"/>')
