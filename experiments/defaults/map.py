@@ -45,8 +45,7 @@ def picture(rows: Sequence[Row]) -> str:
             for number, scene in enumerate(scenes):
                 found = verdict(cells[scene, load], figure)
                 parts += _cell(x, _TOP + number * _HEIGHT, found)
-    behind = f"Orange: more than {100 * (1 - LOSS):.0f} % behind is a loss."
-    foot = f"{behind} Bold: the 95 % interval over seeds excludes 1."
+    foot = f"Below {LOSS:g} is a loss. Bold: the 95 % interval excludes 1. Of equals, the first is named."
     parts.append(_text(14, height - 16, foot, "small", "start"))
     return "\n".join([*parts, "</svg>", ""])
 

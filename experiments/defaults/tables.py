@@ -13,6 +13,14 @@ OURS = "ewsjf"
 OTHERS = ("fcfs", "sjf", "wspt-drr", "fcfs-isolated", "ewsjf, no isolation", "ewsjf-paper")
 LOSS = 0.95
 """A ratio below this is a loss: five percent."""
+# Parts of ours, by the variant that lacks only this part.
+_PARTS = {
+    "fcfs-isolated": "order",
+    "one queue": "learned queues",
+    "no bound on delay": "bound on delay",
+    "no chunks": "chunks",
+    "no limits on prefills": "limits on prefills",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,32 +100,30 @@ def _lost(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], str, Mapping
                 yield key, figure, cell, found
 
 
+def _without(cell: Mapping[str, Row], figure: str, best: str) -> list[tuple[str, ConfidenceInterval]]:
+    """Return the parts of ours, each with the ratio of ours without it to the best other policy."""
+    return [(part, ratio(cell[name], cell[best], figure)) for name, part in _PARTS.items() if name in cell]
+
+
 def _losses(rows: Sequence[Row]) -> str:
-    head = ["traffic and engines", "load", "figure", "best other", "ours / best"]
-    lines = [
-        [scene, f"{load:g}", figure, found.best, _ratio_text(found.ratio)]
-        for (scene, load), figure, _, found in _lost(rows)
-    ]
-    return markdown(head, lines or [["none", "", "", "", ""]], text_columns=4)
+    head = ["traffic and engines", "load", "figure", "best other", "ours / best", "cause: ratio without it"]
+    lines = []
+    for (scene, load), figure, cell, found in _lost(rows):
+        part, without = max(_without(cell, figure, found.best), key=lambda one: one[1].mean)
+        cause = f"{part}: {without.mean:.2f}"
+        lines.append([scene, f"{load:g}", figure, found.best, _ratio_text(found.ratio), cause])
+    return markdown(head, lines or [["none", "", "", "", "", ""]], text_columns=4)
 
 
 def _causes(rows: Sequence[Row]) -> str:
-    """A line for each loss and variant without one mechanism."""
-    head = ["traffic and engines", "load", "figure", "variant", "variant / best", "its goodput"]
+    """Return a line for each loss and part of ours."""
+    head = ["traffic and engines", "load", "figure", "without", "ratio to the best other"]
     lines = [
-        [
-            scene,
-            f"{load:g}",
-            figure,
-            name,
-            _ratio_text(ratio(row, cell[found.best], figure)),
-            plus_minus(row.figures["goodput"], 3),
-        ]
+        [scene, f"{load:g}", figure, part, _ratio_text(one)]
         for (scene, load), figure, cell, found in _lost(rows)
-        for name, row in cell.items()
-        if name not in OTHERS
+        for part, one in [("nothing", found.ratio), *_without(cell, figure, found.best)]
     ]
-    return markdown(head, lines or [["none", "", "", "", "", ""]], text_columns=4)
+    return markdown(head, lines or [["none", "", "", "", ""]], text_columns=4)
 
 
 def _all(rows: Sequence[Row]) -> str:
