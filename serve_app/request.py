@@ -33,17 +33,48 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Range of the fair-share weight of a tenant. Beyond it, its counter could exceed what a float can hold."""
 
 
+MAX_TARGET_S = 86_400.0
+"""Maximum of a latency limit, in seconds."""
+
+
+class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Latency limits that a request states, in seconds; None for no limit.
+
+    Attributes:
+        ttft_s: from its arrival to its first token.
+        tpot_s: time per output token after the first.
+        refuse: whether to reject it on arrival if it is expected to miss one of them.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    refuse: bool = False
+
+
+def completed(target: LatencyTarget | None, by: LatencyTarget | None) -> LatencyTarget | None:
+    """Return a target with the limits of another one that it lacks; None if there is neither."""
+    if target is None or by is None:
+        return target or by
+    return LatencyTarget(
+        ttft_s=by.ttft_s if target.ttft_s is None else target.ttft_s,
+        tpot_s=by.tpot_s if target.tpot_s is None else target.tpot_s,
+        refuse=target.refuse or by.refuse,
+    )
+
+
 class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The parts of an API key that a scheduler needs. They are sent with each request of the key.
 
     Attributes:
         key_id: name of the key in limits and usage records; not secret.
         weight: fair-share weight of the request's tenant; None to use `fairness.weights`.
+        target: latency target of its requests that state none. Limits that it lacks are those of the class.
     """
 
     key_id: str
     weight: float | None = None
     limits: KeyLimits = KeyLimits()
+    target: LatencyTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +223,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             None for any.
         program: the client's statement about its agent program; None if it made none.
         revocable: whether its gateway can stop it on its replica and queue it again, unnoticed by the client.
+        target: its latency target. Limits that it lacks are those of its key, then of its class.
     """
 
     request_id: str
@@ -205,6 +237,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bound_to: str | None = None
     program: ProgramHint | None = None
     revocable: bool = False
+    target: LatencyTarget | None = None
 
 
 class _Shortcuts:
@@ -314,6 +347,12 @@ class RequestTimes(NamedTuple):
     engine_s: float | None
     engine: EngineTimes | None = None
 
+    def tpot_s(self, output_tokens: int) -> float | None:
+        """Return the time per output token after the first; None if it is unknown."""
+        if self.first_token_s is None or self.engine_s is None or output_tokens < 2:
+            return None
+        return (self.engine_s - self.first_token_s) / (output_tokens - 1)
+
     def stages(self, wait_s: float) -> Iterator[tuple[str, float]]:
         """Yield its stages; see the function `stages`."""
         return stages(
@@ -323,6 +362,17 @@ class RequestTimes(NamedTuple):
             first_token_s=self.first_token_s,
             engine_s=self.engine_s,
         )
+
+
+class DecodeGap(NamedTuple):
+    """The longest gap between two pieces of a streamed answer, as received from the engine, in seconds.
+
+    Attributes:
+        ended_ago_s: time from its end to the end of the request.
+    """
+
+    seconds: float
+    ended_ago_s: float
 
 
 def stages(

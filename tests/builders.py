@@ -17,6 +17,7 @@ from serve_app.errors import Conclusion
 from serve_app.request import (
     KeyLimits,
     KeyTerms,
+    LatencyTarget,
     PriorityClass,
     ProgramHint,
     PromptShape,
@@ -50,6 +51,7 @@ def request(
     messages: int = 0,
     program: ProgramHint | None = None,
     revocable: bool = False,
+    target: LatencyTarget | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes,
@@ -75,6 +77,7 @@ def request(
             bound_to=bound_to,
             program=program,
             revocable=revocable,
+            target=target,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,

@@ -93,6 +93,14 @@ METRIC_ADVICE = {
         "Many `long`: output lengths are underestimated, or `b_short_tokens` is too high. Many `short` use "
         "capacity of the long pool: `b_short_tokens` is too low."
     ),
+    "ewsjf_latency_targets_total": (
+        "`missed` over `met` and `missed`: add replicas, or let requests be refused. `refused`: the targets "
+        "exceed the capacity, or `refuse_above` is too low."
+    ),
+    "ewsjf_longest_gap_seconds": (
+        "By cause. `prefill`: smaller chunks of long prefills in the engine, or a TPOT target, keep streams "
+        "even. `kv_cache`: the engine preempts and needs a larger cache. `other`: the engine or the network."
+    ),
     "ewsjf_prefix_cached_tokens_total": (
         "By kind, `predicted` against `reported`: far apart, the prefix index is wrong; `ewsjf doctor` says "
         "in which direction. No series: no engine reports cached tokens."

@@ -119,6 +119,36 @@ OVERVIEW = Dashboard(
             ),
         ),
         (
+            "Targets and affinity",
+            (
+                line(
+                    "Latency targets by result",
+                    "Targets that requests stated, met, missed or refused on arrival.",
+                    "reqps",
+                    (rate("ewsjf_latency_targets_total", "target, result"), "{{target}} {{result}}"),
+                    stacked=True,
+                ),
+                line(
+                    "Longest gap of streams, P99",
+                    "By cause: a prefill beside it, a full KV cache, or another one.",
+                    "s",
+                    (quantile(0.99, "ewsjf_longest_gap_seconds", "cause"), "{{cause}}"),
+                ),
+                line(
+                    "Cached prompt tokens",
+                    "As predicted at dispatch, and as engines reported. Apart: the prefix index is wrong.",
+                    "short",
+                    (rate("ewsjf_prefix_cached_tokens_total", "pool, kind"), "{{pool}} {{kind}}"),
+                ),
+                line(
+                    "Queued tokens",
+                    "Expected tokens of the queued requests.",
+                    "short",
+                    (gauge("ewsjf_queued_tokens", "model"), "{{model}}"),
+                ),
+            ),
+        ),
+        (
             "Versions",
             (
                 Panel(

@@ -81,6 +81,14 @@ def _format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
     if queue["predicted_ms"] is not None:
         kind = "actual" if receipt["outcome"] else "so far"
         yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, {kind}: {queue['ms']:,.1f} ms"
+    if target := receipt.get("latency_target"):
+        yield _target(target)
+    if gap := receipt.get("longest_gap"):
+        tokens = gap["prefill_tokens"]
+        cause = (
+            f"beside a prefill of {tokens:,} tokens" if tokens else f"cause: {gap['cause'].replace('_', ' ')}"
+        )
+        yield f"longest gap of the stream: {gap['ms']:,.1f} ms, {cause}"
     for number, attempt in enumerate(receipt["attempts"], start=1):
         yield (
             f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
@@ -93,6 +101,25 @@ def _format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
             f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
             f"(expected {tokens['expected_output'] or 0:,.0f})"
         )
+
+
+def _target(target: Mapping[str, Any]) -> str:
+    """Describe the latency target of a request, and what became of it."""
+    limits = [
+        f"{limit_ms:,.0f} ms {name}"
+        for limit_ms, name in (
+            (target["ttft_ms"], "to the first token"),
+            (target["tpot_ms"], "per output token"),
+        )
+        if limit_ms is not None
+    ]
+    text = f"latency target: {', '.join(limits)}"
+    if target["expected_ttft_ms"] is not None:
+        text += f"; expected first token after {target['expected_ttft_ms']:,.0f} ms"
+    if target["chance_of_miss"] is not None:
+        text += f", chance of a miss {target['chance_of_miss']:.0%}"
+    verdict = {True: "; in time", False: "; late"}
+    return text + verdict.get(target["ttft_met"], "")
 
 
 def _place(queue: Mapping[str, Any]) -> str:

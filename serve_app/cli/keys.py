@@ -82,6 +82,12 @@ _COST_LIMITS = {
 }
 
 
+_TARGETS = {
+    "ttft_target_s": "seconds to the first token",
+    "tpot_target_s": "seconds per output token after the first",
+}
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=_ACTIONS, help="create, list, revoke or usage")
     parser.add_argument("id", nargs="?", help="id of the key to revoke")
@@ -122,6 +128,17 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
             group.add_argument(
                 f"--{limit.replace('_', '-')}", type=kind, help=f"limit of {text} (default: no limit)"
             )
+    for target, text in _TARGETS.items():
+        group.add_argument(
+            f"--{target.replace('_', '-')}",
+            type=positive_float,
+            help=f"latency target of requests that state none: {text} (default: that of their class)",
+        )
+    group.add_argument(
+        "--refuse-missed",
+        action="store_true",
+        help="reject requests on arrival that are expected to miss their latency target",
+    )
     add_number(group, "--expires-in-days", "lifetime in days (default: unlimited)", metavar="DAYS")
     group.add_argument("--admin", action="store_true", help="may use the debug and admin endpoints")
     group.add_argument(
@@ -179,7 +196,8 @@ def _create(path: Path, args: argparse.Namespace) -> int:
         expires_at=expires_at,
         admin=args.admin,
         may_act_for_tenants=args.may_act_for_tenants,
-        **{limit: getattr(args, limit) for limit in (*_LIMITS, *_COST_LIMITS)},
+        refuse_missed=args.refuse_missed,
+        **{limit: getattr(args, limit) for limit in (*_LIMITS, *_COST_LIMITS, *_TARGETS)},
     )
     warn(f"key {record.id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
     print_result(secret)

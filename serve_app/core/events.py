@@ -12,7 +12,7 @@ from serve_app.core.policies.length_queues import Partition
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Outcome
-from serve_app.request import Request, RequestTimes, Usage
+from serve_app.request import DecodeGap, Request, RequestTimes, Usage
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -51,12 +51,14 @@ class Finished(Message, frozen=True, tag="finish"):
         usage: the engine's token counts; None if it sent none.
         times: the gateway's stage times, for the receipt. Gateways also report those of requests that were
             rejected or cancelled while they waited, which the scheduler no longer knows.
+        gap: the longest gap of a streamed answer; None with fewer than two pieces.
     """
 
     request_id: str
     outcome: Outcome
     usage: Usage | None = None
     times: RequestTimes | None = None
+    gap: DecodeGap | None = None
 
 
 class DispatchFailure(enum.StrEnum):

@@ -11,15 +11,16 @@ from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
 from serve_app.errors import Outcome
-from serve_app.request import Destination, Request, Usage
+from serve_app.request import Destination, LatencyTarget, Request, Usage
 
 NO_HOLD = Hold(0)
 
 # Outcomes after which the engine may have worked for the client without reporting usage.
 _SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 
-WaitKind = tuple[int, int, bool]
-"""Class rank, bit length of the expected prompt tokens, and whether it claimed a retry reservation."""
+WaitKind = tuple[int, int, bool, bool]
+"""Class rank, bit length of the expected prompt tokens, whether it claimed a retry reservation, and whether
+its first token has a latency target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,41 @@ class PredictedWait:
     at: float
     uncorrected_s: float
     wait_s: float
+
+
+@dataclass(slots=True, eq=False)
+class TargetState:
+    """The latency target of a request on the scheduler's clock, see `latency_targets`.
+
+    Attributes:
+        due_at: time by which its first token is due; infinite without a limit.
+        urgent_at: time from which it precedes others of equal claim; infinite outside the queue.
+        latest_at: time after which a dispatch would be too late; infinite outside the queue.
+        is_late: whether its latest dispatch has passed while it was queued.
+        is_promised: whether it is a retry at the time that its first attempt was told.
+        wait_s: expected wait, as of its arrival.
+        expected_s: expected TTFT, as of its arrival; None if it was not predicted.
+        chance: chance that the first token is late, as of its arrival.
+        sent_s: expected time from its last dispatch to the first token.
+        is_met: whether its first token was in time; None before it, and without a limit.
+    """
+
+    limits: LatencyTarget
+    due_at: float
+    urgent_at: float = math.inf
+    latest_at: float = math.inf
+    is_late: bool = False
+    is_promised: bool = False
+    wait_s: float = 0.0
+    expected_s: float | None = None
+    chance: float | None = None
+    sent_s: float = 0.0
+    is_met: bool | None = None
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if its place in the queue depends on its target."""
+        return self.latest_at < math.inf and not self.is_late
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +119,7 @@ class ScheduledRequest:
         parked: whether it waits for room for its context, see `programs`.
         waits: its wait so far by cause; None until it has waited.
         engine_share: its account of engine time; None while it is on no replica.
+        target: its latency target; None without one.
     """
 
     request: Request
@@ -128,6 +165,7 @@ class ScheduledRequest:
     parked: bool = False
     waits: WaitTally | None = None
     engine_share: EngineShare | None = None
+    target: TargetState | None = None
     prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ from serve_app.core.dispatch.in_flight import (
 )
 from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
+from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.policies import POLICIES, MakePolicy, make_policy
 from serve_app.core.policies.protocol import PolicyInputs
 from serve_app.core.programs.program_scheduler import ProgramScheduler
@@ -80,6 +81,7 @@ class Scheduler:
         isolation: the prefill classes and their limits.
         dispatcher: selects the next request and its replica.
         headroom: capacity that tenants beyond their share leave to the others.
+        targets: the latency targets of requests.
         in_flight: the requests on replicas, and their engine time.
         prefill_costs: learned duration of prefills in each pool.
         pass_through: selects the requests that bypass the scheduler.
@@ -123,7 +125,9 @@ class Scheduler:
             self.ledger, self._prefills, self.suspensions, priorities, self.headroom, self._backfill
         )
         self.affinity = PrefixAffinity(settings.affinity, self.estimator.bytes_per_token, self.ledger.speeds)
-        placement = Placement(self.ledger, self.isolation, self.affinity)
+        costs = self.prefill_costs
+        self.targets = LatencyTargets(settings.latency_targets, self.ledger, costs, self._backfill)
+        placement = Placement(self.ledger, self.isolation, self.affinity, self.targets)
         self.dispatcher = Dispatcher(
             settings, self.queue, self.ledger, placement, self._policy, self.headroom
         )
@@ -133,7 +137,7 @@ class Scheduler:
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, self._backpressure)
-        self.admission = Admission(settings, self.queue, slots, now)
+        self.admission = Admission(settings, self.queue, slots, self.targets, now)
         self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
         self.programs = ProgramScheduler(
@@ -235,6 +239,12 @@ class Scheduler:
             return
         choice = self.pass_through.choice(scheduled)
         rejection = self.admission.queue_rejection(scheduled, now) if choice is None else None
+        if scheduled.target is not None and choice is None:
+            waits = not self.dispatcher.fits(scheduled, now)
+            missed = self.admission.target_rejection(scheduled, now, waits=waits)
+            if missed is not None:
+                self._conclude(scheduled, missed)
+                return
         if rejection is not None and not self.dispatcher.fits(scheduled, now):
             self._conclude(scheduled, self.admission.reject_queueing(scheduled, rejection, now))
             return
@@ -282,6 +292,7 @@ class Scheduler:
             request, estimate, self._sequence, pools, request.expires_at, cached_tokens=cached_tokens
         )
         self.isolation.on_arrival(scheduled, now)
+        self.targets.on_arrival(scheduled)
         restore_put_backs(scheduled, self.settings)
         return scheduled
 
@@ -308,6 +319,8 @@ class Scheduler:
         if scheduled is not None:
             self.in_flight.start(scheduled, now)
             self.programs.on_first_token(scheduled, now)
+            if scheduled.target is not None and scheduled.replica_id is not None:
+                self.targets.on_first_token(scheduled, self.ledger[scheduled.replica_id], now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self.requests.get(event.request_id)
@@ -352,6 +365,8 @@ class Scheduler:
         record_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=is_revoked)
         self.programs.on_release(scheduled, event.replica_id)
+        if scheduled.target is not None:
+            self.targets.on_release(scheduled, event.replica_id)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
@@ -430,6 +445,8 @@ class Scheduler:
         self.queue.end_backoffs(now)
         for scheduled in self.programs.pop_unbound(now):
             self.queue.bind(scheduled, None)
+        for scheduled in self.targets.pop_late(now):
+            self.queue.lose_precedence(scheduled)
 
     # Dispatch
 
@@ -473,6 +490,8 @@ class Scheduler:
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.expect_cached(scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens)
+        if scheduled.target is not None:
+            self.targets.on_dispatch(scheduled, replica)
         self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
@@ -502,8 +521,14 @@ class Scheduler:
         self.queue.remove(scheduled)
         self.admission.predictor.on_dequeue(scheduled)
 
+    def _prune(self) -> None:
+        self._expiry.prune(self.queue.waiting)
+        self.targets.prune(self.queue.with_targets)
+
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
         self.dispatcher.before_enqueue(scheduled)
+        if scheduled.target is not None:
+            self.targets.before_enqueue(scheduled)
         self.queue.add(scheduled)
         self._expiry.add(scheduled)
         self.admission.predictor.on_enqueue(scheduled)
@@ -517,10 +542,12 @@ class Scheduler:
     def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self._dequeue(scheduled)
-            self._expiry.prune(len(self.queue))
+            self._prune()
         elif (replica_id := scheduled.replica_id) is not None:
             self.in_flight.release(scheduled, now, ran=True)
             self.programs.on_release(scheduled, replica_id)
+            if scheduled.target is not None:
+                self.targets.on_release(scheduled, replica_id)
 
     def _reject_all(self, rejected: Rejections) -> None:
         """Reject the queued requests that can no longer be served, after replicas or routes have changed."""
@@ -530,7 +557,7 @@ class Scheduler:
 
     def _reject_waiting(self, scheduled: ScheduledRequest, rejection: Conclusion) -> None:
         self._dequeue(scheduled)
-        self._expiry.prune(len(self.queue))
+        self._prune()
         self._conclude(scheduled, rejection)
 
     def _conclude(
@@ -538,6 +565,8 @@ class Scheduler:
     ) -> None:
         """Emit the outcome of a request. A request rejected on arrival is not in the table."""
         request, waited = scheduled.request, None
+        if scheduled.target is not None:
+            self.targets.on_end(scheduled, self._now)
         if self.requests.pop(request.request_id) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             if dispatched:

@@ -9,6 +9,7 @@ from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSettings
 from serve_app.core.isolation import IsolationSettings
+from serve_app.core.latency_targets import LatencyTargetSettings
 from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
@@ -132,6 +133,7 @@ class SchedulerConfig:
     delay_bound: Annotated[DelayBoundSettings, ADVANCED] = field(default_factory=DelayBoundSettings)
     promotion: Annotated[PromotionSettings, INTERNAL] = field(default_factory=PromotionSettings)
     programs: ProgramsSettings = field(default_factory=ProgramsSettings)
+    latency_targets: LatencyTargetSettings = field(default_factory=LatencyTargetSettings)
     ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)
 
 

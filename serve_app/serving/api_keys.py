@@ -23,7 +23,15 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from serve_app.errors import SettingsError
-from serve_app.request import MAX_WEIGHT, MIN_WEIGHT, KeyLimits, KeyTerms, PriorityClass
+from serve_app.request import (
+    MAX_TARGET_S,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    KeyLimits,
+    KeyTerms,
+    LatencyTarget,
+    PriorityClass,
+)
 
 MAX_TENANT_CHARACTERS = 128
 
@@ -38,6 +46,7 @@ _VERSION = 1
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(gt=0)]
+TargetSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_TARGET_S)]
 
 
 class KeysFileError(SettingsError):
@@ -114,6 +123,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         models: model names that it may use; empty for all.
         tokens_per_day, tokens_per_month: tokens of all models that it may use in a UTC day or month.
         cost_per_day, cost_per_month: the same in money, at the prices of the models.
+        ttft_target_s, tpot_target_s: latency target of its requests that state none, in seconds.
+        refuse_missed: requests that are expected to miss it are rejected on arrival.
         expires_at, revoked_at: from then on, the key is rejected.
         admin: may do all that operators do: views of all tenants, keys, endpoints, and freezing tuners.
         may_act_for_tenants: `x-tenant` of its requests is trusted.
@@ -136,6 +147,9 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens_per_month: Limit | None = None
     cost_per_day: Amount | None = None
     cost_per_month: Amount | None = None
+    ttft_target_s: TargetSeconds | None = None
+    tpot_target_s: TargetSeconds | None = None
+    refuse_missed: bool = False
     expires_at: Moment | None = None
     revoked_at: Moment | None = None
     admin: bool = False
@@ -160,7 +174,12 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             concurrent=self.concurrent,
             queued=self.queued,
         )
-        return KeyTerms(key_id=self.id, weight=self.weight, limits=limits)
+        target = None
+        if self.ttft_target_s is not None or self.tpot_target_s is not None or self.refuse_missed:
+            target = LatencyTarget(
+                ttft_s=self.ttft_target_s, tpot_s=self.tpot_target_s, refuse=self.refuse_missed
+            )
+        return KeyTerms(key_id=self.id, weight=self.weight, limits=limits, target=target)
 
     @property
     def has_budget(self) -> bool:

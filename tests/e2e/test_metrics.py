@@ -16,6 +16,7 @@ _WITHOUT_SERIES = {
     "ewsjf_gateway_put_backs_total": "an engine that fails",
     "ewsjf_gateway_fallbacks_total": "routes",
     "ewsjf_gateway_ignored_headers_total": "headers of other gateways",
+    "ewsjf_latency_targets_total": "requests with latency targets",
     "ewsjf_observer_errors_total": "an observer that fails",
     "ewsjf_prefix_cached_tokens_total": "engines that report cached tokens",
     "ewsjf_prefix_prediction_error_ratio": "engines that report cached tokens",

@@ -14,6 +14,9 @@ however full the queue is. Any other request may queue if it meets these conditi
   1998).
 - The API key's limit on queued requests.
 
+A request that asks for it is also rejected if it is expected to miss its latency target (`target_rejection`,
+`latency_targets`), even if it would be dispatched at once.
+
 These conditions do not apply while the queue is empty. A request with `x-queue: no-wait` never queues: it is
 rejected whenever no replica has capacity for it.
 
@@ -41,6 +44,7 @@ from serve_app.core.admission.retry_reservations import (
 from serve_app.core.admission.spending import Spending
 from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
 from serve_app.core.dispatch.in_flight import describe_expiry
+from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.queueing.fairness import FairnessMode
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
@@ -94,10 +98,18 @@ class _Condition:
 class Admission:
     """Checks whether requests may queue."""
 
-    def __init__(self, settings: SchedulerSettings, queue: RequestQueue, slots: SlotRate, now: float) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        queue: RequestQueue,
+        slots: SlotRate,
+        targets: LatencyTargets,
+        now: float,
+    ) -> None:
         self._settings = settings
         self._queue = queue
         self._slots = slots
+        self._targets = targets
         self._names = frozenset((settings.model, *settings.aliases))
         self.predictor = WaitPredictor(now)
         self.retry_reservations = RetryReservations()
@@ -145,6 +157,8 @@ class Admission:
         self.retry_reservations.expire(now)
         claimed = self.retry_reservations.claim(scheduled.request, now)
         scheduled.claimed = claimed and self._queue.promotes_claimed
+        if scheduled.target is not None:
+            scheduled.target.is_promised = claimed
         tokens_ahead = self._queue.work_ahead(scheduled.request)
         if not scheduled.returned:
             scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
@@ -160,6 +174,46 @@ class Admission:
             if admissible_in_s > 0 and (worst is None or admissible_in_s > worst.admissible_in_s):
                 worst = QueueRejection(condition.outcome, condition.message, admissible_in_s)
         return worst
+
+    def target_rejection(self, scheduled: ScheduledRequest, now: float, *, waits: bool) -> Conclusion | None:
+        """Return the rejection of a request that asks for it if it would miss its latency target, or None.
+
+        Stores its expected TTFT.
+
+        Args:
+            waits: whether it has to wait for capacity.
+        """
+        targets, target = self._targets, scheduled.target
+        assert target is not None, "it has a target"
+        expected_s = targets.expect(scheduled, self.predictor.drain.tokens_per_s, waits=waits)
+        limits = target.limits
+        if expected_s is None or target.is_promised or not limits.refuse:
+            return None
+        tpot_s = None if limits.tpot_s is None else targets.expected_tpot_s(scheduled)
+        if limits.tpot_s is not None and tpot_s is not None and tpot_s > limits.tpot_s:
+            text = f"about {1e3 * tpot_s:.0f} ms per output token are expected"
+            return self._refuse(scheduled, f"{text}, and the target is {1e3 * limits.tpot_s:.0f} ms", now)
+        longest_s = targets.longest_expected_s(scheduled)
+        if longest_s is None:
+            return None
+        queue = QueueLimit(target.wait_s, 1.0, longest_s - (expected_s - target.wait_s))
+        reserved = self._reserved_seconds(scheduled) if waits else _nothing
+        admissible_in_s = self.retry_reservations.admissible_in_s(queue, reserved, now)
+        if admissible_in_s <= 0 or targets.is_probe(scheduled, now):
+            return None
+        text = f"the first token is expected after {expected_s:.2f} s"
+        text = f"{text}, and the chance to miss the target of {limits.ttft_s:.2f} s is {target.chance:.0%}"
+        if targets.least_s(scheduled) > longest_s:
+            text = f"{text}, even on an idle replica: raise the target, or omit x-slo"
+            return Conclusion(Outcome.REJECTED_DEADLINE_UNMEETABLE, text)
+        return self._refuse(scheduled, text, now, admissible_in_s)
+
+    def _refuse(
+        self, scheduled: ScheduledRequest, text: str, now: float, admissible_in_s: float = math.inf
+    ) -> Conclusion:
+        text = f"{text}: retry after the delay in Retry-After, raise the target, or omit x-slo"
+        rejection = QueueRejection(Outcome.REJECTED_DEADLINE_UNMEETABLE, text, admissible_in_s)
+        return self.reject_queueing(scheduled, rejection, now)
 
     def reject_queueing(
         self, scheduled: ScheduledRequest, rejection: QueueRejection, now: float
@@ -322,6 +376,15 @@ class Admission:
         mean_tokens = self._queue.waiting_tokens / max(1, len(self._queue))
         return fair_tokens(request, scheduled.estimate.expected_tokens + own * mean_tokens)
 
+    def _reserved_seconds(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
+        """Return a function for the wait that retry reservations add to that of this request."""
+        prediction = scheduled.prediction
+        if prediction is None:
+            return _nothing
+        per_token_s = self.predictor.seconds_per_token(prediction.kind, 0) or 0.0
+        tokens = self._reserved_tokens(scheduled)
+        return lambda reserved: per_token_s * tokens(reserved)
+
     def _waiting_of(self, tenant: str) -> int:
         return sum(self._queue.waiting_of(priority, tenant) for priority in PriorityClass)
 
@@ -340,6 +403,10 @@ class Admission:
         )
         jitter = zlib.crc32(request.request_id.encode()) / 2**32
         return min(RETRY_AFTER_CAP_S, wait_s + jitter * min(_JITTER_RATIO * wait_s, _MAX_JITTER_S))
+
+
+def _nothing(_: ReservedWork) -> float:
+    return 0.0
 
 
 def _unmeetable(ahead_s: float, timeout_s: float) -> str:

@@ -2,8 +2,8 @@
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
 waits. It is needed because a policy that favours short requests serves them long before work that arrived
-earlier. It is learned for each kind of request: class, power of two of the expected prompt, and whether it
-claimed a retry reservation.
+earlier. It is learned for each kind of request: class, power of two of the expected prompt, whether it
+claimed a retry reservation, and whether its first token has a latency target.
 
 - It is a ratio of decayed sums, not a mean of ratios, so long waits dominate and noise in short ones does
   not.
@@ -320,7 +320,8 @@ def _due_at(scheduled: ScheduledRequest) -> float:
 def kind_of(scheduled: ScheduledRequest) -> WaitKind:
     """Return the kind of a request; see `WaitKind`."""
     prompt_bits = scheduled.estimate.expected_prompt_tokens.bit_length()
-    return scheduled.request.priority.rank, prompt_bits, scheduled.claimed
+    has_target = scheduled.target is not None and scheduled.target.due_at < math.inf
+    return scheduled.request.priority.rank, prompt_bits, scheduled.claimed, has_target
 
 
 # The prior of the drain rate: the rate at which the replicas' slots drain the queue, before it was measured.

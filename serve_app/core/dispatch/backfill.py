@@ -115,6 +115,15 @@ class IterationTime:
             return _PRIOR_TO_DOUBLE
         return min(max(mean_y / slope - mean_x, _FEWEST_TO_DOUBLE), _MOST_TO_DOUBLE)
 
+    def seconds(self, sequences: int) -> float:
+        """Return the duration with so many sequences. Needs at least one report."""
+        points = self._low.values()
+        total = sum(weight for weight, _, _ in points)
+        mean_x = sum(weight * x for weight, x, _ in points) / total
+        mean_y = sum(weight * y for weight, _, y in points) / total
+        to_double = self.to_double()
+        return mean_y * (to_double + sequences) / (to_double + mean_x)
+
 
 @dataclass(slots=True)
 class _Load:
@@ -221,6 +230,11 @@ class Backfill:
     def on_loss(self, ledger: ReplicaLedger) -> None:
         """Drop the replicas that have left the ledger."""
         self._loads = {name: load for name, load in self._loads.items() if ledger.get(name) is not None}
+
+    def iteration_s(self, pool: str, sequences: int) -> float | None:
+        """Return the learned duration of an iteration in a pool, in seconds; None before a report of it."""
+        iteration = self._iterations.get(pool)
+        return None if iteration is None else iteration.seconds(sequences)
 
     def is_shared(self, replica: ReplicaState, now: float) -> bool:
         """Return whether requests above the batch class run on a replica, or have run there recently."""

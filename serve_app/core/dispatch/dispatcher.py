@@ -6,9 +6,9 @@
    starvation bound (`starvation`).
 4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
    equal shares have one turn: first the oldest request of each that is beyond its starvation bound, at a
-   bounded rate; then the heads of the sub-queues by the policy's score, within the bound on delay
-   (`delay_bound`). Capacity is reserved for a promoted request, and for one of a tenant that is owed service,
-   if it fits nowhere.
+   bounded rate; then those that would otherwise miss their latency target (`latency_targets`); then the heads
+   of the sub-queues by the policy's score, within the bound on delay (`delay_bound`). Capacity is reserved
+   for a promoted request, and for one of a tenant that is owed service, if it fits nowhere.
 
 The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
 that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
@@ -22,6 +22,7 @@ from itertools import chain
 from serve_app.core.dispatch.headroom import TenantHeadroom
 from serve_app.core.dispatch.starvation import CapacityReservations, ClassFloors, Promotion
 from serve_app.core.isolation import PrefillIsolation
+from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQueue
 from serve_app.core.request import ScheduledRequest
@@ -35,10 +36,17 @@ from serve_app.request import ANYWHERE, PriorityClass
 class Placement:
     """Selects the replica for the request that is to be dispatched."""
 
-    def __init__(self, ledger: ReplicaLedger, isolation: PrefillIsolation, affinity: PrefixAffinity) -> None:
+    def __init__(
+        self,
+        ledger: ReplicaLedger,
+        isolation: PrefillIsolation,
+        affinity: PrefixAffinity,
+        targets: LatencyTargets,
+    ) -> None:
         self._ledger = ledger
         self.isolation = isolation
         self._affinity = affinity
+        self._targets = targets
 
     def choose(
         self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
@@ -51,6 +59,15 @@ class Placement:
         """
         if head.home is not None:
             return self._at_home(head, query, now)
+        usual = self._usual(head, by_load, query, now)
+        if usual is None or not self._targets.affects(head):
+            return usual
+        return self._by_target(head, usual, query, now)
+
+    def _usual(
+        self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the replica for a request without regard to latency targets, as `choose` does."""
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         if by_load is not None and self._ledger.speeds.are_unlike(query.pool):
@@ -72,6 +89,27 @@ class Placement:
             return None
         prefill_class = self._prefill_class(head, found.prefill_tokens)
         return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens, query.quarantined)
+
+    def _by_target(
+        self, head: ScheduledRequest, usual: tuple[ReplicaState, Hold], query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold]:
+        """Return the usual replica, or the best of those on which all latency targets are met."""
+        targets, hold = self._targets, usual[1]
+        if targets.are_met(head, usual[0], hold.prefill_tokens, now):
+            return usual
+        prompt_tokens = head.estimate.expected_prompt_tokens
+        best, least_s = usual, math.inf
+        for replica in self._ledger.of_pool(query.pool):
+            cached = self._affinity.cached_on(replica.spec.replica_id, head.request, prompt_tokens)
+            left = prompt_tokens - cached
+            if self._admissible(head, replica.spec.replica_id, left, query, now) is None:
+                continue
+            first_s = targets.first_token_s(replica, left)
+            if first_s < least_s and targets.are_met(head, replica, left, now):
+                prefill_class = self._prefill_class(head, left)
+                best = replica, Hold(query.tokens, prefill_class, left, query.quarantined)
+                least_s = first_s
+        return best
 
     def _by_completion(
         self, head: ScheduledRequest, by_load: ReplicaState, query: CapacityQuery, now: float

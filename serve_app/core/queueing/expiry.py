@@ -53,6 +53,10 @@ class ExpiryHeap:
         while (at := self.next_at()) is not None and at <= now:
             yield heapq.heappop(self._heap)[2]
 
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        """Yield the queued requests with a time, unordered."""
+        return (each for at, _, each in self._heap if each.queued and self._when(each) == at)
+
     def prune(self, live: int) -> None:
         """Rebuild the heap if most entries are of requests that have left; `live` requests are queued."""
         if len(self._heap) > 64 and len(self._heap) > 2 * live:

@@ -266,11 +266,13 @@ class HeadGroups:
 # sub-queue always knows its head, and registers each new one with its group.
 
 
-SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
-"""Length queue, pool preference, prefill class and destination (which replicas of the pools can serve it)."""
+SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination, bool]
+"""Length queue, pool preference, prefill class, destination (which replicas of the pools can serve it), and
+whether its requests are ordered by their latency targets."""
 
 OrderKey = tuple[int, float, int, int]
-"""Precedence (returned, claimed or neither), the policy's key, order of arrival, order of insertion."""
+"""Precedence (returned, claimed or neither), the policy's key or the latest dispatch, order of arrival, order
+of insertion."""
 
 
 class SubQueue:
@@ -375,6 +377,7 @@ class RequestQueue:
         work: queued work by pool preference.
         restricted: queued requests that only some replicas of their pools can serve.
         parked: requests that wait for room for their context, by id. They are in no sub-queue.
+        with_targets: number of queued requests with a latency target.
     """
 
     def __init__(
@@ -411,6 +414,7 @@ class RequestQueue:
         self.waiting = 0
         self.waiting_tokens = 0
         self.restricted = 0
+        self.with_targets = 0
         self.non_batch_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
@@ -572,6 +576,14 @@ class RequestQueue:
         self.waits.add(scheduled)
         self._insert_or_hold(scheduled, tenant)
 
+    def lose_precedence(self, scheduled: ScheduledRequest) -> None:
+        """Queue a request whose latest dispatch has passed like one without a latency target."""
+        assert scheduled.target is not None, "it has a target"
+        tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
+        self._detach(scheduled, tenant)
+        scheduled.target.is_late = True
+        self._insert_or_hold(scheduled, tenant)
+
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge the tenant the expected service of a request at its dispatch."""
         self._observe_weight(scheduled.request)
@@ -638,7 +650,10 @@ class RequestQueue:
 
     def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
         request, pools, prefill_class = scheduled.request, scheduled.pools, scheduled.prefill_class
-        key = (scheduled.length_queue, pools, prefill_class, scheduled.destination)
+        target = scheduled.target
+        if target is not None and not target.is_ordered:
+            target = None
+        key = (scheduled.length_queue, pools, prefill_class, scheduled.destination, target is not None)
         sub_queue = tenant.sub_queues.get(key)
         if sub_queue is None:
             group = self.groups.of(request.priority, pools, prefill_class)
@@ -647,7 +662,8 @@ class RequestQueue:
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
-        order = (precedence, self.policy.key(scheduled), scheduled.sequence, self._insertions)
+        place = self.policy.key(scheduled) if target is None else target.latest_at
+        order = (precedence, place, scheduled.sequence, self._insertions)
         sub_queue.add(order, scheduled)
         self._sub_queue_of[request.request_id] = sub_queue
 
@@ -673,7 +689,11 @@ class RequestQueue:
         heads += self._related_heads(tenants, query, now)
         if len(heads) > 1:
             self.policy.rank(heads, now)
-        return self._within_bounds(heads, now) if self.policy.bounds_delay else heads
+            if self.policy.bounds_delay:
+                heads = self._within_bounds(heads, now)
+            if self.with_targets:
+                heads = _urgent_first(heads, now)
+        return heads
 
     def _related_heads(self, tenants: Iterable[str], query: HeadQuery, now: float) -> list[ScheduledRequest]:
         """Return heads of other groups if the order of the selected heads depends on them."""
@@ -739,6 +759,7 @@ class RequestQueue:
         self._shares_of(scheduled).on_queued(scheduled.request.tenant, service)
         self.waiting_tokens += tokens
         self.restricted += by * (scheduled.request.destination is not ANYWHERE)
+        self.with_targets += by * (scheduled.target is not None)
         self._fair_work[scheduled.request.priority].update(scheduled.request.tenant, tokens)
         if scheduled.returned:
             _update_index(self._put_backs, scheduled, by)
@@ -770,6 +791,19 @@ def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:
     if sum(len(group.tenants) for group in groups) > _FEW_TENANTS:
         return None
     return set().union(*(group.tenants for group in groups))
+
+
+def _urgent_first(heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
+    """Return the heads, first those that would otherwise miss their latency target."""
+    urgent = [
+        (head.target.latest_at, head.sequence, head)
+        for head in heads
+        if head.target is not None and head.target.urgent_at <= now and head.target.is_ordered
+    ]
+    if not urgent:
+        return heads
+    first = [head for _, _, head in sorted(urgent)]
+    return first + [head for head in heads if head not in first]
 
 
 def _update_index(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken
 from serve_app.errors import ChannelError, Conclusion, Outcome
-from serve_app.request import PriorityClass, RequestTimes, Submission, Usage
+from serve_app.request import DecodeGap, PriorityClass, RequestTimes, Submission, Usage
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
@@ -235,13 +235,14 @@ class GatewayClient:
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
+        gap: DecodeGap | None = None,
     ) -> None:
         """Report the end of a granted request, which releases its capacity."""
         if not self._is_pending(request):
             return
         request_id = request.submission.request_id
         del self._pending[request_id]
-        finish = Finished(request_id, outcome, usage, times)
+        finish = Finished(request_id, outcome, usage, times, gap)
         number = self._link.send(finish) if self._link is not None else 0
         self._unacknowledged_finishes.append((number, finish))
 

@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken, Message
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -32,8 +30,8 @@ from serve_app.errors import ChannelError, Conclusion
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook
 
-VERSION = 2
-OLDEST_VERSION = 1
+VERSION = 3
+OLDEST_VERSION = 2
 """Oldest supported version: the one before `VERSION`."""
 
 
@@ -301,25 +299,9 @@ ToGateway = (
 FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 
-def _without_revocation(message: PutBack) -> PutBack:
-    """Replace a failure that the previous version cannot decode."""
-    if message.failure is not DispatchFailure.REVOKED:
-        return message
-    return msgspec.structs.replace(message, failure=DispatchFailure.BUSY)
-
-
-def _submitted_before(message: Submit) -> Submit:
-    if message.put_back is None:
-        return message
-    return msgspec.structs.replace(message, put_back=_without_revocation(message.put_back))
-
-
-_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {
-    Revoked: lambda _: None,
-    PutBack: _without_revocation,
-    Submit: _submitted_before,
-}
-"""Conversions of messages that differ in the previous version."""
+_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
+"""Conversions of messages that differ in the previous version. Version 3 only appends fields: the latency
+targets of submissions, and the longest gap of an answer."""
 
 
 def common_version(theirs: int) -> int:

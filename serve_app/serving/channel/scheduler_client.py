@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import RequestTimes, Submission, Usage
+from serve_app.request import DecodeGap, RequestTimes, Submission, Usage
 
 
 class ServerAddress(NamedTuple):
@@ -176,6 +176,7 @@ class SchedulerClient(Protocol):
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
+        gap: DecodeGap | None = None,
     ) -> None:
         """Report the end of a granted request, which releases its capacity."""
         ...

@@ -52,7 +52,9 @@ class ContinuedStream:
             request.scheduler.first_token(request)
         elif events:
             now = monotonic()
-            self._gaps.observe(now - self._last_at)
+            self._gaps.observe(gap_s := now - self._last_at)
+            if gap_s > request.longest_gap_s:
+                request.longest_gap_s, request.gap_ended_at = gap_s, now
             self._last_at = now
         if response.complete or self._scanner.error is not None:
             self._end()

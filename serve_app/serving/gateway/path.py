@@ -39,7 +39,7 @@ from time import monotonic
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Submission, Usage
+from serve_app.request import DecodeGap, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
     ChannelRequest,
     Grant,
@@ -149,6 +149,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         assembly: state of an answer that may be continued, which outlives attempts; None for others.
         has_begun: the client has a part of the answer.
         outcome: outcome; None until it is known.
+        longest_gap_s: longest gap between two pieces of a stream, which ended at `gap_ended_at`.
     """
 
     state = State.READING
@@ -159,6 +160,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
     assembly: ContinuableAssembly | None = None
     has_begun = False
     outcome: Outcome | None = None
+    longest_gap_s = gap_ended_at = 0.0
     scheduler: SchedulerClient
     _usage: Usage | None = None
     _detail = ""
@@ -382,7 +384,9 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                 self._end_stream(events + self._scanner.flush() if response.complete else events)
             elif response.pieces:
                 now = monotonic()
-                self._gaps.observe(now - self._last_at)
+                self._gaps.observe(gap_s := now - self._last_at)
+                if gap_s > self.longest_gap_s:
+                    self.longest_gap_s, self.gap_ended_at = gap_s, now
                 self._last_at = now
                 if self._has_room and (events := self._scanner.feed(response.take())):
                     self._has_room = self.exchange.write_chunk(events)
@@ -712,9 +716,12 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             self.trace.forwarded(outcome)
             granted_at = self.granted_at
             times = request_times(self, granted_at, now if granted_at is None else granted_at)
-            self.scheduler.finish(self, outcome, usage, times)
+            self.scheduler.finish(self, outcome, usage, times, self._longest_gap(now))
         elif self.state is not State.READING:
             self.scheduler.note_end(self, outcome, request_times(self, None, now))
+
+    def _longest_gap(self, now: float) -> DecodeGap | None:
+        return DecodeGap(self.longest_gap_s, now - self.gap_ended_at) if self.longest_gap_s else None
 
     @property
     def _continues_in_background(self) -> bool:

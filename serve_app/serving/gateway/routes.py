@@ -8,12 +8,14 @@ model. A change of weights moves only as many of them as it has to: weighted ren
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
 from difflib import get_close_matches
 from hashlib import blake2b
 from typing import Annotated, Literal
 
 from msgspec.structs import replace
 
+from serve_app.core.latency_targets import TargetLimits
 from serve_app.core.settings_base import ADVANCED, POSITIVE, settings
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission
@@ -46,6 +48,7 @@ class RouteSettings:
             an agent (without one, the same end user in the body), or those of the same tenant.
         fallback_after_s: longest wait in the queue of a model while a fallback remains; by default the queue
             timeout.
+        latency_target: latency target of requests that state none.
     """
 
     name: str
@@ -53,6 +56,7 @@ class RouteSettings:
     fallbacks: tuple[str, ...] = ()
     sticky_by: Annotated[Literal["session", "tenant"], ADVANCED] = "session"
     fallback_after_s: Annotated[float | None, POSITIVE, ADVANCED] = None
+    latency_target: TargetLimits = field(default_factory=TargetLimits)
 
     def __post_init__(self) -> None:
         if not self.name:

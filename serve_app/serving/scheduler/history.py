@@ -4,11 +4,13 @@ A record holds the gateway's description, every dispatch, and the end of the req
 counts of served requests are derived from these records on demand.
 """
 
+import enum
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +18,7 @@ from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.events import Arrived, Finished, Resumed
 from serve_app.core.programs.program import ProgramTurn
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import Request, RequestTimes, Usage
 from serve_app.serving.scheduler.journal import Entry
 
@@ -50,6 +52,26 @@ class Attempt:
     predicted_wait_s: float | None
 
 
+class StallCause(enum.StrEnum):
+    """Cause of the longest gap of a stream; see `decode_stalls`."""
+
+    PREFILL = "prefill"
+    KV_CACHE = "kv_cache"
+    OTHER = "other"
+
+
+class Stall(NamedTuple):
+    """The longest gap of an answer.
+
+    Attributes:
+        prefill_tokens: tokens of the prefill that caused it; 0 for another cause.
+    """
+
+    seconds: float
+    cause: StallCause
+    prefill_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class HistoryRecord:
     """Record of one request; times are on the scheduler's clock.
@@ -62,6 +84,8 @@ class HistoryRecord:
         conclude: None while it is open.
         usage: the engine's token counts, after its end.
         times: the gateway's times, after its end; for a request that ended in the queue, slightly later.
+        target: its latency target; None without one.
+        stall: the longest gap of its stream, after its end; None without one.
     """
 
     request: Request
@@ -73,6 +97,8 @@ class HistoryRecord:
     ended_at: float = math.inf
     usage: Usage | None = None
     times: RequestTimes | None = None
+    target: TargetState | None = None
+    stall: Stall | None = None
 
     @property
     def request_id(self) -> str:
@@ -241,6 +267,7 @@ class RequestHistory:
         if known is None:
             return
         known.conclude, known.ended_at, known.usage = conclude, now, scheduled.usage
+        known.target = scheduled.target
         if isinstance(event, Finished) and event.request_id == conclude.request_id:
             known.times = event.times
         if (submission := known.request.submission).prefix:

@@ -37,6 +37,7 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
+from serve_app.serving.scheduler.decode_stalls import DecodeStalls
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.gauges import (
     Figures,
@@ -170,7 +171,9 @@ class LiveScheduler:
         self._journal.subscribe(self.tuner, self.mode, self.activity, self.history)
         counted, errors = self._metrics.prefix_tokens, self._metrics.prefix_errors
         self._prefix_check = PrefixCheck(settings.model, self._now, counted, errors)
-        self._journal.subscribe(self._metrics, self._prefix_check, self._outlook, ChangeLog(settings.model))
+        stalls = DecodeStalls(settings.model, self.history, self._metrics.decode_gaps)
+        self._journal.subscribe(self._metrics, self._prefix_check, self._outlook, stalls)
+        self._journal.subscribe(ChangeLog(settings.model))
         if options.usage_ledger is not None:
             self._journal.subscribe(options.usage_ledger)
 

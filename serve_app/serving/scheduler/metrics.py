@@ -15,7 +15,7 @@ from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
@@ -33,6 +33,21 @@ _RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 
 _DECISION_BOUNDS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01, 0.05, 0.25)
 # Predicted minus reported cached tokens, as a share of the prompt.
 _PREFIX_ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.02, 0.02, 0.1, 0.25, 0.5, 0.75)
+
+
+# Ends without a verdict on the first token: it was not observed, or not due.
+_NO_VERDICT = frozenset(
+    {
+        Outcome.COMPLETED,
+        Outcome.CANCELLED,
+        Outcome.REJECTED_INVALID,
+        Outcome.REJECTED_TOO_LONG,
+        Outcome.REJECTED_UNKNOWN_MODEL,
+        Outcome.REJECTED_RATE_LIMITED,
+    }
+)
+# From one step of a small model to a preemption.
+_GAP_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class SchedulerMetrics:
@@ -82,6 +97,11 @@ class SchedulerMetrics:
         self._misroutes = counter("ewsjf_misroutes", text, "pool", "actual")
         text = "Cached prompt tokens of completed requests, as predicted at dispatch and as engines reported."
         self.prefix_tokens = counter("ewsjf_prefix_cached_tokens", text, "pool", "kind")
+        text = (
+            "Latency targets of requests that have ended, by limit (`ttft`, `tpot`) and result: `met`, "
+            "`missed`, or `refused` on arrival."
+        )
+        self._targets = counter("ewsjf_latency_targets", text, "class", "tenant", "target", "result")
         text = "Tokens by tenant, as counted by the engines."
         self._tenant_tokens = counter("ewsjf_tenant_tokens", text, "tenant", "kind")
         text = "Requests that ended in an engine, by tenant."
@@ -115,6 +135,8 @@ class SchedulerMetrics:
         )
         name = "ewsjf_prefix_prediction_error_ratio"
         self.prefix_errors = histogram(name, text, _PREFIX_ERROR_BOUNDS, "pool")
+        text = "Longest gap between two pieces of a streamed answer, by cause."
+        self.decode_gaps = histogram("ewsjf_longest_gap_seconds", text, _GAP_BOUNDS_S, "pool", "cause")
         # The gateways export two other stages under the same name.
         text = "Overhead of the application per request, by stage."
         overhead = histogram("ewsjf_overhead_seconds", text, _DECISION_BOUNDS_S, "stage")
@@ -212,11 +234,35 @@ class SchedulerMetrics:
             routing = entry.core.settings.routing
             self.on_end(entry.scheduled, entry.event.outcome, routing.pools, routing.b_short_tokens)
 
-    def _on_conclusion(self, _entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+    def _on_conclusion(self, entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+        if scheduled.target is not None:
+            self._on_target(entry, command.conclusion.outcome, scheduled, scheduled.target)
         priority = scheduled.request.priority
         self._concluded[self._model, priority, command.conclusion.outcome].inc()
         if command.waited is not None:
             self._on_wait(command.waited, priority)
+
+    def _on_target(
+        self, entry: Entry, outcome: Outcome, scheduled: ScheduledRequest, target: TargetState
+    ) -> None:
+        """Count the limits of a request that has ended, unless its client left before they were due."""
+        request, limits = scheduled.request, target.limits
+        found: dict[str, str] = {}
+        if outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE and limits.refuse:
+            stated = {"ttft": limits.ttft_s, "tpot": limits.tpot_s}
+            found = {name: "refused" for name, limit_s in stated.items() if limit_s is not None}
+        elif target.is_met is not None:
+            found["ttft"] = "met" if target.is_met else "missed"
+        elif limits.ttft_s is not None and outcome not in _NO_VERDICT:
+            found["ttft"] = "missed"
+        times = entry.event.times if isinstance(entry.event, Finished) else None
+        if limits.tpot_s is not None and times is not None and scheduled.usage is not None:
+            tpot_s = times.tpot_s(scheduled.usage.output_tokens)
+            if tpot_s is not None:
+                found["tpot"] = "met" if tpot_s <= limits.tpot_s else "missed"
+        tenant = self.names.of_tenants(request.tenant)
+        for name, result in found.items():
+            self._targets[self._model, request.priority, tenant, name, result].inc()
 
     def _on_dispatch(self, _entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
         model, priority, prediction = self._model, scheduled.request.priority, scheduled.prediction

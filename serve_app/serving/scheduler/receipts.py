@@ -20,10 +20,10 @@ from serve_app.core import Scheduler
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.outlook.order import expected_order
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import EngineTimes, RequestTimes, stages
 from serve_app.serving.process import run_in_parts
-from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory
+from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory, Stall
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 
 MAX_NAMED = 10
@@ -71,6 +71,8 @@ class Receipts:
             "message": conclusion.message,
             "stages": _stages_of(times, known.wait_s or 0.0, last.prefill_s if last is not None else None),
             "queue": _queue_figures(known, known.waited, known.wait_s or 0.0, served),
+            "latency_target": _target(known.target),
+            "longest_gap": _gap(known.stall),
             "tokens": {
                 "budget": last.dispatch.estimated_tokens if last is not None else None,
                 "expected_prompt": last.prompt_tokens if last is not None else None,
@@ -107,6 +109,8 @@ class Receipts:
             "message": "",
             "stages": [_stage(name, seconds) for name, seconds in _stages_so_far(scheduled, wait_s, now)],
             "queue": {**queue, **place},
+            "latency_target": _target(scheduled.target),
+            "longest_gap": None,
             "tokens": {
                 "budget": scheduled.estimate.budget_tokens,
                 "expected_prompt": scheduled.estimate.expected_prompt_tokens,
@@ -183,6 +187,27 @@ def _facts(known: HistoryRecord) -> dict[str, Any]:
         "arrived_at": known.arrived_unix_s,
         "attempts": [_attempt(each, known.attempts[0]) for each in known.attempts],
     }
+
+
+def _target(target: TargetState | None) -> dict[str, Any] | None:
+    """Return the latency target of a request, what was expected on its arrival, and what became of it."""
+    if target is None:
+        return None
+    return {
+        "ttft_ms": _in_ms(target.limits.ttft_s),
+        "tpot_ms": _in_ms(target.limits.tpot_s),
+        "refuse": target.limits.refuse,
+        "expected_ttft_ms": _in_ms(target.expected_s),
+        "chance_of_miss": None if target.chance is None else round(target.chance, 3),
+        "ttft_met": target.is_met,
+    }
+
+
+def _gap(stall: Stall | None) -> dict[str, Any] | None:
+    """Return the longest gap of a stream, and its cause."""
+    if stall is None:
+        return None
+    return {"ms": _in_ms(stall.seconds), "cause": stall.cause.value, "prefill_tokens": stall.prefill_tokens}
 
 
 def _attempt(attempt: Attempt, first: Attempt) -> dict[str, Any]:

@@ -3,23 +3,16 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from serve_app.core.commands import Revoke
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.messages import (
-    OLDEST_VERSION,
-    Granted,
     PutBack,
     Revoked,
-    SnapshotEnd,
     Submit,
-    Welcome,
-    to_previous_version,
 )
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import AwaitedClient, ControlPlane, RawPeer, hello, submission, wait_until
+from tests.serving.channel.harness import AwaitedClient, ControlPlane, submission, wait_until
 from tests.serving.channel.test_gateway_sessions import FakeLiveScheduler, running, waits
 
 BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}
@@ -133,35 +126,3 @@ async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
     assert (entry.returned, entry.put_backs) == (False, 0)
     assert entry.expires_at > host.now() + 12.0
     assert entry.request.grants == 3
-
-
-async def test_a_peer_of_the_first_version_gets_no_revocation(control_plane: ControlPlane) -> None:
-    await control_plane.replica("s1")
-    old = await RawPeer.at(control_plane.endpoint())
-    old.send(hello(control_plane.endpoint(), version=OLDEST_VERSION))
-    await old.receive(Welcome)
-    old.send(Submit(submission("r1", **BATCH), 0.0), SnapshotEnd())
-    await old.receive(Granted)
-    control_plane.revoke("r1", "s1")
-    old.send(Submit(submission("r2"), 0.0))
-    await wait_until(lambda: len(control_plane.live.core) == 2)
-    while sum(isinstance(each, Granted) for each in old.received) < 2:
-        assert await old.read()
-    assert not any(isinstance(each, Revoked) for each in old.received)
-
-
-@pytest.mark.parametrize(
-    ("failure", "before"),
-    [
-        (DispatchFailure.REVOKED, DispatchFailure.BUSY),
-        (DispatchFailure.LOST, DispatchFailure.LOST),
-    ],
-)
-def test_a_scheduler_of_the_first_version_gets_failures_that_it_knows(
-    failure: DispatchFailure, before: DispatchFailure
-) -> None:
-    sent, expected = (PutBack("r1", "s1", each, "", 1) for each in (failure, before))
-    assert to_previous_version(sent) == expected
-    waiting = submission("r1")
-    assert to_previous_version(Submit(waiting, 0.0, 1, sent)) == Submit(waiting, 0.0, 1, expected)
-    assert to_previous_version(Submit(waiting, 0.0)) == Submit(waiting, 0.0)

@@ -1,6 +1,6 @@
 """Two releases at once: a peer of the previous protocol version is served as that version defines.
 
-These tests define the next release; `test_revocation` has what the previous version lacks.
+These tests define the next release.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken, Message
 from serve_app.errors import ChannelError, Outcome
-from serve_app.request import RequestTimes
+from serve_app.request import DecodeGap, RequestTimes
 from serve_app.serving.channel import connector, link, messages, server
 from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
@@ -32,19 +32,25 @@ def test_messages_of_both_versions_are_sent_unchanged() -> None:
     assert to_previous_version(SnapshotEnd()) == SnapshotEnd()
 
 
-def test_what_gateways_report_about_a_request_is_sent_as_version_2_defines() -> None:
+def test_what_gateways_report_about_a_request_is_sent_as_version_3_defines() -> None:
+    times = RequestTimes("/v1/completions", 0.1, 0.2, None, 0.5)
     reported = [
         FirstToken("r1"),
         PutBack("r1", "s1", DispatchFailure.LOST, "it broke", 1),
-        Finished("r1", Outcome.COMPLETED, None, RequestTimes("/v1/completions", 0.1, 0.2, None, 0.5)),
+        Finished("r1", Outcome.COMPLETED, None, times, DecodeGap(0.3, 0.1)),
         Cancelled("r1"),
     ]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported)) == [
         ["first", "r1"],
         ["putback", "r1", "s1", "lost", "it broke", 1, 0],
-        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None]],
+        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None], [0.3, 0.1]],
         ["cancel", "r1"],
     ]
+
+
+def test_a_report_of_version_2_has_no_gap() -> None:
+    before = msgspec.msgpack.encode(["finish", "r1", "completed", None, None])
+    assert msgspec.msgpack.decode(before, type=Finished).gap is None
 
 
 @pytest.fixture

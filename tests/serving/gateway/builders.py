@@ -16,7 +16,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import RequestTimes, Submission, Usage
+from serve_app.request import DecodeGap, RequestTimes, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
     ChannelRequest,
     Grant,
@@ -355,6 +355,7 @@ class FakeDispatcher:
         generated_tokens: tokens with which each put-back request continues.
         names_responses: as in the addresses of grants.
         max_model_len: likewise.
+        longest_gap: the last reported gap of a stream.
     """
 
     ports: list[int]
@@ -371,6 +372,7 @@ class FakeDispatcher:
     generated_tokens: list[int] = field(default_factory=list)
     names_responses: bool = False
     max_model_len: int | None = None
+    longest_gap: DecodeGap | None = None
     _waits: dict[ChannelRequest, asyncio.Task[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -409,8 +411,10 @@ class FakeDispatcher:
         outcome: Outcome,
         usage: Usage | None = None,
         times: RequestTimes | None = None,
+        gap: DecodeGap | None = None,
     ) -> None:
         self.in_flight.remove(request.submission.request_id)  # raises on a second report
+        self.longest_gap = gap
         self.events.append(("finished", outcome, usage))
 
     def note_end(self, request: ChannelRequest, outcome: Outcome, times: RequestTimes) -> None:

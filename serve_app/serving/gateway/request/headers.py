@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from serve_app.core.commands import Dispatch
 from serve_app.errors import Outcome
-from serve_app.request import PriorityClass
+from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,
@@ -169,6 +169,45 @@ def _queue_timeout_s(header: bytes) -> float:
     if not 0 < value <= MAX_QUEUE_TIMEOUT_S:
         raise _bad_value("x-queue-timeout-s", header_text(header), "a number of seconds above 0, up to 86400")
     return value
+
+
+_TARGET_HEADERS = frozenset({b"x-slo", b"x-slo-ttft-ms", b"x-slo-tpot-ms"})
+
+
+def latency_target(headers: Mapping[bytes, bytes]) -> LatencyTarget | None:
+    """Return the latency target that a request states; None if it states none.
+
+    Raises:
+        RequestRejected: a header has an invalid value.
+    """
+    if _TARGET_HEADERS.isdisjoint(headers):
+        return None
+    asked = headers.get(b"x-slo")
+    if asked is not None and asked.strip().lower() != b"refuse":
+        raise _bad_value("x-slo", header_text(asked), "refuse, or omit the header")
+    return LatencyTarget(
+        ttft_s=_target_s(headers, "x-slo-ttft-ms"),
+        tpot_s=_target_s(headers, "x-slo-tpot-ms"),
+        refuse=asked is not None,
+    )
+
+
+def _target_s(headers: Mapping[bytes, bytes], name: str) -> float | None:
+    header = headers.get(name.encode())
+    if header is None:
+        return None
+    if (seconds := milliseconds(header)) is None:
+        raise _bad_value(name, header_text(header), "a number of milliseconds above 0, up to 86400000")
+    return seconds
+
+
+def milliseconds(header: bytes) -> float | None:
+    """Return a latency limit in milliseconds as seconds; None if it is no number, or out of range."""
+    try:
+        seconds = float(header) / 1e3
+    except ValueError:
+        return None
+    return seconds if 0 < seconds <= MAX_TARGET_S else None
 
 
 def _queue_form(asked: str) -> QueueForm:

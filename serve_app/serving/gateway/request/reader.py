@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from serve_app.errors import Outcome, SettingsError
-from serve_app.request import PriorityClass, RequestSpec, Submission
+from serve_app.request import PriorityClass, RequestSpec, Submission, completed
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.continuation import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import RequestRejected
@@ -300,7 +300,9 @@ class RequestReader:
         background = response is not None and response.background
         models = found.models if found.route is None else _in_order(found, incoming, fields, tenant, response)
         priority = _priority(headers.get(b"x-priority"), caller, fields)
-        options = heads.queue_options(headers)
+        options, target = heads.queue_options(headers), heads.latency_target(headers)
+        if found.route is not None:
+            target = completed(target, found.route.latency_target.limits)
         # Whether it generates text of which its client receives nothing before the end.
         may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
         revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
@@ -329,6 +331,7 @@ class RequestReader:
                 key=caller.terms(tenant),
                 program=program_hint(headers, fields),
                 revocable=revocable or each.model.name in continuable,
+                target=target,
             )
             for each in models
         ]

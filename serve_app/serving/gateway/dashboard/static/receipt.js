@@ -77,6 +77,8 @@ function receipt(shown) {
         ["Arrived", new Date(1000 * shown.arrived_at).toLocaleString()],
         [shown.outcome ? "Total time" : "Time so far", ms(total)],
         ["Predicted wait", ms(shown.queue.predicted_ms)],
+        ...(shown.latency_target ? target(shown.latency_target) : []),
+        ...(shown.longest_gap ? [["Longest gap", gap(shown.longest_gap)]] : []),
         ...(shown.state === "waiting" ? place(shown.queue) : []),
         ["Prompt tokens", tokens(shown.tokens.prompt, shown.tokens.expected_prompt)],
         ["Cached prompt tokens", whole(shown.tokens.cached)],
@@ -87,6 +89,22 @@ function receipt(shown) {
     shown.queue.served ? h("div", { class: "card" }, served(shown.queue.served)) : null,
     h("div", { class: "card" }, attempts(shown.attempts)));
 }
+
+const verdicts = new Map([[true, "met"], [false, "missed"]]);
+
+const target = (shown) => [
+  ["Target, first token", shown.ttft_ms === null ? null : [
+    ms(shown.ttft_ms),
+    verdicts.get(shown.ttft_met),
+    shown.expected_ttft_ms === null ? null : `${ms(shown.expected_ttft_ms)} expected`,
+  ].filter(Boolean).join(", ")],
+  ["Target, per token", shown.tpot_ms === null ? null : ms(shown.tpot_ms)],
+];
+
+const gap = (shown) => {
+  const beside = shown.prefill_tokens ? `beside a prefill of ${whole(shown.prefill_tokens)} tokens` : shown.cause;
+  return `${ms(shown.ms)}, ${beside.replace("_", " ")}`;
+};
 
 const place = (queue) => [
   ["Wait cause", queue.meaning],

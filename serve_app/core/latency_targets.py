@@ -1,0 +1,408 @@
+"""Latency targets of requests: what they change in order, placement and admission.
+
+A target limits the time to the first token (TTFT) and the time per output token (TPOT) of one request. The
+expected time from a dispatch to the first token is the learned time of all prefills that the replica computes
+until then, times a ratio that is learned from earlier targets as a distribution (`outlook.spread`).
+
+- **Order.** A request has a *latest dispatch*: its limit less its own prefill, at the low end of that
+  distribution. Its usual place often serves it in time, at no price for others. When half of its limit has
+  passed, less the high end, it is *urgent*, and precedes other requests of equal claim, the earliest latest
+  dispatch first. After its latest dispatch it cannot meet its target, and counts as a request without one. So
+  it cannot make others miss theirs, and an impossible target gains nothing.
+- **Placement.** A request goes to the usual replica if its targets are met there, and those of the requests
+  that run there. Otherwise, of the replicas on which they are, to the one with the earliest first token; if
+  there is none, to the usual one. A TPOT target thus keeps other requests, and chunks of long prefills, away
+  from a replica while others have capacity. It never leaves capacity unused, because its tenant could then
+  take more than a fair share.
+- **Admission.** A request that asks for it is rejected on arrival if its chance to miss a limit is above
+  `refuse_above`. The chance is learned from the outcomes of earlier targets, by the ratio of the expected
+  TTFT to the limit (`MissChance`). The delay in `Retry-After` is that after which the chance is expected to
+  be low enough.
+
+Without targets nothing here affects a decision.
+
+Source: ours. The latest dispatch is that of earliest deadline first with known service times; dropping the
+precedence of late requests prevents its collapse in overload (Locke, "Best-effort decision making for
+real-time scheduling", 1986).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import field
+from typing import Annotated
+
+from serve_app.core.dispatch.backfill import Backfill
+from serve_app.core.outlook.spread import Quantiles, RatioSpread
+from serve_app.core.queueing.expiry import ExpiryHeap
+from serve_app.core.request import ScheduledRequest, TargetState
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
+from serve_app.core.settings_base import FINITE_POSITIVE, INNER_SHARE, settings
+from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass, completed
+
+# Ratios before enough were observed.
+_PRIOR = Quantiles(0.5, 1.0, 2.0)
+# Share of its limit that an urgent request has left for its wait.
+_URGENT_SHARE = 0.5
+# Observations after which a distribution is used, and after which a chance can refuse.
+_MIN_OBSERVATIONS = 20
+# Without an outcome of a likely miss for this long, one request is admitted as a probe, as in
+# `admission.wait_prediction`.
+_PROBE_INTERVAL_S = 10.0
+_TELLING = 0.25
+# Bins of the expected share of the limit: half octaves from 1/16 to 16.
+_PER_OCTAVE, _MIN_OCTAVE, _BINS = 2, -4, 16
+_ON_TIME_BINS = -_MIN_OCTAVE * _PER_OCTAVE
+_PRIOR_WEIGHT = 2.0
+# An outcome's weight after n more of its bin is `_DECAY ** n`: about the last hundred count.
+_DECAY = 0.99
+
+
+@settings
+class TargetLimits:
+    """The latency target of requests that state none, in seconds."""
+
+    # Time to the first token; null for no limit.
+    ttft_s: Annotated[float | None, FINITE_POSITIVE] = None
+    # Time per output token after the first; null for no limit.
+    tpot_s: Annotated[float | None, FINITE_POSITIVE] = None
+    # Reject a request that is expected to miss a limit.
+    refuse: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None and value > MAX_TARGET_S:
+                raise ValueError(f"{name} must be at most {MAX_TARGET_S:.0f} (one day), got {value}")
+        if self.refuse and self.ttft_s is None and self.tpot_s is None:
+            raise ValueError("refuse needs a limit: set ttft_s, tpot_s or both")
+
+    @property
+    def limits(self) -> LatencyTarget | None:
+        """The target; None if the class has no limit."""
+        if self.ttft_s is None and self.tpot_s is None:
+            return None
+        return LatencyTarget(ttft_s=self.ttft_s, tpot_s=self.tpot_s, refuse=self.refuse)
+
+
+@settings(block="latency_targets")
+class LatencyTargetSettings:
+    """Latency targets by class, and the chance of a miss above which a request is refused."""
+
+    interactive: TargetLimits = field(default_factory=TargetLimits)
+    default: TargetLimits = field(default_factory=TargetLimits)
+    batch: TargetLimits = field(default_factory=TargetLimits)
+    # Chance to miss a limit above which a request that asks for it is refused on arrival. A lower chance
+    # refuses more requests that would have met it.
+    refuse_above: Annotated[float, INNER_SHARE] = 0.5
+
+    def of(self, priority: PriorityClass) -> LatencyTarget | None:
+        """Return the target of a class, or None."""
+        target: TargetLimits = getattr(self, priority.value)
+        return target.limits
+
+
+class _DispatchTimes:
+    """The distribution of actual over expected times from dispatch to first token."""
+
+    __slots__ = ("_spread",)
+
+    def __init__(self) -> None:
+        self._spread = RatioSpread()
+
+    def learn(self, ratio: float) -> None:
+        self._spread.add(ratio)
+
+    def quantiles(self) -> Quantiles:
+        return self._spread.quantiles() if self._spread.count >= _MIN_OBSERVATIONS else _PRIOR
+
+
+class MissChance:
+    """The chance of a late first token by its expected share of the limit, learned from outcomes.
+
+    Outcomes are counted by half octaves of `expected TTFT / limit`. A chance that would fall with that share
+    is pooled with its neighbours (isotonic regression by pool-adjacent-violators), so it never does. The
+    prior expects the first token exactly when predicted, with the weight of a few outcomes.
+    """
+
+    def __init__(self) -> None:
+        self._weights = [_PRIOR_WEIGHT] * _BINS
+        self._misses = [_PRIOR_WEIGHT * (place >= _ON_TIME_BINS) for place in range(_BINS)]
+        self._chances: list[float] = []
+        self.observations = 0
+        self.seen_at = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<MissChance of {self.observations} outcomes>"
+
+    def learn(self, share: float, now: float, *, missed: bool) -> None:
+        """Count an outcome."""
+        place = _bin(share)
+        self._weights[place] = _DECAY * self._weights[place] + 1.0
+        self._misses[place] = _DECAY * self._misses[place] + missed
+        self.observations += 1
+        self._chances = []
+        # A likely success says nothing about refusals.
+        if self.chance(share) > _TELLING:
+            self.seen_at = now
+
+    def chance(self, share: float) -> float:
+        """Return the chance of a miss."""
+        return self._isotonic()[_bin(share)]
+
+    def limit(self, chance: float) -> float:
+        """Return the highest expected share of the limit at which the chance is not above another one."""
+        within = sum(each <= chance for each in self._isotonic())
+        return math.exp2(within / _PER_OCTAVE + _MIN_OCTAVE)
+
+    def _isotonic(self) -> list[float]:
+        if not self._chances:
+            pools: list[tuple[float, float, int]] = []
+            for weight, missed in zip(self._weights, self._misses, strict=True):
+                pool = (weight, missed, 1)
+                while pools and pools[-1][1] / pools[-1][0] >= pool[1] / pool[0]:
+                    before = pools.pop()
+                    pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+                pools.append(pool)
+            self._chances = [missed / weight for weight, missed, places in pools for _ in range(places)]
+        return self._chances
+
+
+def _bin(share: float) -> int:
+    octaves = math.log2(share) if share > 0 else -math.inf
+    return int(min(max((octaves - _MIN_OCTAVE) * _PER_OCTAVE, 0.0), _BINS - 1.0))
+
+
+def _latest_at(scheduled: ScheduledRequest) -> float:
+    return math.inf if scheduled.target is None else scheduled.target.latest_at
+
+
+def _share(target: TargetState) -> float | None:
+    if target.expected_s is None or target.limits.ttft_s is None:
+        return None
+    return target.expected_s / target.limits.ttft_s
+
+
+class LatencyTargets:
+    """Predicts first tokens, and compares replicas with the targets of requests.
+
+    Attributes:
+        paced: limits on TPOT of the running requests by replica, of those that had a chance to be met.
+    """
+
+    def __init__(
+        self,
+        settings: LatencyTargetSettings,
+        ledger: ReplicaLedger,
+        costs: PrefillCosts,
+        backfill: Backfill,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._costs = costs
+        self._backfill = backfill
+        self._by_class = {priority: settings.of(priority) for priority in PriorityClass}
+        # By pool and whether the prefill is long: from dispatch to first token.
+        self._from_dispatch: dict[tuple[str, bool], _DispatchTimes] = {}
+        # By class and whether the prefill is long.
+        self._chances: dict[tuple[int, bool], MissChance] = {}
+        self._late = ExpiryHeap(_latest_at)
+        self.paced: dict[str, dict[ScheduledRequest, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<LatencyTargets {self._chances}, paced replicas {sorted(self.paced)}>"
+
+    # A request, from its arrival to its first token.
+
+    def on_arrival(self, scheduled: ScheduledRequest) -> None:
+        """Give a new request its target: its own, with the limits of its key and class that it lacks."""
+        submission = scheduled.request.submission
+        of_key = None if submission.key is None else submission.key.target
+        limits = completed(submission.target, completed(of_key, self._by_class[submission.priority]))
+        if limits is None or (limits.ttft_s is None and limits.tpot_s is None):
+            return
+        ttft_s = math.inf if limits.ttft_s is None else limits.ttft_s
+        scheduled.target = TargetState(limits, scheduled.request.arrived_at + ttft_s)
+
+    def expect(self, scheduled: ScheduledRequest, tokens_per_s: float, *, waits: bool) -> float | None:
+        """Return the expected TTFT of a request that has just arrived; None if no replica is usable.
+
+        Args:
+            tokens_per_s: rate at which the queue drains; 0 while it is unknown.
+            waits: whether it has to wait for capacity: then until the more urgent requests with a target have
+                been dispatched.
+        """
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        usable = [each for each in self._ledger.of_pool(scheduled.pools[0]) if each.is_usable]
+        if not usable:
+            return None
+        if waits:
+            target.wait_s = self._wait_s(scheduled, tokens_per_s)
+        first_token_s = min(self.first_token_s(each, scheduled.prefill_tokens) for each in usable)
+        target.expected_s = target.wait_s + first_token_s
+        if (share := _share(target)) is not None:
+            target.chance = self._chance_of(scheduled).chance(share)
+        return target.expected_s
+
+    def least_s(self, scheduled: ScheduledRequest) -> float:
+        """Return the expected time of its prefill on an idle replica, in seconds."""
+        return self._costs.of(scheduled.pools[0]).seconds(scheduled.prefill_tokens)
+
+    def before_enqueue(self, scheduled: ScheduledRequest) -> None:
+        """Set the times by which a request must be dispatched."""
+        target = scheduled.target
+        if target is None or target.limits.ttft_s is None:
+            return
+        own_s = self.least_s(scheduled)
+        ratios = self._dispatch_ratios(scheduled.pools[0], scheduled.prefill_class)
+        target.latest_at = target.due_at - ratios.low * own_s
+        target.urgent_at = target.due_at - _URGENT_SHARE * target.limits.ttft_s - ratios.high * own_s
+        self._late.add(scheduled)
+
+    def pop_late(self, now: float) -> Iterator[ScheduledRequest]:
+        """Yield the queued requests whose latest dispatch has passed, each once."""
+        return self._late.pop_expired(now)
+
+    def prune(self, live: int) -> None:
+        """Forget requests that have left the queue; `live` requests with a target are queued."""
+        self._late.prune(live)
+
+    def on_dispatch(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
+        """Predict the first token of a request, before its replica holds it, and pace the replica."""
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        target.sent_s = self.first_token_s(replica, scheduled.prefill_tokens)
+        tpot_s = target.limits.tpot_s
+        if tpot_s is not None and self._keeps_pace(replica, tpot_s):
+            self.paced.setdefault(replica.spec.replica_id, {})[scheduled] = tpot_s
+        target.latest_at = target.urgent_at = math.inf
+
+    def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        """Learn from the first token of an answer."""
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        if target.is_met is not None or not scheduled.request.spec.streamed:
+            return
+        if target.sent_s:
+            key = replica.spec.pool, scheduled.prefill_class is not PrefillClass.SHORT
+            times = self._from_dispatch.setdefault(key, _DispatchTimes())
+            times.learn((now - scheduled.dispatched_at) / target.sent_s)
+        self._learn_outcome(scheduled, now, is_met=now <= target.due_at)
+
+    def on_end(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Learn from a request whose first token was due, but did not come before its end."""
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        if now > target.due_at and scheduled.request.spec.streamed:
+            self._learn_outcome(scheduled, now, is_met=False)
+
+    def _learn_outcome(self, scheduled: ScheduledRequest, now: float, *, is_met: bool) -> None:
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        if target.is_met is not None or target.limits.ttft_s is None:
+            return
+        target.is_met = is_met
+        if (share := _share(target)) is not None and not scheduled.put_backs:
+            self._chance_of(scheduled).learn(share, now, missed=not is_met)
+
+    def on_release(self, scheduled: ScheduledRequest, replica_id: str) -> None:
+        """Remove a request that has left its replica."""
+        of_replica = self.paced.get(replica_id)
+        if of_replica is not None and of_replica.pop(scheduled, None) is not None and not of_replica:
+            del self.paced[replica_id]
+
+    # Predictions.
+
+    def first_token_s(self, replica: ReplicaState, prefill_tokens: int) -> float:
+        """Return the time from a dispatch to its first token by the learned cost of prefills, in seconds.
+
+        The prefills in flight are computed before, except long ones that the engine computes in chunks beside
+        others.
+        """
+        cost, spec = self._costs.of(replica.spec.pool), replica.spec
+        pending = replica.pending_prefill_tokens
+        if spec.long_prefill_token_threshold:
+            pending -= replica.long_prefill_tokens
+        return replica.speed.ratio * cost.seconds(prefill_tokens + pending)
+
+    def longest_expected_s(self, scheduled: ScheduledRequest) -> float | None:
+        """Return the longest expected TTFT with which a request is not refused.
+
+        None without a limit on it, or if too few outcomes are known.
+        """
+        target, chance = scheduled.target, self._chance_of(scheduled)
+        if target is None or target.limits.ttft_s is None or chance.observations < _MIN_OBSERVATIONS:
+            return None
+        return target.limits.ttft_s * chance.limit(self._settings.refuse_above)
+
+    def is_probe(self, scheduled: ScheduledRequest, now: float) -> bool:
+        """Return whether a request that would be refused is admitted, to see whether that is still right."""
+        chance = self._chance_of(scheduled)
+        if now - chance.seen_at <= _PROBE_INTERVAL_S:
+            return False
+        chance.seen_at = now
+        return True
+
+    def _wait_s(self, scheduled: ScheduledRequest, tokens_per_s: float) -> float:
+        """Return the time in which more urgent requests with a target are dispatched, in seconds."""
+        target = scheduled.target
+        assert target is not None, "it has a target"
+        if not tokens_per_s > 0:
+            return 0.0
+        rank, latest_at = scheduled.request.priority.rank, target.due_at - self.least_s(scheduled)
+        tokens = sum(
+            each.estimate.expected_tokens
+            for each in self._late
+            if _latest_at(each) <= latest_at and each.request.priority.rank <= rank
+        )
+        return tokens / tokens_per_s
+
+    def _chance_of(self, scheduled: ScheduledRequest) -> MissChance:
+        is_long = scheduled.prefill_class is not PrefillClass.SHORT
+        return self._chances.setdefault((scheduled.request.priority.rank, is_long), MissChance())
+
+    def expected_tpot_s(self, scheduled: ScheduledRequest) -> float | None:
+        """Return the least time per output token on any replica of its pool; None if it is unknown."""
+        known = (
+            self._backfill.iteration_s(each.spec.pool, each.in_flight + 1)
+            for each in self._ledger.of_pool(scheduled.pools[0])
+            if each.is_usable
+        )
+        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    # Placement.
+
+    def affects(self, head: ScheduledRequest) -> bool:
+        """Return whether targets may change the replica of a request."""
+        return head.target is not None or bool(self.paced)
+
+    def are_met(self, head: ScheduledRequest, replica: ReplicaState, prefill_tokens: int, now: float) -> bool:
+        """Return whether a request meets its targets on this replica, and the others there meet theirs."""
+        target, limits_s = head.target, self.paced.get(replica.spec.replica_id)
+        pool = replica.spec.pool
+        if target is not None:
+            ratio = self._dispatch_ratios(pool, head.prefill_class).middle
+            if now + ratio * self.first_token_s(replica, prefill_tokens) > target.due_at:
+                return False
+            tpot_s = target.limits.tpot_s
+            if tpot_s is not None and not self._keeps_pace(replica, tpot_s):
+                return False
+        return limits_s is None or self._leaves_pace(replica, limits_s.values(), prefill_tokens)
+
+    def _leaves_pace(self, replica: ReplicaState, limits_s: Iterable[float], prefill_tokens: int) -> bool:
+        """Return whether one more request lets the running ones have their time per output token."""
+        tightest_s, spec = min(limits_s), replica.spec
+        chunk = spec.long_prefill_token_threshold or spec.max_num_batched_tokens or prefill_tokens
+        prefill_s = self._costs.of(spec.pool).per_token_s * min(chunk, prefill_tokens)
+        decode_s = self._backfill.iteration_s(spec.pool, replica.in_flight + 1)
+        return decode_s is None or max(decode_s, prefill_s) <= tightest_s
+
+    def _keeps_pace(self, replica: ReplicaState, tpot_s: float) -> bool:
+        expected_s = self._backfill.iteration_s(replica.spec.pool, replica.in_flight + 1)
+        return expected_s is None or expected_s <= tpot_s
+
+    def _dispatch_ratios(self, pool: str, prefill_class: PrefillClass) -> Quantiles:
+        learned = self._from_dispatch.get((pool, prefill_class is not PrefillClass.SHORT))
+        return _PRIOR if learned is None else learned.quantiles()
