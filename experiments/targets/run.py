@@ -1,0 +1,382 @@
+"""How many latency targets are met, at what price for other requests, and are the refusals right?
+
+Simulated. A share of the requests has a target, and asks to be refused if it is expected to miss it. Every
+variant gets the same requests at the same times.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from experiments.common.config import as_json
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from experiments.common.rows import Key
+from experiments.decisions.workloads import WORKLOADS, Workload
+from serve_app.cli.command import progress_bar
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.decision_log import Decision
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import Distribution
+from serve_app.core.policies.protocol import OrderingPolicy
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.settings_base import settings
+from serve_app.engines.model.profiles import load_profile
+from serve_app.errors import Conclusion, Outcome, SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.run import SloByLength
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
+from serve_app.lab.simulation.workload import Disclosure, requests_of
+from serve_app.lab.workloads.generators import stream
+from serve_app.request import LatencyTarget
+
+CAUTIOUS = "targets, refused above 0.2"
+OURS, UNREFUSED, WITHOUT = "targets", "targets, none refused", "without targets"
+FCFS, EDF, SCORED = "fcfs", "edf", "least loaded, target as a score"
+VARIANTS = (OURS, CAUTIOUS, UNREFUSED, WITHOUT, FCFS, EDF, SCORED)
+HONEST, IMPOSSIBLE, STRICT = "no claims", "1 ms for everything", "strictest for everything"
+CLAIMS = (HONEST, IMPOSSIBLE, STRICT)
+"""What one heavy tenant claims; all others state no target."""
+
+
+@settings
+class Case:
+    """A workload at some rates; the share of requests with a target, and its possible seconds."""
+
+    workload: str
+    rates_per_s: tuple[float, ...]
+    share: float = 0.5
+    targets_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+
+
+@settings
+class TargetsExperiment:
+    """Settings of the experiment.
+
+    Attributes:
+        requests: of each run.
+        first_seed: seeds are counted from here, because others were used during development.
+        shadow_share: share of the refusals that are admitted nevertheless, to see whether they were right.
+        variants: those to play.
+        claims: the case in which one tenant claims too much.
+    """
+
+    cases: Mapping[str, Case]
+    claims: Case
+    requests: int = 3_000
+    seeds: int = 5
+    first_seed: int = 3_000
+    shadow_share: float = 0.1
+    variants: tuple[str, ...] = VARIANTS
+
+
+@dataclass(slots=True)
+class _Judgement:
+    """What was predicted for one request, and what became of it."""
+
+    target_s: float
+    chance: float | None = None
+    refused: bool = False
+    is_shadow: bool = False
+    retry_of: str = ""
+    sent_to: str = ""
+
+
+class _Edf(OrderingPolicy):
+    """Earliest deadline first; requests without a target come last, in order of arrival."""
+
+    def __init__(self, due_at: Mapping[str, float]) -> None:
+        self._due_at = due_at
+
+    def key(self, scheduled: ScheduledRequest) -> float:
+        return self._due_at.get(scheduled.request.request_id, 1e9 + scheduled.request.arrived_at)
+
+    def score(self, head: ScheduledRequest, now: float) -> float:  # noqa: ARG002 - as in the contract
+        return -self.key(head)
+
+
+@dataclass(slots=True)
+class _Scored(DirectSimulation):
+    """Least loaded by pending prefill; of engines that meet the target, the one that just meets it.
+
+    It knows all engines exactly and at once. Requests without a target go to the least loaded engine.
+    """
+
+    targets_s: Mapping[str, float] = field(default_factory=dict)
+    token_s: float = 0.0
+    pending: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def choose(self, able: Sequence[SimulatedReplica], simulated: SimulatedRequest) -> SimulatedReplica:
+        for replica in able:
+            pending = self.pending.setdefault(replica.spec.replica_id, {})
+            for request_id in list(pending):
+                live = self.live.get(request_id)
+                if live is None or (live[0].sequence and live[0].sequence.first_token_at is not None):
+                    del pending[request_id]
+        load = {each: sum(self.pending[each.spec.replica_id].values()) for each in able}
+        target_s = self.targets_s.get(simulated.request.request_id, -1.0)
+        meeting = [each for each in able if self.token_s * (load[each] + simulated.prompt_tokens) <= target_s]
+        chosen = (
+            max(meeting, key=lambda each: load[each])
+            if meeting
+            else min(
+                self.in_turn(able), key=lambda each: (load[each], self.outstanding[each.spec.replica_id])
+            )
+        )
+        self.pending[chosen.spec.replica_id][simulated.request.request_id] = simulated.prompt_tokens
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    case: Case
+    requests: int
+    seed: int
+    rate_per_s: float
+    variant: str
+    shadow_share: float
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.case.workload]
+
+    def _drawn(self) -> tuple[list[ReplicaPlan], list[SimulatedRequest]]:
+        workload = self.workload
+        threshold = load_profile(workload.fleet.profile).step_time.chunk_tokens()
+        engine = replace(workload.fleet.engine, long_prefill_token_threshold=threshold)
+        plans = replace(workload.fleet, engine=engine).plans()
+        trace = workload.draw(self.seed, self.rate_per_s, self.requests)
+        return plans, list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+
+    def play(self) -> Mapping[str, object]:
+        """Run all requests, and return the figures."""
+        plans, requests = self._drawn()
+        rng, token_s = stream(self.seed, "targets"), plans[0].step_time.prefill_per_token_s
+        targets_s: dict[str, float] = {}
+        for each in requests:
+            drawn_s = float(rng.choice(self.case.targets_s))
+            if rng.random() < self.case.share:
+                targets_s[each.request.request_id] = drawn_s + 2 * token_s * each.prompt_tokens
+        if self.variant == SCORED:
+            scored = _Scored(plans, targets_s=targets_s, token_s=token_s)
+            records = scored.run(requests)
+            return _figures(records, {name: _Judgement(at) for name, at in targets_s.items()})
+        clients = _Clients(requests, targets_s, self.variant, self.shadow_share)
+        due_at = {
+            each.request.request_id: each.request.arrived_at + targets_s[each.request.request_id]
+            for each in requests
+            if each.request.request_id in targets_s
+        }
+        changes = {"latency_targets.refuse_above": 0.2} if self.variant == CAUTIOUS else {}
+        policy = "fcfs" if self.variant == FCFS else "edf" if self.variant == EDF else "ewsjf"
+        simulation = Simulation(
+            scheduler_settings(policy, self.workload.fleet.routing, changes),
+            plans,
+            on_decision=clients.on_decision,
+            policies={**SIMULATED_POLICIES, "edf": lambda _: _Edf(due_at)},
+        )
+        clients.watch(simulation)
+        records = simulation.run(clients.requests)
+        return _figures(records, clients.judged)
+
+    def claim(self) -> Mapping[str, object]:
+        """Run the requests of tenants of which one claims targets; return the figures of both sides."""
+        plans, requests = self._drawn()
+        token_s = plans[0].step_time.prefill_per_token_s
+        wanted = []
+        for each in requests:
+            strict_s = 0.001 if self.variant == IMPOSSIBLE else 0.2 + 2 * token_s * each.prompt_tokens
+            is_claimed = self.variant != HONEST and each.request.tenant == _CLAIMANT
+            wanted.append(_with_target(each, LatencyTarget(ttft_s=strict_s)) if is_claimed else each)
+        simulation = Simulation(scheduler_settings("ewsjf", self.workload.fleet.routing, {}), plans)
+        records = _measured(simulation.run(wanted))
+        figures: dict[str, object] = {}
+        last = max(one.finished_at for one in records)
+        for side, mine in (("claimant", True), ("others", False)):
+            some = [one for one in records if (one.tenant == _CLAIMANT) is mine]
+            ttft = Distribution.of(one.ttft_s for one in some if one.ttft_s is not None)
+            figures |= {f"{side}_mean_s": ttft.mean, f"{side}_p99_s": ttft.p99}
+            figures[f"{side}_tokens_per_s"] = (
+                sum(one.prompt_tokens + one.output_tokens for one in some) / last
+            )
+        return figures
+
+
+_CLAIMANT = "heavy 0"
+
+
+def _with_target(simulated: SimulatedRequest, target: LatencyTarget) -> SimulatedRequest:
+    request = simulated.request
+    submission = msgspec.structs.replace(request.submission, target=target)
+    return replace(simulated, request=replace(request, submission=submission))
+
+
+class _Clients:
+    """Clients that state targets, and retry a refused request once after its `Retry-After`."""
+
+    def __init__(
+        self,
+        requests: list[SimulatedRequest],
+        targets_s: Mapping[str, float],
+        variant: str,
+        shadow_share: float,
+    ) -> None:
+        self.judged = {name: _Judgement(seconds) for name, seconds in targets_s.items()}
+        refuses = variant in (OURS, CAUTIOUS)
+        self.requests = [
+            _with_target(each, LatencyTarget(ttft_s=targets_s[name], refuse=refuses))
+            if (refuses or variant == UNREFUSED) and (name := each.request.request_id) in targets_s
+            else each
+            for each in requests
+        ]
+        self._by_id = {each.request.request_id: each for each in self.requests}
+        self._shadow_share = shadow_share if refuses else 0.0
+        self._simulation: Simulation | None = None
+
+    def watch(self, simulation: Simulation) -> None:
+        """Record the predictions of a simulation, and admit a share of the refused requests."""
+        self._simulation = simulation
+        admission = simulation.scheduler.admission
+        decide = admission.target_rejection
+
+        def target_rejection(scheduled: ScheduledRequest, now: float, *, waits: bool) -> Conclusion | None:
+            rejection = decide(scheduled, now, waits=waits)
+            judged = self.judged[scheduled.request.request_id]
+            judged.chance = None if scheduled.target is None else scheduled.target.chance
+            if rejection is None:
+                return None
+            judged.refused = True
+            draw = zlib.crc32(scheduled.request.request_id.encode()) / 2**32
+            judged.is_shadow = not judged.retry_of and draw < self._shadow_share
+            return None if judged.is_shadow else rejection
+
+        admission.target_rejection = target_rejection  # type: ignore[method-assign]
+
+    def on_decision(self, decision: Decision) -> None:
+        """Retry the requests that were refused."""
+        for command in decision.commands:
+            judged = self.judged.get(command.request_id) if isinstance(command, Dispatch | Conclude) else None
+            if judged is None:
+                continue
+            if isinstance(command, Dispatch):
+                judged.sent_to = command.replica_id
+            elif isinstance(command, Conclude) and judged.refused and not judged.is_shadow:
+                delay_s = command.conclusion.retry_after_s
+                if delay_s is not None and not judged.retry_of:
+                    self._retry(self._by_id[command.request_id], decision.now + delay_s)
+
+    def _retry(self, simulated: SimulatedRequest, at: float) -> None:
+        assert self._simulation is not None
+        old = simulated.request
+        request_id = f"{old.request_id}+"
+        again = replace(
+            old, submission=msgspec.structs.replace(old.submission, request_id=request_id), arrived_at=at
+        )
+        self.judged[request_id] = _Judgement(self.judged[old.request_id].target_s, retry_of=old.request_id)
+        self._simulation.submit(
+            replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
+        )
+
+
+def _measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the records without the first tenth, in which the scheduler learns."""
+    ordered = sorted(records, key=lambda one: (one.arrived_at, one.request_id))
+    return ordered[len(ordered) // 10 :]
+
+
+def _figures(records: Sequence[RequestRecord], judged: Mapping[str, _Judgement]) -> dict[str, object]:
+    measured = _measured(records)
+    with_target = [one for one in measured if one.request_id in judged]
+    admitted = [
+        one
+        for one in with_target
+        if one.outcome is Outcome.COMPLETED and not judged[one.request_id].is_shadow
+    ]
+    first = [one for one in with_target if not judged[one.request_id].retry_of]
+    retries = [one for one in with_target if judged[one.request_id].retry_of]
+    refused = [one for one in first if judged[one.request_id].refused]
+    shadows = [one for one in refused if judged[one.request_id].is_shadow]
+
+    def met(one: RequestRecord) -> bool:
+        return one.ttft_s is not None and one.ttft_s <= judged[one.request_id].target_s
+
+    others = Distribution.of(
+        one.ttft_s for one in measured if one.request_id not in judged and one.ttft_s is not None
+    )
+    slo = SloByLength()
+    unstated = [one for one in measured if one.request_id not in judged]
+    last = max(one.finished_at for one in records)
+    wrong = sum(met(one) for one in shadows) / len(shadows) if shadows else None
+    figures: dict[str, object] = {
+        "admitted_met": sum(map(met, admitted)) / max(1, len(admitted)),
+        # Refused requests count as missed; a retry counts as an attempt of its own.
+        "goodput": sum(met(one) for one in first if not judged[one.request_id].is_shadow)
+        / max(1, len(first) - len(shadows)),
+        "refused": len(refused) / max(1, len(first)),
+        "refusals_wrong": wrong,
+        "false_refusals": None if wrong is None else wrong * len(refused) / max(1, len(first)),
+        "retries_admitted": sum(not judged[one.request_id].refused for one in retries) / len(retries)
+        if retries
+        else None,
+        "others_mean_s": others.mean,
+        "others_p99_s": others.p99,
+        "others_goodput": sum(slo.met_by(one) for one in unstated) / max(1, len(unstated)),
+        "tokens_per_s": sum(one.prompt_tokens + one.output_tokens for one in records) / last,
+    }
+    return figures | _reliability(with_target, judged)
+
+
+_BINS = 10
+
+
+def _reliability(with_target: Sequence[RequestRecord], judged: Mapping[str, _Judgement]) -> dict[str, object]:
+    """Return, by tenth of the predicted chance of a miss, the number of requests and of misses."""
+    counts, misses = [0] * _BINS, [0] * _BINS
+    for one in with_target:
+        each = judged[one.request_id]
+        if each.chance is None or one.ttft_s is None:
+            continue
+        place = min(int(_BINS * each.chance), _BINS - 1)
+        counts[place] += 1
+        misses[place] += one.ttft_s > each.target_s
+    return {"bin_counts": counts, "bin_misses": misses}
+
+
+def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measurement]:
+    """Measure every variant of every case at every rate, and the claims of one tenant."""
+    cases = {**experiment.cases, "claims": experiment.claims}
+    if unknown := [each.workload for each in cases.values() if each.workload not in WORKLOADS]:
+        raise SettingsError(f"no workload {', '.join(unknown)}: there are {', '.join(WORKLOADS)}")
+    seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+    cells = [
+        (name, case, rate, variant)
+        for name, case in cases.items()
+        for rate in case.rates_per_s
+        for variant in (CLAIMS if name == "claims" else experiment.variants)
+    ]
+    with progress_bar("targets", len(cells)) as advance:
+        for name, case, rate, variant in cells:
+            key: Key = {"case": name, "rate": rate, "variant": variant}
+            if not context.has(key):
+                runs = [
+                    _Run(case, experiment.requests, seed, rate, variant, experiment.shadow_share)
+                    for seed in seeds
+                ]
+                call = _Run.claim if name == "claims" else _Run.play
+                figures = list(parallel(call, runs, context.jobs))
+                yield Measurement(
+                    key=key,
+                    figures={figure: [each[figure] for each in figures] for figure in figures[0]},
+                    seeds=seeds,
+                    traces=generated(case.workload),
+                    settings=as_json(case),
+                )
+            advance()
+
+
+EXPERIMENT = Experiment(settings=TargetsExperiment, play=play)

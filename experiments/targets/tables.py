@@ -1,0 +1,85 @@
+"""Tables of this experiment: targets met, calibration of the chance, and claims of one tenant."""
+
+from collections.abc import Callable, Sequence
+
+from experiments.common.rows import Row
+from experiments.common.tables import Table, markdown, plus_minus
+from experiments.targets.run import OURS, UNREFUSED
+
+# Heading, figure, decimals, factor.
+Columns = Sequence[tuple[str, str, int, float]]
+
+_MET = ("met, of admitted, %", "admitted_met", 1, 100.0)
+_GOODPUT = ("met, of all, %", "goodput", 1, 100.0)
+_REFUSED = ("refused, %", "refused", 1, 100.0)
+_OTHERS = ("others' TTFT P99, s", "others_p99_s", 1, 1.0)
+_NARROW: Columns = [_MET, _GOODPUT, _REFUSED, _OTHERS]
+_WIDE: Columns = [
+    _MET,
+    _GOODPUT,
+    _REFUSED,
+    ("refused in vain, %", "false_refusals", 1, 100.0),
+    ("retries admitted, %", "retries_admitted", 1, 100.0),
+    ("others' TTFT mean, s", "others_mean_s", 2, 1.0),
+    _OTHERS,
+    ("others' goodput, %", "others_goodput", 1, 100.0),
+    ("tokens/s", "tokens_per_s", 0, 1.0),
+]
+_CLAIMS: Columns = [
+    ("its TTFT mean, s", "claimant_mean_s", 2, 1.0),
+    ("its tokens/s", "claimant_tokens_per_s", 0, 1.0),
+    ("others' TTFT mean, s", "others_mean_s", 2, 1.0),
+    ("others' tokens/s", "others_tokens_per_s", 0, 1.0),
+]
+
+
+def _text(columns: Columns, *, with_case: bool = False) -> Callable[[Sequence[Row]], str]:
+    def text(rows: Sequence[Row]) -> str:
+        lines = [
+            [
+                *([str(row.key["case"])] if with_case else []),
+                f"{row.key['rate']:g}",
+                str(row.key["variant"]),
+                *(plus_minus(row.figures[name], digits, scale=scale) for _, name, digits, scale in columns),
+            ]
+            for row in rows
+        ]
+        head = [*(["workload"] if with_case else []), "requests/s", "variant"]
+        return markdown([*head, *(column[0] for column in columns)], lines, text_columns=len(head))
+
+    return text
+
+
+def _reliability(rows: Sequence[Row]) -> str:
+    counts = [sum(column) for column in zip(*_flat(rows, "bin_counts"), strict=True)]
+    misses = [sum(column) for column in zip(*_flat(rows, "bin_misses"), strict=True)]
+    lines = [
+        [f"{10 * place} to {10 * place + 10}", f"{count:,}", f"{100 * missed / count:.0f}" if count else "-"]
+        for place, (count, missed) in enumerate(zip(counts, misses, strict=True))
+    ]
+    return markdown(["predicted chance of a miss, %", "requests", "missed, %"], lines)
+
+
+def _flat(rows: Sequence[Row], figure: str) -> list[list[int]]:
+    return [seed for row in rows for seed in row.figures[figure]]
+
+
+_NOTE = (
+    "Half of the requests have a target of 0.5 to 4 s and twice their own prefill; a refused one retries "
+    "once at its `Retry-After`. Others are the requests without a target."
+)
+_CHANCE_NOTE = "All workloads and rates, with nothing refused, so that every outcome is known."
+_CLAIM_NOTE = (
+    "One of three heavy tenants claims a target for all its requests: 1 ms, or 0.2 s and twice their prefill."
+)
+
+TABLES = {
+    "tenants": Table(text=_text(_NARROW), where={"case": "tenants"}, note=_NOTE),
+    "paper": Table(text=_text(_NARROW), where={"case": "paper-mix"}, note=_NOTE),
+    "all-mixed": Table(text=_text(_WIDE), where={"case": "mixed"}, note=_NOTE),
+    "all-paper": Table(text=_text(_WIDE), where={"case": "paper-mix"}, note=_NOTE),
+    "all-tenants": Table(text=_text(_WIDE), where={"case": "tenants"}, note=_NOTE),
+    "reliability": Table(text=_reliability, where={"variant": UNREFUSED}, note=_CHANCE_NOTE),
+    "reliability-refused": Table(text=_reliability, where={"variant": OURS}, note="All workloads and rates."),
+    "claims": Table(text=_text(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
+}
