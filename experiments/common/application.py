@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,9 @@ _APART = 101
 _TAIL_CHARACTERS = 2_000
 # Gateways of applications use higher ports.
 _PORTS = range(17_000, 20_000)
+# Applications that start at the same time do not listen yet.
+_CHOSEN: set[int] = set()
+_CHOOSING = threading.Lock()
 _ONE_GATEWAY = MappingProxyType({"replicas": 1, "num_cpus": 0.2})
 
 
@@ -159,9 +163,12 @@ def serve_config(
 
 
 def free_port() -> int:
-    """Return a port that is free now, below the kernel's ephemeral ports."""
-    for port in free_ports():
-        return port
+    """Return a port that is free now, below the kernel's ephemeral ports; another one each time."""
+    with _CHOOSING:
+        for port in free_ports():
+            if port not in _CHOSEN:
+                _CHOSEN.add(port)
+                return port
     raise BenchError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
 
 

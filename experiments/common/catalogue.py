@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from experiments.common.experiment import Experiment
+from experiments.common.picture import Picture
+from experiments.common.rows import Row, read_rows
 from experiments.common.tables import Table
 from serve_app.errors import SettingsError
 
@@ -52,6 +54,11 @@ class Catalogue:
         found: Mapping[str, Table] = self._module(name, "tables").TABLES
         return found
 
+    def pictures(self, name: str) -> Mapping[str, Picture]:
+        """Return the pictures that `tables.py` may define, by path in the checkout."""
+        found: Mapping[str, Picture] = getattr(self._module(name, "tables"), "PICTURES", {})
+        return found
+
     def question(self, name: str) -> str:
         """Return the first docstring line of `run.py`; it is parsed, since importing all takes seconds."""
         source = (self.folder(name) / Experiment.FILE).read_text(encoding="utf-8")
@@ -64,6 +71,10 @@ class Catalogue:
     def results(self, name: str) -> Path:
         """Return the file of results."""
         return self.folder(name) / "results.jsonl"
+
+    def rows(self, name: str) -> list[Row]:
+        """Return the rows of the file of results; none before the first run."""
+        return read_rows(self.results(name))
 
     def _module(self, name: str, part: str) -> ModuleType:
         self.folder(name)

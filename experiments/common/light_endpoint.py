@@ -175,7 +175,10 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, head: bytes) -> None:
         path = head.split(b" ", 2)[1]
-        if head.startswith(b"POST ") and path.startswith(b"/v1/"):
+        if path == b"/v1/traces":
+            # An endpoint is also a collector of OpenTelemetry, which discards everything.
+            self._whole(b"{}")
+        elif head.startswith(b"POST ") and path.startswith(b"/v1/"):
             self._generate()
         elif path == b"/metrics":
             self._whole(page_with(self._endpoint.running, self._endpoint.steps))

@@ -1,4 +1,4 @@
-"""`experiments/tables`: writes the tables of README.md and docs from the rows, or reports differences.
+"""`experiments/tables`: writes the tables and pictures of documents from the rows, or reports differences.
 
 A table in a document is between two comments: `table: NAME/TABLE`, with the experiment and its table, and
 `end table`. See README.md of `experiments`.
@@ -24,11 +24,11 @@ _PLACES = ("README.md", "docs/**/*.md", "experiments/README.md", "experiments/*/
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document whose tables can be compared with the rows.
+    """A document with tables, or a picture, that can be compared with the rows.
 
     Attributes:
         before: current text.
-        after: text with current tables.
+        after: text with current figures.
     """
 
     path: Path
@@ -37,12 +37,12 @@ class Document:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether a table differs from its rows."""
+        """Return whether it differs from its rows."""
         return self.before != self.after
 
 
 def documents(root: Path, catalogue: Catalogue) -> Iterator[Document]:
-    """Yield every document of a checkout that may contain tables.
+    """Yield every document of a checkout that may contain tables, and every picture whose rows exist.
 
     Raises:
         SettingsError: a comment names no table, or has no end.
@@ -51,6 +51,12 @@ def documents(root: Path, catalogue: Catalogue) -> Iterator[Document]:
         for path in sorted(root.glob(pattern)):
             before = path.read_text(encoding="utf-8")
             yield Document(path, before, _rewritten(before, path.relative_to(root), catalogue))
+    for name in catalogue.names():
+        for place, picture in catalogue.pictures(name).items() if catalogue.rows(name) else ():
+            path = root / place
+            yield Document(
+                path, path.read_text(encoding="utf-8") if path.exists() else "", picture(catalogue.rows)
+            )
 
 
 def _rewritten(text: str, path: Path, catalogue: Catalogue) -> str:
@@ -74,7 +80,7 @@ def _table(name: str, table: str, catalogue: Catalogue) -> str:
     tables = catalogue.tables(name)
     if table not in tables:
         raise SettingsError(f"experiment {name} has no table {table!r}: it has {', '.join(tables)}")
-    return tables[table].written(read_rows(catalogue.results(name)))
+    return tables[table].written(catalogue.rows(name))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +112,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, catalogue: Catalo
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="experiments/tables",
-        description="Writes the tables of README.md, docs and the experiments' own pages from the rows.",
+        description="Writes the tables and pictures of all documents from the rows.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="print these experiments' tables instead")
     parser.add_argument("--check", action="store_true", help="write nothing, fail when a table differs")

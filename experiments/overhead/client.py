@@ -20,12 +20,11 @@ import numpy as np
 import uvloop
 
 from experiments.common.light_endpoint import MODEL, content_length
-from experiments.overhead.system import RequestKind
+from experiments.overhead.system import RequestKind, System
 from serve_app.lab.bench.endpoint import BenchError
 from serve_app.lab.bench.load import BodyFactory, BodySettings
 from serve_app.lab.workloads.trace import TraceRequest
 
-KEY = "overhead-bench-key-0123456789abcdef"
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_TIMEOUT_S = 60.0
 _END = b"0\r\n\r\n"
@@ -43,6 +42,8 @@ class Load:
         shared: prompts differ only in their last words; otherwise every prompt begins differently.
         tokens: requested output tokens.
         seconds: span in which requests start.
+        tenants: number of keys that requests use in turn.
+        sessions: number of session ids that requests have in turn; 0 for requests without one.
     """
 
     url: str
@@ -52,18 +53,27 @@ class Load:
     tokens: int
     clients: int
     seconds: float
+    tenants: int = 1
+    sessions: int = 0
 
 
-def load_of(kind: RequestKind, url: str, clients: int, seconds: float) -> Load:
-    """Return requests of a kind for light engines."""
+def key_of(tenant: int) -> str:
+    """Return the key of a tenant, by its number."""
+    return f"overhead-bench-key-{tenant:016}"
+
+
+def load_of(kind: RequestKind, system: System, clients: int, seconds: float) -> Load:
+    """Return requests of a kind for light engines behind a system."""
     return Load(
-        url=url,
+        url=system.url,
         body_bytes=kind.body_bytes,
         shared=kind.shared,
         stream=kind.chunks > 0,
         tokens=kind.tokens,
         clients=clients,
         seconds=seconds,
+        tenants=system.tenants,
+        sessions=system.sessions,
     )
 
 
@@ -120,15 +130,17 @@ def started_client() -> Iterator[Client]:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """One load in progress.
 
     Attributes:
-        before, after: the request's bytes around its number.
+        opening: the request's bytes before the headers that differ.
+        before, after: the following bytes, around the request's number.
         ended: set when the last connection has ended.
     """
 
     load: Load
+    opening: bytes
     before: bytes
     after: bytes
     until: float
@@ -140,6 +152,7 @@ class _Run:
     firsts: list[float] = field(default_factory=list)
 
     def played(self, began: float) -> Played:
+        """Return the results of a load that began then."""
         if self.error or not self.firsts:
             return Played(error=self.error or "no request was answered")
         p50, p99 = 1_000 * np.percentile(self.firsts, (50, 99))
@@ -151,8 +164,10 @@ class _Run:
         )
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, run: _Run) -> None:
+class Connection(asyncio.Protocol):
+    """One connection; it sends a request when it is open, and after each answer."""
+
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._transport: asyncio.Transport | None = None
         self._begin()
@@ -166,11 +181,13 @@ class _Connection(asyncio.Protocol):
         self._first_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the first request."""
         self._transport = transport  # type: ignore[assignment]  # it can write
         self._run.open += 1
-        self._send()
+        self.send()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Record an error if the load has not ended."""
         run = self._run
         if time.perf_counter() < run.until and not run.error:
             run.error = f"the connection was closed ({exc or 'end of stream'})"
@@ -179,6 +196,7 @@ class _Connection(asyncio.Protocol):
             run.ended.set()
 
     def data_received(self, data: bytes) -> None:
+        """Record the first bytes of a body and the end of an answer."""
         if not self._in_body:
             self._head += data
             head, mark, data = self._head.partition(b"\r\n\r\n")
@@ -203,23 +221,33 @@ class _Connection(asyncio.Protocol):
             else:
                 self._fail(f"a stream without its end: {self._tail!r}")
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Send the next request."""
         run = self._run
         assert self._transport is not None
         run.sent += 1
         self._sent_at = time.perf_counter()
-        self._transport.writelines((run.before, b"%010d" % run.sent, run.after))
+        headers = _headers(run.load, run.sent)
+        self._transport.writelines((run.opening, headers, run.before, b"%010d" % run.sent, run.after))
 
     def _end(self) -> None:
         run = self._run
         now = run.last_at = time.perf_counter()
         run.firsts.append((self._first_at if run.load.stream else now) - self._sent_at)
         self._begin()
-        if now < run.until and not run.error:
-            self._send()
+        self.proceed(now)
+
+    def proceed(self, now: float) -> None:
+        """Send the next request, or close the connection at the end."""
+        if now < self._run.until and not self._run.error:
+            self.send()
         else:
-            assert self._transport is not None
-            self._transport.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        assert self._transport is not None
+        self._transport.close()
 
     def _fail(self, error: str) -> None:
         self._run.error = self._run.error or error
@@ -227,8 +255,16 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-def _request(load: Load) -> tuple[bytes, bytes]:
-    """Return every request's bytes before and after the ten digits of its number."""
+def _headers(load: Load, number: int) -> bytes:
+    """Return the header lines of one request."""
+    lines = f"Authorization: Bearer {key_of(number % load.tenants)}\r\n"
+    if load.sessions:
+        lines += f"x-session-id: session-{number % load.sessions:06}\r\n"
+    return lines.encode()
+
+
+def parts_of(load: Load) -> tuple[bytes, bytes, bytes]:
+    """Return the bytes before the headers that differ, and around the ten digits of the number."""
     text = _text(max(_DIGITS, load.body_bytes))
     # Position at which prompts differ: at the beginning or at the end.
     at = len(text) - _DIGITS if load.shared else 0
@@ -240,10 +276,10 @@ def _request(load: Load) -> tuple[bytes, bytes]:
     target = urlsplit(load.url)
     head = (
         f"POST {target.path}/v1/chat/completions HTTP/1.1\r\nHost: {target.netloc}\r\nAccept: */*\r\n"
-        f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Length: {len(opening) + len(text) + len(closing)}\r\n\r\n{opening}"
+        "Content-Type: application/json\r\n"
     )
-    return head.encode() + text[:at], text[at + _DIGITS :] + closing
+    length = f"Content-Length: {len(opening) + len(text) + len(closing)}\r\n\r\n{opening}"
+    return head.encode(), length.encode() + text[:at], text[at + _DIGITS :] + closing
 
 
 def _text(length: int) -> bytes:
@@ -254,15 +290,15 @@ def _text(length: int) -> bytes:
 
 async def _play(load: Load) -> Played:
     loop = asyncio.get_running_loop()
-    before, after = _request(load)
+    parts = parts_of(load)
     began = time.perf_counter()
-    run = _Run(load, before, after, began + load.seconds, asyncio.Event())
+    run = Run(load, *parts, began + load.seconds, asyncio.Event())
     target = urlsplit(load.url)
     assert target.hostname is not None
     assert target.port is not None
     try:
         for _ in range(load.clients):
-            await loop.create_connection(lambda: _Connection(run), target.hostname, target.port)
+            await loop.create_connection(lambda: Connection(run), target.hostname, target.port)
         async with asyncio.timeout(load.seconds + _ANSWER_TIMEOUT_S):
             await run.ended.wait()
     except (OSError, TimeoutError) as error:

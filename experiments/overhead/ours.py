@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from experiments.common.application import serve_config, served_application
 from experiments.common.light_endpoint import MODEL
 from experiments.common.processes import CpuMeter, role_of
-from experiments.overhead.client import KEY
+from experiments.overhead.client import key_of
 from experiments.overhead.system import DIRECT, OURS, Endpoints, System
 
 # Other processes may keep the machine busy.
@@ -25,15 +26,23 @@ def started_direct(endpoints: Endpoints) -> Iterator[System]:
 @contextlib.contextmanager
 def started_ours(endpoints: Endpoints) -> Iterator[System]:
     """Start the application with two pools of one light engine each."""
-    config = application(remote_model(endpoints))
-    with served_application(config, start_timeout_s=_START_TIMEOUT_S) as served:
-        yield System(OURS, served.url, CpuMeter((served.pid,), _role))
+    with started_application(OURS, application(remote_model(endpoints))) as system:
+        yield system
 
 
-def application(model: Mapping[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def started_application(
+    name: str, config: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[System]:
+    """Start an application, as a system of this name."""
+    with served_application(config, environment=environment, start_timeout_s=_START_TIMEOUT_S) as served:
+        yield System(name, served.url, CpuMeter((served.pid,), _role))
+
+
+def application(model: Mapping[str, Any], tenants: int = 1) -> dict[str, Any]:
     """Return the configuration of `serve run` for a model: with keys; everything else is on by default."""
-    gateway = {"keys": [{"tenant": "bench", "key": KEY}]}
-    return serve_config("overhead", {"models": [model], "gateway": gateway})
+    keys = [{"tenant": f"bench-{number}", "key": key_of(number)} for number in range(tenants)]
+    return serve_config("overhead", {"models": [model], "gateway": {"keys": keys}})
 
 
 def remote_model(endpoints: Endpoints) -> dict[str, Any]:

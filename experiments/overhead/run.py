@@ -35,6 +35,7 @@ from experiments.overhead.system import (
     OverheadSettings,
     RequestKind,
     System,
+    TurnSettings,
     started_light_engines,
 )
 from serve_app.cli.command import progress_bar, warn
@@ -79,7 +80,7 @@ class Player:
         light: the engines, whose answers are set for each kind.
     """
 
-    settings: OverheadSettings
+    settings: TurnSettings
     client: Client
     systems: Sequence[System]
     light: LightServers
@@ -92,7 +93,7 @@ class Player:
         for name, clients in cells:
             for system in self.systems:
                 self._sample(system, settings.requests[name], clients, settings.warm_up_s)
-        with progress_bar("overhead", settings.rounds * len(cells)) as advance:
+        with progress_bar("turns", settings.rounds * len(cells)) as advance:
             for number in range(settings.rounds):
                 calibrate([system.meter for system in self.systems], settings.idle_s)
                 for system in self.systems:
@@ -108,7 +109,7 @@ class Player:
         return found
 
     def _sample(self, system: System, kind: RequestKind, clients: int, seconds: float) -> Sample:
-        load = load_of(kind, system.url, clients, seconds)
+        load = load_of(kind, system, clients, seconds)
         self.light.tell("answer", kind.chunks, kind.pace_ms)
         before, began = system.meter.read(), time.monotonic()
         played = self.client.play(load)

@@ -56,12 +56,10 @@ class QuickStartSettings:
 
 
 @settings
-class OverheadSettings:
-    """Settings of the experiment.
+class TurnSettings:
+    """Settings of the turns that systems take.
 
     Attributes:
-        systems: in front of the light engines, in this order; missing ones are skipped with a message.
-        kinds: names in `requests` that are measured there.
         requests: every kind by its name.
         rounds: in each, all systems take turns, with another one first.
         seconds: of each turn.
@@ -69,13 +67,24 @@ class OverheadSettings:
         warm_up_s: for each system and kind, before any measurement.
     """
 
-    systems: tuple[str, ...]
-    kinds: tuple[str, ...]
     requests: Mapping[str, RequestKind]
     rounds: Annotated[int, at_least(1)]
     seconds: Annotated[float, POSITIVE]
     idle_s: Annotated[float, POSITIVE]
     warm_up_s: Annotated[float, POSITIVE]
+
+
+@settings
+class OverheadSettings(TurnSettings):
+    """Settings of the experiment.
+
+    Attributes:
+        systems: in front of the light engines, in this order; missing ones are skipped with a message.
+        kinds: names in `requests` that are measured there.
+    """
+
+    systems: tuple[str, ...]
+    kinds: tuple[str, ...]
     quick_start: QuickStartSettings
 
 
@@ -94,12 +103,16 @@ class System:
     Attributes:
         meter: of its processes; without any, clients connect to the engines directly.
         version: reported by the system.
+        tenants: number of keys that requests use in turn.
+        sessions: number of session ids that requests have in turn; 0 for requests without one.
     """
 
     name: str
     url: str
     meter: CpuMeter
     version: str = ""
+    tenants: int = 1
+    sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

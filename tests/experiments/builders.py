@@ -77,6 +77,7 @@ EXPERIMENT = Experiment(settings=CoinSettings, play=play)
 
 TABLES = '''"""Tables."""
 
+from experiments.common.picture import Line, Panel, drawn
 from experiments.common.tables import Table, markdown, plus_minus
 
 
@@ -85,7 +86,14 @@ def shares(rows):
     return markdown(["bias", "share"], lines)
 
 
+def picture(rows_of):
+    rows = rows_of("coin")
+    line = Line("share", [row.figures["share"][0] for row in rows])
+    return drawn("Coins", "Their shares", [Panel(title="By bias", ticks=["a"] * len(rows), lines=[line])])
+
+
 TABLES = {"shares": Table(text=shares), "fair": Table(text=shares, where={"bias": 0.5})}
+PICTURES = {"docs/coins.svg": picture}
 '''
 
 

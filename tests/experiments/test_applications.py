@@ -26,5 +26,5 @@ def test_an_application_can_be_served(name: str) -> None:
 def test_the_application_whose_cost_is_measured_requires_keys() -> None:
     (found,) = application(MODELS["overhead, light engines"])["applications"]
     settings = settings_of(found["args"])
-    assert [key.tenant for key in settings.gateway.keys] == ["bench"]
+    assert [key.tenant for key in settings.gateway.keys] == ["bench-0"]
     assert [pool.name for pool in settings.models[0].pools] == ["short", "long"]

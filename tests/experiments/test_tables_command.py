@@ -54,6 +54,21 @@ def test_the_check_fails_when_a_table_and_its_rows_differ(
     assert page.read_text() == before
 
 
+def test_a_picture_is_drawn_from_its_rows_and_the_check_fails_when_they_differ(
+    page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = catalogue.root.parent
+    assert main([], root, catalogue) == 0
+    picture = root / "docs" / "coins.svg"
+    assert ">0.25</text>" in picture.read_text()
+    picture.write_text(picture.read_text().replace("0.25", "0.75"))
+    capsys.readouterr()
+    assert main(["--check"], root, catalogue) == 1
+    assert "docs/coins.svg from the rows" in capsys.readouterr().out
+    assert main([], root, catalogue) == 0
+    assert ">0.25</text>" in picture.read_text()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

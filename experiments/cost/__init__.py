@@ -1,0 +1,1 @@
+"""Experiment: CPU time of gateway and scheduler by the kind of request and by feature."""
