@@ -10,7 +10,7 @@ from experiments.common.rows import Row
 Picture = Callable[[Callable[[str], Sequence[Row]]], str]
 """Returns the SVG; its argument returns the rows of an experiment by name."""
 
-_COLUMNS, _WIDTH, _HEIGHT, _LEGEND = 2, 360, 200, 36
+_COLUMNS, _WIDTH, _HEIGHT, _LEGEND = 2, 360, 212, 36
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 330, 52, 156
 # Colours of the other pictures, on light and dark pages.
 _COLOURS = (("#1f5fbf", "#7fb0ff"), ("#0f7c74", "#5fd0c5"), ("#566172", "#a3adbb"))
@@ -77,10 +77,10 @@ def _panel(panel: Panel, names: Sequence[str]) -> str:
     step = (_RIGHT - _LEFT) / max(1, len(panel.ticks) - 1)
     places = [_LEFT + step * number for number in range(len(panel.ticks))]
     ticks = "".join(
-        f'<text x="{x:.0f}" y="{_BOTTOM + 32}" text-anchor="middle">{escape(tick)}</text>\n'
+        f'<text x="{x:.0f}" y="{_BOTTOM + 40}" text-anchor="middle">{escape(tick)}</text>\n'
         for x, tick in zip(places, panel.ticks, strict=True)
     )
-    axis = f'<path class="axis" d="M{_LEFT} {_BOTTOM + 16}H{_RIGHT}"/>\n'
+    axis = f'<path class="axis" d="M{_LEFT} {_BOTTOM + 24}H{_RIGHT}"/>\n'
     title = f'<text class="title" x="16" y="20">{escape(panel.title)}</text>\n'
     lines = "".join(
         f'<g class="c{names.index(line.name)}">\n{_line(places, panel, line)}</g>\n' for line in panel.lines
@@ -91,9 +91,12 @@ def _panel(panel: Panel, names: Sequence[str]) -> str:
 def _line(places: Sequence[float], panel: Panel, line: Line) -> str:
     heights = panel.heights(line.values)
     points = " ".join(f"{x:.0f} {y:.1f}" for x, y in zip(places, heights, strict=True))
+    # The highest line has its labels above, and others have them below, so that close lines stay legible.
+    highest = [max(values) for values in zip(*(each.values for each in panel.lines), strict=True)]
     labels = "".join(
-        f'<text x="{x:.0f}" y="{y - 7:.1f}" text-anchor="middle">{_written(value)}</text>\n'
-        for x, y, value in zip(places, heights, line.values, strict=True)
+        f'<text x="{x:.0f}" y="{y + (-7 if value == high else 16):.1f}" text-anchor="middle">'
+        f"{_written(value)}</text>\n"
+        for x, y, value, high in zip(places, heights, line.values, highest, strict=True)
     )
     return f'<path d="M{points}"/>\n{labels}'
 

@@ -115,8 +115,8 @@ def _sweep(rows: Sequence[Row]) -> str:
 def _picture(rows_of: Callable[[str], Sequence[Row]]) -> str:
     rows, ceiling = rows_of("cost"), rows_of("ceiling")
     panels = [
-        _swept_panel("By chunks of a streamed answer", where(rows, part=CHUNKS), "{:,}"),
-        _swept_panel("By bytes of the request's body", where(rows, part=BODY_BYTES), "{:,}"),
+        _swept_panel("By chunks of a streamed answer (log)", where(rows, part=CHUNKS), "{:,}"),
+        _swept_panel("By bytes of the request's body (log)", where(rows, part=BODY_BYTES), "{:,}"),
         _core_panel(ceiling),
         _counted_panel("By tenants, each with a key; small requests", rows, _TENANTS),
         _counted_panel("By programs with a session id; small requests", rows, _PROGRAMS),

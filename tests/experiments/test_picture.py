@@ -39,6 +39,18 @@ def test_a_picture_has_its_series_values_ticks_and_titles() -> None:
     assert [found.count(value) for value in ("0.25", "0.5", "12", "0.12")] == [1, 1, 1, 6]
 
 
+def test_the_label_of_a_higher_value_is_above_its_point_and_the_other_one_below() -> None:
+    close = panel(lines=(Line("a", [1.0, 3.0, 2.0]), Line("b", [2.0, 2.9, 2.1])))
+    svg = drawn("", "", [close])
+    for line, sides in ((0, (1, -1, 1)), (1, (-1, 1, -1))):
+        group = [each for each in ET.fromstring(svg).iter(f"{SVG}g") if each.get("class") == f"c{line}"][-1]
+        labels = [float(text.attrib["y"]) for text in group.iter(f"{SVG}text")]
+        points = heights(svg, line)
+        assert [(label > point) - (label < point) for label, point in zip(labels, points, strict=True)] == [
+            *sides
+        ]
+
+
 def test_a_linear_axis_begins_at_zero_and_a_logarithmic_one_at_the_least_value() -> None:
     (low, middle, high), (zero, *_) = heights(drawn("", "", [panel()]), 0), (156.0,)
     assert low > middle > high
