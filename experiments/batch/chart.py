@@ -1,13 +1,10 @@
-"""Chart of the frontier: `python -m experiments.batch.chart` writes it from the rows."""
+"""Chart of the frontier."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
-from experiments.common.catalogue import Catalogue
-from experiments.common.rows import Row, read_rows
+from experiments.common.rows import Row
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "batch-frontier.svg"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 330, 300, 58, 62, 70
 _FIRST, _LAST, _GRID = 1.0, 1.8, (1.0, 1.2, 1.4, 1.6, 1.8)
 _ROOT = 'role="img" aria-labelledby="t" font-family="system-ui, sans-serif" font-size="12"'
@@ -78,7 +75,3 @@ def _at(left: int, factor: float, share: float) -> tuple[int, int]:
 
 def _text(x: int, y: int, text: str, kind: str = "", anchor: str = "middle") -> str:
     return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{text}</text>'
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(picture(read_rows(Catalogue().results("batch"))), encoding="utf-8")

@@ -1,9 +1,10 @@
-"""Table of this experiment."""
+"""Tables and the chart of this experiment."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from experiments.batch.chart import picture
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown, plus_minus
 
@@ -132,3 +133,4 @@ TABLES |= {
         note=f"{_SETUP}; means over seeds, linear between the points of the oracle",
     ),
 }
+PICTURES = {"docs/images/batch-frontier.svg": lambda rows_of: picture(rows_of("batch"))}

@@ -1,14 +1,11 @@
-"""Map of all cells as a picture: `python -m experiments.defaults.map` writes it from the rows."""
+"""Map of all cells as a picture."""
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-from experiments.common.catalogue import Catalogue
-from experiments.common.rows import Row, read_rows
-from experiments.defaults.tables import FIGURES, LOSS, Verdict, cells_of, verdict
+from experiments.common.rows import Row
+from experiments.defaults.verdicts import FIGURES, LOSS, Verdict, cells_of, verdict
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "defaults.svg"
 _TITLES = {"goodput": "requests within the SLO", "short by long P99": "short P99 × long P99 of TTFT"}  # noqa: RUF001
 _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP = 190, 78, 132, 40, 14
 _ROOT = 'role="img" aria-labelledby="t" font-family="system-ui, sans-serif" font-size="12"'
@@ -71,7 +68,3 @@ def _colour(ratio: float) -> str:
 
 def _text(x: int, y: int, text: str, kind: str = "", anchor: str = "middle") -> str:
     return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{text}</text>'
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(picture(read_rows(Catalogue().results("defaults"))), encoding="utf-8")
