@@ -17,7 +17,7 @@ when the engine reports the actual token counts. Rules:
   an idle fleet most.
 
 A tenant that cannot be served in its turn, because its requests do not fit, is *owed* service: see
-`FairShares.deficit_requests`.
+`FairShares.owed_requests`.
 
 Sources: counters with lift and weights as in VTC (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM
@@ -166,7 +166,7 @@ class FairShares:
         self._highest = 0.0
         self._joined = 0
         # None after a change.
-        self._mean_counter: float | None = None
+        self._owed: dict[str, float] | None = None
 
     def on_backlog(self, name: str) -> None:
         """Mark a tenant as backlogged, and lift its counter."""
@@ -175,7 +175,7 @@ class FairShares:
         tenant.counter = max(tenant.counter, floor)
         tenant.backlogged = True
         bisect.insort(self._backlogged, tenant, key=_by_counter)
-        self._mean_counter = None
+        self._owed = None
 
     def on_idle(self, name: str) -> None:
         """Mark a tenant as idle: its last queued request has left."""
@@ -183,6 +183,7 @@ class FairShares:
         self._remove(tenant)
         tenant.backlogged = False
         tenant.queued = 0.0
+        self._owed = None
 
     def on_immediate_dispatch(self, name: str) -> None:
         """Lift the counter of a tenant whose request is dispatched on arrival, with no backlog."""
@@ -196,6 +197,7 @@ class FairShares:
             self._turn += 1
         tenant.served_in = self._turn
         self._mean_cost += (_MEAN_WEIGHT if self._mean_cost else 1.0) * (cost - self._mean_cost)
+        self._owed = None
         before = tenant.counter
         self._add(tenant, cost)
         if self._backlogged:
@@ -238,30 +240,37 @@ class FairShares:
     def on_queued(self, name: str, service: float) -> None:
         """Count the expected service of a request that joins the queue, or leaves it (negative)."""
         self._tenants[name].queued += service
-        self._mean_counter = None
+        self._owed = None
 
-    def deficit_requests(self, name: str) -> float:
-        """Return how many average requests a tenant is owed now.
+    def on_weight(self) -> None:
+        """Note that the weight of a tenant has changed."""
+        self._owed = None
+
+    def owed_requests(self) -> dict[str, float]:
+        """Return how many average requests tenants are owed now, for those that are owed any.
 
         A tenant behind all others is owed its distance to the next one. A tenant uses less than its share if
         it would be behind the mean of the queued work even after all of its own, and is owed the difference.
         """
-        tenant = self._tenants.get(name)
-        if tenant is None or not tenant.backlogged or len(self._backlogged) < 2 or not self._mean_cost > 0:
-            return 0.0
-        weight = self._weights.of(name)
-        owed = (self._mean_of_queued() - tenant.counter) * weight - tenant.queued
-        if tenant is self._backlogged[0]:
-            owed = max(owed, (self._backlogged[1].counter - tenant.counter) * weight)
-        return max(0.0, owed / self._mean_cost)
+        if self._owed is None:
+            self._owed = dict(self._find_owed())
+        return self._owed
 
-    def _mean_of_queued(self) -> float:
-        """Return the mean counter of the backlogged tenants, weighted by their queued work."""
-        if self._mean_counter is None:
-            queued = sum(each.queued for each in self._backlogged)
-            work = sum(each.queued * each.counter for each in self._backlogged)
-            self._mean_counter = work / queued if queued > 0 else 0.0
-        return self._mean_counter
+    def _find_owed(self) -> Iterator[tuple[str, float]]:
+        if len(self._backlogged) < 2 or not self._mean_cost > 0:
+            return
+        queued = sum([each.queued for each in self._backlogged])
+        work = sum([each.queued * each.counter for each in self._backlogged])
+        mean, (first, second) = work / queued if queued > 0 else 0.0, self._backlogged[:2]
+        for tenant in self._backlogged:
+            if tenant is not first and tenant.counter >= mean:
+                return
+            weight = self._weights.of(tenant.name)
+            owed = (mean - tenant.counter) * weight - tenant.queued
+            if tenant is first:
+                owed = max(owed, (second.counter - tenant.counter) * weight)
+            if owed > 0:
+                yield tenant.name, owed / self._mean_cost
 
     def counters(self) -> dict[str, float]:
         """Return service divided by weight, by tenant."""
@@ -296,7 +305,7 @@ class FairShares:
         tenant.counter = counter
         if tenant.backlogged:
             bisect.insort(self._backlogged, tenant, key=_by_counter)
-            self._mean_counter = None
+            self._owed = None
 
     def _remove(self, tenant: _Tenant) -> None:
         index = bisect.bisect_left(self._backlogged, _by_counter(tenant), key=_by_counter)

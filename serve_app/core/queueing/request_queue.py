@@ -8,7 +8,7 @@ the home pool, then the other pools that can hold the request, in order; few of 
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serve_app.core.accounting.waits import WaitAccounts
@@ -509,16 +509,16 @@ class RequestQueue:
         """Return the queues of a request's tenant in its class, or None if none of its requests wait."""
         return self._tenants[request.priority].get(request.tenant)
 
-    def deficits(self, priority: PriorityClass, tenants: Iterable[str]) -> dict[str, float]:
+    def deficits(self, priority: PriorityClass, tenants: Container[str]) -> dict[str, float]:
         """Return how many average requests some tenants of a class are owed, see `FairShares`."""
-        if not self.is_fair:
-            return {}
-        shares = self.shares[priority]
-        return {name: deficit for name in tenants if (deficit := shares.deficit_requests(name))}
+        owed = self.shares[priority].owed_requests() if self.is_fair else {}
+        return {name: deficit for name, deficit in owed.items() if name in tenants}
 
     def deficit_requests(self, request: Request) -> float:
         """Return how many average requests the tenant is owed; always 0 without fairness."""
-        return self.deficits(request.priority, (request.tenant,)).get(request.tenant, 0.0)
+        if not self.is_fair:
+            return 0.0
+        return self.shares[request.priority].owed_requests().get(request.tenant, 0.0)
 
     def work_ahead(self, request: Request) -> int:
         """Return the expected tokens that are served before a request that arrives now.
@@ -743,6 +743,8 @@ class RequestQueue:
         if self.weights.observe(request):
             for work in self._fair_work.values():
                 work.update(request.tenant, 0)
+            for shares in self.shares.values():
+                shares.on_weight()
 
     def _count_work(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
