@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments.common.rows import Row
+from experiments.common.picture import Line, Panel, drawn
+from experiments.common.rows import Row, where
 from experiments.common.tables import Table, markdown, plus_minus
 from experiments.targets.run import OURS, UNREFUSED
 
@@ -51,13 +52,46 @@ def _text(columns: Columns, *, with_case: bool = False) -> Callable[[Sequence[Ro
 
 
 def _reliability(rows: Sequence[Row]) -> str:
-    counts = [sum(column) for column in zip(*_flat(rows, "bin_counts"), strict=True)]
-    misses = [sum(column) for column in zip(*_flat(rows, "bin_misses"), strict=True)]
     lines = [
         [f"{10 * place} to {10 * place + 10}", f"{count:,}", f"{100 * missed / count:.0f}" if count else "-"]
-        for place, (count, missed) in enumerate(zip(counts, misses, strict=True))
+        for place, (count, missed) in enumerate(_bins(rows))
     ]
     return markdown(["predicted chance of a miss, %", "requests", "missed, %"], lines)
+
+
+def _bins(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return the requests and misses of all runs, by tenth of the predicted chance."""
+    columns = [zip(*_flat(rows, figure), strict=True) for figure in ("bin_counts", "bin_misses")]
+    return [(sum(counts), sum(misses)) for counts, misses in zip(*columns, strict=True)]
+
+
+def _picture(rows_of: Callable[[str], Sequence[Row]]) -> str:
+    return drawn(
+        "Predicted and actual misses of latency targets",
+        "Percent of requests that missed, by the predicted chance, with nothing refused and with refusals",
+        [
+            _panel(title, where(rows_of("targets"), variant=variant))
+            for title, variant in (("Nothing refused", UNREFUSED), ("Refused above 0.5", OURS))
+        ],
+    )
+
+
+def _panel(title: str, rows: Sequence[Row]) -> Panel:
+    known = [
+        (place, 100 * missed / count) for place, (count, missed) in enumerate(_bins(rows)) if count >= _ENOUGH
+    ]
+    return Panel(
+        title=f"{title}: missed, %",
+        ticks=[f"{10 * place}-{10 * place + 10}" for place, _ in known],
+        lines=[
+            Line("predicted (middle)", [10.0 * place + 5 for place, _ in known]),
+            Line("missed", [missed for _, missed in known]),
+        ],
+    )
+
+
+# Requests of a tenth whose share is shown.
+_ENOUGH = 15
 
 
 def _flat(rows: Sequence[Row], figure: str) -> list[list[int]]:
@@ -83,3 +117,4 @@ TABLES = {
     "reliability-refused": Table(text=_reliability, where={"variant": OURS}, note="All workloads and rates."),
     "claims": Table(text=_text(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
 }
+PICTURES = {"docs/images/targets.svg": _picture}
