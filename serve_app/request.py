@@ -305,6 +305,7 @@ class Usage:
     """Token counts as the engine reports them in its answer, and how the answer ended.
 
     Attributes:
+        reasoning_tokens: those of the output that are no part of the answer's text.
         ending: None if the answer does not state it.
     """
 
@@ -312,6 +313,7 @@ class Usage:
     output_tokens: int
     cached_tokens: int = 0
     ending: TurnEnd | None = None
+    reasoning_tokens: int = 0
 
 
 class EngineTimes(NamedTuple):

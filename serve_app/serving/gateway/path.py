@@ -436,7 +436,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         outcome = outcome_of(response.status)
         usage = None
         if outcome is Outcome.COMPLETED:
-            usage, self.engine_times = counts_of(body)
+            usage, self.engine_times, self.response_id = counts_of(body)
             if self._stored is not None:
                 self._stored.on_answer(body)
         if not self._continues_in_background:
@@ -486,7 +486,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
 
     def conclude_stream(self, scanner: StreamScanner) -> None:
         """Conclude a request whose stream is complete."""
-        self.engine_times = scanner.times
+        self.engine_times, self.response_id = scanner.times, scanner.response_id
         usage = scanner.usage if self.assembly is None else self.assembly.counted(scanner.usage)
         self._conclude(stream_outcome(scanner), usage, scanner.error or "")
 

@@ -20,6 +20,7 @@ Token counts and times are read from these fields only:
 | embeddings, scores   | `prompt_tokens` |                     |                                       |
 | Cohere's embeddings  | `input_tokens`  |                     |                                       |
 
+Reasoning tokens are in `completion_tokens_details` or `output_tokens_details`.
 Messages count tokens read from and written to a cache separately from `input_tokens`.
 Cohere's have no `usage`; their count is among the billed units in `meta`.
 Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
@@ -27,6 +28,7 @@ Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
 
 import re
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,12 +40,14 @@ from serve_app.serving.gateway.answer.engine_answer import is_dead
 from serve_app.serving.gateway.upstream import UpstreamError
 
 NO_TIMES = msgspec.Raw()
+_LONGEST_ID = 200
 # Larger values are not plausible times of a request.
 _LONGEST_MS = 1e9
 
 
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class RawUsage(msgspec.Struct, gc=False):
@@ -52,9 +56,11 @@ class RawUsage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
@@ -81,6 +87,8 @@ class RawUsage(msgspec.Struct, gc=False):
             )
         details = self.prompt_tokens_details or self.input_tokens_details
         cached = details.cached_tokens if details is not None else None
+        of_output = self.completion_tokens_details or self.output_tokens_details
+        reasoning = of_output.reasoning_tokens if of_output is not None else None
         beside = self.cache_read_input_tokens or 0
         prompt += beside + (self.cache_creation_input_tokens or 0)
         return Usage(
@@ -88,6 +96,7 @@ class RawUsage(msgspec.Struct, gc=False):
             output_tokens=output or 0,
             cached_tokens=cached or beside,
             ending=ending,
+            reasoning_tokens=reasoning or 0,
         )
 
 
@@ -119,6 +128,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
+    id: Any = None
     usage: RawUsage | None = None
     meta: _Meta | None = None
     metrics: msgspec.Raw = NO_TIMES
@@ -127,20 +137,32 @@ class _Envelope(msgspec.Struct):
 _usage_decoder = msgspec.json.Decoder(_Envelope)
 
 
-def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
-    """Return usage and times of a whole answer; each is None if absent, or if the answer is not JSON."""
+class Counts(NamedTuple):
+    """The figures of a whole answer; each is None or empty if it is absent, or if the answer is not JSON."""
+
+    usage: Usage | None = None
+    times: EngineTimes | None = None
+    response_id: str = ""
+
+
+def counts_of(body: bytes) -> Counts:
+    """Return the figures of a whole answer."""
     try:
         found = _usage_decoder.decode(body)
     except (ValueError, RecursionError):
-        return None, None
+        return Counts()
     raw = found.usage if found.meta is None else found.meta.billed_units
     usage = raw.counted(ending_of(body) if raw.output else None) if raw is not None else None
-    return usage, engine_times_of(found.metrics)
+    return Counts(usage, engine_times_of(found.metrics), _id(found.id))
+
+
+def _id(stated: object) -> str:
+    return stated if isinstance(stated, str) and len(stated) <= _LONGEST_ID else ""
 
 
 def usage_of(body: bytes) -> Usage | None:
     """Return the usage of a whole answer; None if it has none."""
-    return counts_of(body)[0]
+    return counts_of(body).usage
 
 
 _EVENT_END = re.compile(rb"\n\r?\n")
@@ -153,6 +175,7 @@ _MAX_HELD_BYTES = 1024 * 1024
 
 
 class _Response(msgspec.Struct):
+    id: Any = None
     usage: RawUsage | None = None
     metrics: msgspec.Raw = NO_TIMES
 
@@ -170,6 +193,7 @@ class _EngineError(msgspec.Struct):
 
 
 class _StreamEvent(msgspec.Struct):
+    id: Any = None
     type: str | None = None
     choices: list[msgspec.Raw] | None = None
     usage: RawUsage | None = None
@@ -186,6 +210,12 @@ class _StreamEvent(msgspec.Struct):
             return self.usage
         whole = self.response or self.message
         return whole.usage if isinstance(whole, _Response) else None
+
+    @property
+    def response_id(self) -> str:
+        """The answer's id; empty if this event has none."""
+        whole = self.response or self.message
+        return _id(self.id) or (_id(whole.id) if isinstance(whole, _Response) else "")
 
     @property
     def times(self) -> EngineTimes | None:
@@ -208,15 +238,26 @@ class StreamScanner:
     Attributes:
         usage: last usage from the engine; None before the first.
         times: stage times that came with it; None if the engine reports none.
+        response_id: the answer's id, from an event with usage; empty before one.
         error: error message from inside the stream; None without an error.
         is_engine_error: the error is the engine's fault, not the request's.
     """
 
-    __slots__ = ("_before", "_held", "_hide_usage", "error", "is_engine_error", "times", "usage")
+    __slots__ = (
+        "_before",
+        "_held",
+        "_hide_usage",
+        "error",
+        "is_engine_error",
+        "response_id",
+        "times",
+        "usage",
+    )
 
     def __init__(self, *, hide_usage: bool) -> None:
         self.usage: Usage | None = None
         self.times: EngineTimes | None = None
+        self.response_id = ""
         self.error: str | None = None
         self.is_engine_error = False
         self._hide_usage = hide_usage
@@ -281,7 +322,7 @@ class StreamScanner:
         ending = ending_of(data) if parsed.choices is None else ending_in(before + event)
         stated = self.usage.ending if self.usage is not None else None
         self.usage = raw.counted(combined((stated, ending)), self.usage) or self.usage
-        self.times = parsed.times
+        self.times, self.response_id = parsed.times, parsed.response_id or self.response_id
         return self._hide_usage and parsed.choices == []
 
     def _note_error(self, event: _StreamEvent) -> None:

@@ -83,6 +83,7 @@ class IncomingRequest:
         first_token_at: first bytes of a streamed answer; None for other answers.
         ended_at: end in the engine or in the queue; None before it.
         engine_times: stage times reported by the engine; None if it reports none.
+        response_id: the id of the engine's answer; empty if it has none.
     """
 
     trace: RequestTrace = UNTRACED
@@ -105,6 +106,7 @@ class IncomingRequest:
     first_token_at: float | None = None
     ended_at: float | None = None
     engine_times: EngineTimes | None = None
+    response_id = ""
 
     def __init__(self, exchange: ClientExchange, own_id: str, arrived_at: float) -> None:
         self.exchange = exchange

@@ -2,7 +2,7 @@
 
 OpenTelemetry's Python package marks the conventions for generative AI as deprecated since they moved, so they
 are defined here; a test compares them as long as the package has them. Of the values that clients or engines
-choose, only names of models, tenants, requests and conversations are recorded.
+choose, only names of models, tenants, requests, answers and conversations are recorded.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,13 @@ REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_STREAM = "gen_ai.request.stream"
 RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+RESPONSE_ID = "gen_ai.response.id"
 RESPONSE_MODEL = "gen_ai.response.model"
 RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_REASONING_OUTPUT_TOKENS = "gen_ai.usage.reasoning.output_tokens"
 
 # HTTP and errors.
 ERROR_TYPE = "error.type"

@@ -189,10 +189,14 @@ class SampledTrace(RequestTrace):
             attributes[names.USAGE_OUTPUT_TOKENS] = record.output_tokens
         if (usage := record.usage) is not None:
             attributes[names.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
+            if usage.reasoning_tokens:
+                attributes[names.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
             if usage.ending in _FINISH_REASONS:
                 attributes[names.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
         if record.dispatched_at is not None:
             attributes[names.RESPONSE_MODEL] = record.incoming.submission.spec.served_name
+            if record.incoming.response_id:
+                attributes[names.RESPONSE_ID] = record.incoming.response_id
         if not record.completed:
             attributes[names.ERROR_TYPE] = record.outcome.value
         root.set_attributes(attributes)

@@ -146,5 +146,5 @@ def test_the_finish_reasons_of_a_stream_are_read_however_it_is_split(
     ],
 )
 def test_the_end_of_a_whole_answer(document: dict[str, Any], end: TurnEnd | None) -> None:
-    usage, _ = counts_of(json.dumps({**document, "usage": usage_json(7, 2)}).encode())
+    usage = counts_of(json.dumps({**document, "usage": usage_json(7, 2)}).encode()).usage
     assert usage == Usage(prompt_tokens=7, output_tokens=2, ending=end)

@@ -11,7 +11,7 @@ from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, make_tracer
 from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, Engine, chat, error_json, reply_json
+from ..builders import MODEL, Engine, chat, error_json, replies, reply_json, streams, usage_json
 from ..fleet import fleet_of
 from .collector import CLIENT, ERROR, SERVER, Collector
 
@@ -58,6 +58,7 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
         "gen_ai.request.choice.count": 2,
         "gen_ai.conversation.id": "talk",
         "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.response.id": "x",
         "gen_ai.response.model": MODEL,
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.input_tokens": 7,
@@ -85,6 +86,22 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
     assert forward.attributes["server.address"] == "127.0.0.1"
     assert received_parent(engine) == (TRACE, forward.id, "01")
     assert engine.heads[0][b"tracestate"] == b"a=1,b=2"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_span_has_the_answers_id_and_its_reasoning_tokens(collector: Collector, stream: bool) -> None:
+    usage = {**usage_json(7, 5), "completion_tokens_details": {"reasoning_tokens": 3}}
+    choice = {"index": 0, "finish_reason": "stop", "delta" if stream else "message": {"content": "four"}}
+    document = {"id": "chatcmpl-42", "model": MODEL, "choices": [choice], "usage": usage}
+    engine = Engine()
+    engine.answers.append(streams(document) if stream else replies(200, document))
+    async with fleet_of([engine], tracing=True) as fleet:
+        answer = await fleet.http.post(CHAT, json=chat(stream=stream))
+        assert answer.status_code == 200
+        await spans_of(collector, 4)
+    attributes = collector.only(ROOT).attributes
+    assert attributes["gen_ai.response.id"] == "chatcmpl-42"
+    assert attributes["gen_ai.usage.reasoning.output_tokens"] == 3
 
 
 async def test_nothing_that_anybody_wrote_is_in_a_span(collector: Collector) -> None:
