@@ -15,6 +15,7 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
+from experiments.targets.pace import NOT_STATED, STATED, PaceRun, PaceSettings
 from serve_app.cli.command import progress_bar
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
@@ -64,10 +65,12 @@ class TargetsExperiment:
         shadow_share: share of the refusals that are admitted nevertheless, to see whether they were right.
         variants: those to play.
         claims: the case in which one tenant claims too much.
+        pace: the case of targets for the time per output token.
     """
 
     cases: Mapping[str, Case]
     claims: Case
+    pace: PaceSettings = field(default_factory=PaceSettings)
     requests: int = 3_000
     seeds: int = 5
     first_seed: int = 3_000
@@ -377,6 +380,19 @@ def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measuremen
                     settings=as_json(case),
                 )
             advance()
+    for chunk in experiment.pace.chunks:
+        for variant in (NOT_STATED, STATED):
+            key = {"case": "pace", "chunk": chunk, "variant": variant}
+            if not context.has(key):
+                paced = [PaceRun(experiment.pace, chunk, variant, seed) for seed in seeds]
+                found = list(parallel(PaceRun.play, paced, context.jobs))
+                yield Measurement(
+                    key=key,
+                    figures={figure: [each[figure] for each in found] for figure in found[0]},
+                    seeds=seeds,
+                    traces=generated("pace"),
+                    settings=as_json(experiment.pace),
+                )
 
 
 EXPERIMENT = Experiment(settings=TargetsExperiment, play=play)

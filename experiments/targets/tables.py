@@ -98,6 +98,26 @@ def _flat(rows: Sequence[Row], figure: str) -> list[list[int]]:
     return [seed for row in rows for seed in row.figures[figure]]
 
 
+def _pace(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            f"{row.key['chunk']:,}",
+            str(row.key["variant"]),
+            plus_minus(row.figures["met"], 1, scale=100.0),
+            plus_minus(row.figures["tpot_p99_s"], 0, scale=1_000.0),
+            plus_minus(row.figures["others_tpot_s"], 1, scale=1_000.0),
+            plus_minus(row.figures["long_ttft_s"], 1),
+        ]
+        for row in rows
+    ]
+    head = ["chunk, tokens", "variant", "met, %", "P99, ms", "others' mean, ms", "TTFT of long prompts, s"]
+    return markdown(head, lines, text_columns=2)
+
+
+_PACE_NOTE = (
+    "Times per output token of short requests, of which 30 % have a target of 30 ms, beside prompts of "
+    "64,000 tokens. Four replicas of an 8B model on one H100 each."
+)
 _NOTE = (
     "Half of the requests have a target of 0.5 to 4 s and twice their own prefill; a refused one retries "
     "once at its `Retry-After`. Others are the requests without a target."
@@ -115,6 +135,7 @@ TABLES = {
     "all-tenants": Table(text=_text(_WIDE), where={"case": "tenants"}, note=_NOTE),
     "reliability": Table(text=_reliability, where={"variant": UNREFUSED}, note=_CHANCE_NOTE),
     "reliability-refused": Table(text=_reliability, where={"variant": OURS}, note="All workloads and rates."),
+    "pace": Table(text=_pace, where={"case": "pace"}, note=_PACE_NOTE),
     "claims": Table(text=_text(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
 }
 PICTURES = {"docs/images/targets.svg": _picture}

@@ -80,7 +80,7 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
     pass_to(metrics, sent)
     assert "error_seconds_count{" not in metrics.exposition([]), "nothing had been predicted"
     entry.dispatched_at = 5.0
-    entry.prediction = PredictedWait(kind=(1, 6, False), at=1.0, uncorrected_s=2.0, wait_s=3.2)
+    entry.prediction = PredictedWait(kind=(1, 6, False, False), at=1.0, uncorrected_s=2.0, wait_s=3.2)
     pass_to(metrics, sent)
     text = metrics.exposition([])
     for line in (
