@@ -95,7 +95,7 @@ _ENOUGH = 15
 
 
 def _flat(rows: Sequence[Row], figure: str) -> list[list[int]]:
-    return [seed for row in rows for seed in row.figures[figure]]
+    return [seed for row in rows for seed in row.figures.get(figure, ())]
 
 
 def _pace(rows: Sequence[Row]) -> str:
