@@ -124,7 +124,7 @@ class Scheduler:
         self.in_flight = InFlight(
             self.ledger, self._prefills, self.suspensions, priorities, self.headroom, self._backfill
         )
-        self.affinity = PrefixAffinity(settings.affinity, self.estimator.bytes_per_token, self.ledger.speeds)
+        self.affinity = PrefixAffinity(settings.affinity, self.estimator.bytes_per_token)
         costs = self.prefill_costs
         self.targets = LatencyTargets(settings.latency_targets, self.ledger, costs, self._backfill)
         placement = Placement(self.ledger, self.isolation, self.affinity, self.targets)

@@ -70,8 +70,10 @@ class Placement:
         """Return the replica for a request without regard to latency targets, as `choose` does."""
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
-        if by_load is not None and self._ledger.speeds.are_unlike(query.pool):
-            by_load = self._by_completion(head, by_load, query, now)
+        if self._ledger.speeds.are_unlike(query.pool):
+            placed = self._by_speed(head, query, now)
+            if placed is not None:
+                return placed
         estimate = head.estimate
         if by_load is not None and not head.request.submission.prefix:
             # No replica can have a part of the prompt cached.
@@ -81,14 +83,11 @@ class Placement:
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             return self._admissible(head, replica_id, prefill_tokens, query, now)
 
-        prompt = PrefixQuery(
-            head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens, now
-        )
+        prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens)
         found = self._affinity.choose(by_load, prompt, admissible)
         if found is None:
             return None
-        prefill_class = self._prefill_class(head, found.prefill_tokens)
-        return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens, query.quarantined)
+        return found.replica, self._hold(head, found.prefill_tokens, query)
 
     def _by_target(
         self, head: ScheduledRequest, usual: tuple[ReplicaState, Hold], query: CapacityQuery, now: float
@@ -106,24 +105,36 @@ class Placement:
                 continue
             first_s = targets.first_token_s(replica, left)
             if first_s < least_s and targets.are_met(head, replica, left, now):
-                prefill_class = self._prefill_class(head, left)
-                best = replica, Hold(query.tokens, prefill_class, left, query.quarantined)
-                least_s = first_s
+                best, least_s = (replica, self._hold(head, left, query)), first_s
         return best
 
-    def _by_completion(
-        self, head: ScheduledRequest, by_load: ReplicaState, query: CapacityQuery, now: float
-    ) -> ReplicaState:
-        """Return the replica that fits the whole prefill and is expected to complete the request first."""
-        estimate, fits = head.estimate, self._ledger.open.fits
-        prompt_tokens, output_tokens = estimate.expected_prompt_tokens, estimate.expected_output_tokens
+    def _by_speed(
+        self, head: ScheduledRequest, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the best of unlike replicas that may accept the request; see `routing.speeds`."""
+        speeds, estimate, fits = self._ledger.speeds, head.estimate, self._ledger.open.fits
+        left: dict[ReplicaState, int] = {}
+        for replica in self._ledger.of_pool(query.pool):
+            replica_id, tokens = replica.spec.replica_id, estimate.expected_prompt_tokens
+            if head.cached_tokens:
+                tokens -= self._affinity.cached_on(replica_id, head.request, tokens)
+            if fits(replica, query, now) or self._admissible(head, replica_id, tokens, query, now):
+                left[replica] = tokens
 
-        def rank(replica: ReplicaState) -> tuple[float, int]:
-            completion = self._ledger.speeds.completion(replica, prompt_tokens, output_tokens, now)
-            return completion, replica.order
+        def completion(at: ReplicaState) -> tuple[float, int]:
+            return speeds.completion(at, left[at], estimate.expected_output_tokens, now), at.order
 
-        fitting = (each for each in self._ledger.of_pool(query.pool) if fits(each, query, now))
-        return min(fitting, key=rank, default=by_load)
+        best = min(left, key=completion, default=None)
+        if best is None:
+            return None
+        if head.cached_tokens and best.in_flight:
+            best = min(left, key=lambda at: (speeds.cost(at, left[at], now), at.order))
+        return best, self._hold(head, left[best], query)
+
+    def _hold(self, head: ScheduledRequest, prefill_tokens: int, query: CapacityQuery) -> Hold:
+        return Hold(
+            query.tokens, self._prefill_class(head, prefill_tokens), prefill_tokens, query.quarantined
+        )
 
     def _at_home(
         self, head: ScheduledRequest, query: CapacityQuery, now: float
@@ -134,8 +145,7 @@ class Placement:
         replica = self._admissible(head, head.home, prefill_tokens, query, now)
         if replica is None:
             return None
-        prefill_class = self._prefill_class(head, prefill_tokens)
-        return replica, Hold(query.tokens, prefill_class, prefill_tokens, query.quarantined)
+        return replica, self._hold(head, prefill_tokens, query)
 
     def _admissible(
         self, head: ScheduledRequest, replica_id: str, prefill_tokens: int, query: CapacityQuery, now: float

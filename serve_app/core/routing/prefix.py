@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.routing.speeds import Speeds
+from serve_app.core.routing.speeds import cost
 from serve_app.core.settings_base import settings
 from serve_app.request import PromptShape, Request
 
@@ -330,12 +330,10 @@ class AffinitySettings:
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A prompt to be placed now, with its expected prompt tokens and the output tokens of all choices."""
+    """A prompt to be placed, with its expected prompt tokens."""
 
     request: Request
     prompt_tokens: int
-    output_tokens: int
-    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,10 +365,8 @@ class PrefixAffinity:
         self,
         settings: AffinitySettings,
         bytes_per_token: Callable[[PromptShape], float],
-        speeds: Speeds,
     ) -> None:
         self._settings = settings
-        self._speeds = speeds
         self._bytes_per_token = bytes_per_token
         self.index = PrefixIndex(_MAX_BLOCKS)
 
@@ -425,7 +421,7 @@ class PrefixAffinity:
         name = "" if by_load is None else by_load.spec.replica_id
         held, more = self.index.better_than(name, request.submission.prefix, _MAX_CANDIDATES)
         best = None if by_load is None else PrefixPlacement(by_load, self._left(request, prompt_tokens, held))
-        least = math.inf if best is None else self._cost(best, query)
+        least = math.inf if best is None else cost(best.replica, best.prefill_tokens)
         for match in more:
             left = self._left(request, prompt_tokens, match.blocks)
             replica = admissible(match.replica_id, left)
@@ -434,16 +430,9 @@ class PrefixAffinity:
             placement = PrefixPlacement(replica, left)
             if by_load is None:
                 return placement
-            if (cost := self._cost(placement, query)) < least:
-                best, least = placement, cost
+            if (figure := cost(replica, left)) < least:
+                best, least = placement, figure
         return best
-
-    def _cost(self, at: PrefixPlacement, query: PrefixQuery) -> float:
-        """Return a figure that orders replicas for a request."""
-        replica = at.replica
-        if self._speeds.are_unlike(replica.spec.pool):
-            return self._speeds.completion(replica, at.prefill_tokens, query.output_tokens, query.now)
-        return (at.prefill_tokens + replica.pending_prefill_tokens) * (replica.in_flight + 1)
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:

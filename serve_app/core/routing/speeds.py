@@ -5,21 +5,31 @@ completed answer shows the speed of its replica:
 
     slowness = seconds from dispatch to end / work
     work = prefill tokens + output tokens * step(requests in flight)
-    step(n) = _STEP_TOKENS + STEP_COST_TOKENS * n                 a decode step, in prefill tokens
+    step(n) = _STEP_TOKENS + _STEP_COST_TOKENS * n                 a decode step, in prefill tokens
 
 The median of recent answers counts. While the slowest known replica of a pool needs less than `_UNLIKE_RATIO`
 times as long as the fastest, the replicas are alike, and the load alone decides: the figures of like replicas
-differ by chance. Otherwise a request goes to the open replica with the earliest expected completion:
+differ by chance. Otherwise the open replica with the lowest of one of two figures is chosen. Own prefill
+tokens are those that it does not have cached:
 
-    completion = slowness * (pending prefill tokens + its own + output tokens * step(requests in flight + 1))
+1. The expected completion, if that replica is idle, or if no replica has a part of the prompt cached:
+
+       slowness * (own prefill tokens + output tokens * step(requests in flight + 1)
+                   + pending prefill tokens * (1 + requests in flight / _CROWD))
+
+   The earliest completion of each request alone is not the best for all, because fast replicas fill up. So
+   pending prefills count more on a replica with many requests, all of which they delay.
+
+2. The cost of like replicas, times the slowness, for other prompts:
+
+       slowness * (own prefill tokens + pending ones) * (requests in flight + 1)
+
+   Output tokens are no part of it. They take most of the time, so they would move all sessions from the
+   caches of slow replicas to those of fast ones, which cannot hold them.
 
 A replica with few answers counts as fast as the fastest one, so that its speed is found out. One that was
 left idle for `_RETRY_S`, times its slowness relative to the fastest, gets one request, because it may have
 become faster.
-
-Prefills of other requests are no part of the work, although they delay it. A replica with more of them thus
-seems slower, which balances the load a little more evenly than the speeds alone. That is faster near
-saturation, where the earliest completion for each request is not the best for all.
 """
 
 from collections import deque
@@ -33,15 +43,23 @@ if TYPE_CHECKING:
 # A decode step of a small batch, in prefill tokens: 270 by the profile of a 70B model on four H100, 120 for
 # an 8B model on an RTX 4090.
 _STEP_TOKENS = 200.0
-STEP_COST_TOKENS = 2.0
-"""Cost that one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of
-a 70B model on four H100, 0.8 for an 8B model on an RTX 4090."""
+# Cost that one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of
+# a 70B model on four H100, 0.8 for an 8B model on an RTX 4090.
+_STEP_COST_TOKENS = 2.0
 _UNLIKE_RATIO = 1.5
+# Requests in flight that double the weight of pending prefills. A lower number spreads more: at half load, an
+# answer then ends later, and near saturation its first token comes earlier.
+_CROWD = 8.0
 # Answers that count, and that make a speed known.
 _MAX_ANSWERS, _MIN_ANSWERS = 16, 3
 _RETRY_S = 120.0
 # Interval of comparisons.
 _COMPARE_S = 1.0
+
+
+def cost(replica: "ReplicaState", prefill_tokens: int) -> int:
+    """Return a figure that orders like replicas for a request, which has to compute so many tokens there."""
+    return (prefill_tokens + replica.pending_prefill_tokens) * (replica.in_flight + 1)
 
 
 class ReplicaSpeed:
@@ -89,14 +107,19 @@ class Speeds:
 
     def work(self, prefill_tokens: int, output_tokens: int, in_flight: int) -> float:
         """Return the work of a request in prefill tokens, beside others in the batch."""
-        return prefill_tokens + output_tokens * (_STEP_TOKENS + STEP_COST_TOKENS * in_flight)
+        return prefill_tokens + output_tokens * (_STEP_TOKENS + _STEP_COST_TOKENS * in_flight)
 
     def completion(
         self, replica: "ReplicaState", prefill_tokens: int, output_tokens: int, now: float
     ) -> float:
         """Return a figure that orders replicas by the expected completion of one more request."""
-        prefill_tokens += replica.pending_prefill_tokens
-        return self._ratio(replica, now) * self.work(prefill_tokens, output_tokens, replica.in_flight + 1)
+        pending = replica.pending_prefill_tokens * (1 + replica.in_flight / _CROWD)
+        own = self.work(prefill_tokens, output_tokens, replica.in_flight + 1)
+        return self._ratio(replica, now) * (own + pending)
+
+    def cost(self, replica: "ReplicaState", prefill_tokens: int, now: float) -> float:
+        """Return the cost of like replicas, times the slowness."""
+        return self._ratio(replica, now) * cost(replica, prefill_tokens)
 
     def _ratio(self, replica: "ReplicaState", now: float) -> float:
         speed = replica.speed

@@ -48,6 +48,36 @@ def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None
         assert sessions.replica_of("second", (*SESSION, 77)) == expected
 
 
+def on_unlike_replicas() -> Sessions:
+    """Return a driver whose replica s1 takes twice as long, and has the session cached."""
+    sessions = Sessions()
+    assert sessions.replica_of("first") == "s1"
+    sessions.done("first")
+    ledger = sessions.scheduler.ledger
+    for replica_id, took_s in (("s1", 2.0), ("s2", 1.0)):
+        for _ in range(16):
+            ledger[replica_id].speed.record(took_s, 1_000.0, 1.0)
+    ledger.speeds.compare("short", ledger.of_pool("short"), 10.0)
+    return sessions
+
+
+def test_a_single_request_goes_to_the_fast_replica_although_the_slow_one_has_its_prompt_cached() -> None:
+    sessions = on_unlike_replicas()
+    sessions.arrive("second", prompt_tokens=3_300, prefix=SESSION, max_output_tokens=400)
+    # What it has to compute there is the whole prompt.
+    second = sessions.find("second")
+    assert (second.replica_id, second.hold.prefill_tokens) == ("s2", 3_300)
+
+
+def test_a_session_stays_in_the_cache_of_a_slow_replica_while_the_fast_one_is_busy() -> None:
+    sessions = on_unlike_replicas()
+    assert sessions.replica_of("another", (90, 91)) == "s2"
+    sessions.started("another")
+    sessions.arrive("second", prompt_tokens=3_300, prefix=SESSION, max_output_tokens=400)
+    second = sessions.find("second")
+    assert (second.replica_id, second.hold.prefill_tokens) == ("s1", 100)
+
+
 def test_only_uncached_tokens_are_reserved_and_charged() -> None:
     sessions = Sessions(policy="ewsjf")
     sessions.ask("first")

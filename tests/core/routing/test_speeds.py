@@ -59,6 +59,22 @@ def test_the_completion_weighs_speed_against_load() -> None:
     assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
 
 
+def test_pending_prefills_count_more_on_a_replica_with_many_requests() -> None:
+    speeds, (one, other) = pool_of(1.0, 2.0)
+    one.pending_prefill_tokens = other.pending_prefill_tokens = 10_000
+    alone = speeds.completion(one, 100, 50, 1.0)
+    one.in_flight = 8
+    # Twice the pending tokens, and a decode step that is longer by the eight.
+    assert speeds.completion(one, 100, 50, 1.0) - alone == 10_000 + 50 * 8 * 2
+
+
+def test_the_cost_is_that_of_like_replicas_times_the_slowness() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    for each in (fast, slow):
+        each.pending_prefill_tokens, each.in_flight = 400, 3
+    assert (speeds.cost(fast, 100, 1.0), speeds.cost(slow, 100, 1.0)) == (2_000, 4_000)
+
+
 def test_an_idle_slow_replica_is_tried_again_after_a_while() -> None:
     speeds, (fast, slow) = pool_of(1.0, 2.0)
     args = (100, 50)

@@ -5,18 +5,15 @@ from hypothesis import strategies as st
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefix import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.core.routing.replica_state import Hold, ReplicaState
-from serve_app.core.routing.speeds import Speeds
 from serve_app.request import PromptShape
 from tests.builders import report, request, spec
 
 SESSION = tuple(range(1, 9))  # eight blocks, 1,024 tokens
 
 
-def prompt(
-    prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100, output_tokens: int = 100
-) -> PrefixQuery:
+def prompt(prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100) -> PrefixQuery:
     made = request(prompt_tokens=prompt_tokens, prefix=prefix)
-    return PrefixQuery(made, prompt_tokens, output_tokens, 0.0)
+    return PrefixQuery(made, prompt_tokens)
 
 
 class NoBackpressure:
@@ -36,7 +33,7 @@ class Fleet:
     """Replicas with prefix affinity beside their ledger."""
 
     def __init__(self, *replica_ids: str) -> None:
-        self.affinity = PrefixAffinity(AffinitySettings(), lambda _category: 4.0, Speeds())
+        self.affinity = PrefixAffinity(AffinitySettings(), lambda _category: 4.0)
         self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10)
         for replica_id in replica_ids:
             joined = spec(replica_id)
@@ -141,7 +138,7 @@ def test_cached_blocks_are_counted_where_most_of_them_are() -> None:
 
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
 def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: float, cached: int) -> None:
-    affinity = PrefixAffinity(AffinitySettings(), lambda _category: bytes_per_token, Speeds())
+    affinity = PrefixAffinity(AffinitySettings(), lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = request(
         prompt_tokens=4_000, prefix=prompt().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
