@@ -1,0 +1,1 @@
+"""Replicas of one pool that differ in speed."""

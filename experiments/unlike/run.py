@@ -1,0 +1,209 @@
+"""What does it cost to learn the speeds of unlike replicas, instead of knowing them?
+
+Every second replica of a pool takes twice as long for each iteration. The scheduler learns the speeds, knows
+them from the start, or takes all replicas for alike; the rule of choice is the same. Two load balancers
+without a gateway are beside it: the fewest requests, and LMetric times the known slowness, which also knows
+all caches at once. All get the same requests at the same times.
+
+Load 1.0 is the rate at which the same replicas finish requests of the workload under FCFS, placed by load
+alone.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.load_balancers import LMetric
+from experiments.common.provenance import generated
+from experiments.common.rows import Key
+from experiments.prefix.sessions import SESSIONS
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.speeds import ReplicaSpeed
+from serve_app.core.settings_base import settings
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, requests_of
+from serve_app.lab.workloads.trace import Trace
+
+# The first fifth of requests, while caches fill and speeds are unknown, is not in the figures.
+_WARM_UP_RATIO = 0.2
+
+
+@settings
+class Workload:
+    """One workload.
+
+    Attributes:
+        saturated_per_s: requests per second at load 1.0.
+        requests: in each run.
+    """
+
+    saturated_per_s: float
+    requests: int
+
+
+@settings
+class UnlikeSettings:
+    """Settings of the experiment.
+
+    Attributes:
+        slowness: time of the slow replicas, relative to the others.
+        workloads: `paper-mix`, or names of `SESSIONS`.
+        metrics: whether engines report their load. Load balancers know it without, and are played once.
+    """
+
+    profile: str
+    replicas: int
+    slowness: float
+    policy: str
+    workloads: Mapping[str, Workload]
+    loads: tuple[float, ...]
+    metrics: tuple[bool, ...]
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One variant at one load with one seed."""
+
+    settings: UnlikeSettings
+    workload: str
+    load: float
+    metrics: bool
+    variant: str
+    seed: int
+
+    def trace(self) -> Trace:
+        """Return the requests."""
+        one = self.settings.workloads[self.workload]
+        rate_per_s = self.load * one.saturated_per_s
+        if self.workload in SESSIONS:
+            return SESSIONS[self.workload].trace(one.requests, rate_per_s, self.seed)
+        return at_rate(
+            choose_trace(TraceChoice(name=self.workload, requests=one.requests), self.seed), rate_per_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of one run; `slow_ratio` is the share of requests on slow replicas."""
+
+    ttft_mean_s: float
+    ttft_p99_s: float
+    e2e_mean_s: float
+    slow_ratio: float
+
+
+class _Known(ReplicaSpeed):
+    """A speed that is known, and not learned."""
+
+    __slots__ = ("_slowness",)
+
+    def __init__(self, slowness: float) -> None:
+        super().__init__()
+        self._slowness = slowness
+
+    @property
+    def slowness(self) -> float:
+        """The known slowness."""
+        return self._slowness
+
+
+class _Weighted(LMetric):
+    """LMetric times the slowness of each engine, by the time that it takes for one prompt token."""
+
+    def choose(self, able: Sequence[SimulatedReplica], simulated: SimulatedRequest) -> SimulatedReplica:
+        """Return the engine with the least weighted cost."""
+
+        def weighted(replica: SimulatedReplica) -> float:
+            return self.cost(self._state(replica, simulated))[0] * (replica.spec.prefill_token_s or 1.0)
+
+        return min(self.in_turn(able), key=weighted)
+
+
+_BALANCERS: Mapping[str, Callable[[Sequence[ReplicaPlan]], DirectSimulation]] = {
+    "least requests, no gateway": DirectSimulation,
+    "LMetric by known speeds, at once": _Weighted,
+}
+LEARNED, KNOWN, ALIKE = "learned speeds", "known speeds", "no speeds"
+
+
+def play(settings: UnlikeSettings, context: Context) -> Iterator[Measurement]:
+    """Measure every variant at every load."""
+    known = (LEARNED, KNOWN, ALIKE, *_BALANCERS)
+    if unknown := set(settings.variants) - set(known):
+        raise SettingsError(f"no variant {', '.join(sorted(unknown))}: there are {', '.join(known)}")
+    cells = [
+        (workload, metrics, load, variant)
+        for workload, metrics, load, variant in itertools.product(
+            settings.workloads, settings.metrics, settings.loads, settings.variants
+        )
+        if metrics or variant not in _BALANCERS
+    ]
+    with progress_bar("unlike", len(cells)) as advance:
+        for workload, metrics, load, variant in cells:
+            key: Key = {"workload": workload, "metrics": metrics, "load": load, "variant": variant}
+            if not context.has(key):
+                runs = [Run(settings, workload, load, metrics, variant, seed) for seed in settings.seeds]
+                columns = [asdict(run) for run in parallel(play_run, runs, context.jobs)]
+                yield Measurement(
+                    key=key,
+                    seeds=settings.seeds,
+                    traces=generated(workload),
+                    figures={name: [one[name] for one in columns] for name in columns[0]},
+                )
+            advance()
+
+
+def play_run(run: Run) -> Figures:
+    """Play a run."""
+    fleet = FleetSettings(
+        profile=run.settings.profile,
+        replicas={ONE_POOL: run.settings.replicas},
+        reports_load=run.metrics,
+    )
+    equal = fleet.plans(isolated=run.variant not in _BALANCERS)
+    slowness = {
+        plan.replica_id: run.settings.slowness if number % 2 else 1.0 for number, plan in enumerate(equal)
+    }
+    plans = [replace(plan, step_time=_slowed(plan.step_time, slowness[plan.replica_id])) for plan in equal]
+    requests = list(requests_of(run.trace(), Disclosure(), plans[0].engine.block_size))
+    if (balancer := _BALANCERS.get(run.variant)) is not None:
+        return _figures(balancer(plans).run(requests), slowness)
+    simulation = Simulation(scheduler_settings(run.settings.policy, fleet.routing, {}), plans)
+    if run.variant != LEARNED:
+        ledger = simulation.scheduler.ledger
+        for replica in ledger:
+            known = run.variant == KNOWN
+            replica.speed = _Known(slowness[replica.spec.replica_id] if known else 1.0)
+        ledger.speeds.compare(ONE_POOL, ledger.of_pool(ONE_POOL), 0.0)
+    return _figures(simulation.run(requests), slowness)
+
+
+def _slowed(step_time: StepTimeModel, factor: float) -> StepTimeModel:
+    times = {name: factor * value for name, value in asdict(step_time).items() if name.endswith("_s")}
+    return replace(step_time, **times)
+
+
+def _figures(records: list[RequestRecord], slowness: Mapping[str, float]) -> Figures:
+    records.sort(key=lambda record: record.arrived_at)
+    measured = records[round(_WARM_UP_RATIO * len(records)) :]
+    ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
+    return Figures(
+        ttft_mean_s=statistics.fmean(ttft_s),
+        ttft_p99_s=ttft_s[int(0.99 * len(ttft_s))],
+        e2e_mean_s=statistics.fmean(record.finished_at - record.arrived_at for record in measured),
+        slow_ratio=statistics.fmean(slowness[record.replica] > 1.0 for record in measured),
+    )
+
+
+EXPERIMENT = Experiment(settings=UnlikeSettings, play=play)

@@ -1,0 +1,46 @@
+"""Tables of this experiment."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from experiments.common.rows import Row, where
+from experiments.common.tables import Table, markdown, plus_minus
+
+_LEARNED, _KNOWN = "learned speeds", "known speeds"
+_FIGURES = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    head = ["load", "choice", "TTFT mean, s", "P99, s", "end-to-end mean, s", "on slow replicas, %"]
+    lines = [[str(row.key["load"]), str(row.key["variant"]), *_figures(row)] for row in rows]
+    return markdown(head, lines, text_columns=2)
+
+
+def _figures(row: Row) -> list[str]:
+    mean, p99, e2e = (plus_minus(row.figures[name], 3) for name in _FIGURES)
+    return [mean, p99, e2e, plus_minus(row.figures["slow_ratio"], 0, scale=100)]
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    head = ["requests", "metrics", "load", "TTFT mean", "P99", "end-to-end mean"]
+    lines = []
+    for row in where(rows, variant=_LEARNED):
+        (known,) = where(rows, **{**row.key, "variant": _KNOWN})
+        ratios = (fmean(row.figures[name]) / fmean(known.figures[name]) for name in _FIGURES)
+        metrics = "yes" if row.key["metrics"] else "no"
+        lines.append(
+            [str(row.key["workload"]), metrics, str(row.key["load"]), *(f"{each:.2f}" for each in ratios)]
+        )
+    return markdown(head, lines, text_columns=3)
+
+
+_NOTE = "Means over seeds with their 95 % intervals; TTFT counts from arrival"
+
+TABLES = {
+    "ratios": Table(text=_ratios, note="Learned relative to known speeds, means over seeds"),
+    **{
+        f"{name}{suffix}": Table(text=_headline, where={"workload": workload, "metrics": metrics}, note=_NOTE)
+        for name, workload in (("paper", "paper-mix"), ("code", "code generation"))
+        for suffix, metrics in (("", True), ("-blind", False))
+    },
+}
