@@ -15,44 +15,54 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
+from experiments.targets import live
+from experiments.targets.figures import Judgement, figures_of, measured_of
 from experiments.targets.pace import NOT_STATED, STATED, PaceRun, PaceSettings
 from serve_app.cli.command import progress_bar
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
-from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.settings_base import settings
 from serve_app.engines.model.profiles import load_profile
-from serve_app.errors import Conclusion, Outcome, SettingsError
+from serve_app.errors import Conclusion, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.run import SloByLength
+from serve_app.lab.simulation.fleet import ONE_POOL
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
 from serve_app.lab.simulation.workload import Disclosure, requests_of
 from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.trace import Trace
 from serve_app.request import LatencyTarget
 
 CAUTIOUS = "targets, refused above 0.2"
+_CAUTIOUS_CHANCE = 0.2
 OURS, UNREFUSED, WITHOUT = "targets", "targets, none refused", "without targets"
 FCFS, EDF, SCORED = "fcfs", "edf", "least loaded, target as a score"
 VARIANTS = (OURS, CAUTIOUS, UNREFUSED, WITHOUT, FCFS, EDF, SCORED)
 HONEST, IMPOSSIBLE, STRICT = "no claims", "1 ms for everything", "strictest for everything"
 CLAIMS = (HONEST, IMPOSSIBLE, STRICT)
 """What one heavy tenant claims; all others state no target."""
+SIMULATED = ", simulated"
+"""Ending of the variants of the case `live` that are simulated."""
 
 
 @settings
 class Case:
-    """A workload at some rates; the share of requests with a target, and its possible seconds."""
+    """A workload at some rates; the share of requests with a target, and its possible seconds.
+
+    Attributes:
+        replicas: None for those of the workload.
+    """
 
     workload: str
     rates_per_s: tuple[float, ...]
     share: float = 0.5
     targets_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    replicas: int | None = None
 
 
 @settings
@@ -66,28 +76,19 @@ class TargetsExperiment:
         variants: those to play.
         claims: the case in which one tenant claims too much.
         pace: the case of targets for the time per output token.
+        live: the case that is also served by an application, for `live_s` at each rate.
     """
 
     cases: Mapping[str, Case]
     claims: Case
+    live: Case
+    live_s: float
     pace: PaceSettings = field(default_factory=PaceSettings)
     requests: int = 3_000
     seeds: int = 5
     first_seed: int = 3_000
     shadow_share: float = 0.1
     variants: tuple[str, ...] = VARIANTS
-
-
-@dataclass(slots=True)
-class _Judgement:
-    """What was predicted for one request, and what became of it."""
-
-    target_s: float
-    chance: float | None = None
-    refused: bool = False
-    is_shadow: bool = False
-    retry_of: str = ""
-    sent_to: str = ""
 
 
 class _Edf(OrderingPolicy):
@@ -146,36 +147,55 @@ class _Run:
 
     @property
     def workload(self) -> Workload:
-        return WORKLOADS[self.case.workload]
+        workload, replicas = WORKLOADS[self.case.workload], self.case.replicas
+        if replicas is None:
+            return workload
+        return replace(workload, fleet=replace(workload.fleet, replicas={ONE_POOL: replicas}))
+
+    def plans(self) -> list[ReplicaPlan]:
+        """Return the replicas."""
+        fleet = self.workload.fleet
+        threshold = load_profile(fleet.profile).step_time.chunk_tokens()
+        engine = replace(fleet.engine, long_prefill_token_threshold=threshold)
+        return replace(fleet, engine=engine).plans()
+
+    def trace(self) -> Trace:
+        """Return the requests."""
+        return self.workload.draw(self.seed, self.rate_per_s, self.requests)
 
     def _drawn(self) -> tuple[list[ReplicaPlan], list[SimulatedRequest]]:
-        workload = self.workload
-        threshold = load_profile(workload.fleet.profile).step_time.chunk_tokens()
-        engine = replace(workload.fleet.engine, long_prefill_token_threshold=threshold)
-        plans = replace(workload.fleet, engine=engine).plans()
-        trace = workload.draw(self.seed, self.rate_per_s, self.requests)
-        return plans, list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+        plans = self.plans()
+        return plans, list(requests_of(self.trace(), Disclosure(), plans[0].engine.block_size))
+
+    def targets_s(self, prompt_tokens: Sequence[int], token_s: float) -> list[float | None]:
+        """Return the target of each request, in seconds; None for those without."""
+        rng, drawn = stream(self.seed, "targets"), list[float | None]()
+        for tokens in prompt_tokens:
+            base_s = float(rng.choice(self.case.targets_s))
+            drawn.append(base_s + 2 * token_s * tokens if rng.random() < self.case.share else None)
+        return drawn
 
     def play(self) -> Mapping[str, object]:
         """Run all requests, and return the figures."""
         plans, requests = self._drawn()
-        rng, token_s = stream(self.seed, "targets"), plans[0].step_time.prefill_per_token_s
-        targets_s: dict[str, float] = {}
-        for each in requests:
-            drawn_s = float(rng.choice(self.case.targets_s))
-            if rng.random() < self.case.share:
-                targets_s[each.request.request_id] = drawn_s + 2 * token_s * each.prompt_tokens
+        token_s = plans[0].step_time.prefill_per_token_s
+        drawn = self.targets_s([each.prompt_tokens for each in requests], token_s)
+        targets_s = {
+            each.request.request_id: target_s
+            for each, target_s in zip(requests, drawn, strict=True)
+            if target_s is not None
+        }
         if self.variant == SCORED:
             scored = _Scored(plans, targets_s=targets_s, token_s=token_s)
             records = scored.run(requests)
-            return _figures(records, {name: _Judgement(at) for name, at in targets_s.items()})
+            return figures_of(records, {name: Judgement(at) for name, at in targets_s.items()})
         clients = _Clients(requests, targets_s, self.variant, self.shadow_share)
         due_at = {
             each.request.request_id: each.request.arrived_at + targets_s[each.request.request_id]
             for each in requests
             if each.request.request_id in targets_s
         }
-        changes = {"latency_targets.refuse_above": 0.2} if self.variant == CAUTIOUS else {}
+        changes = {"latency_targets.refuse_above": _CAUTIOUS_CHANCE} if self.variant == CAUTIOUS else {}
         policy = "fcfs" if self.variant == FCFS else "edf" if self.variant == EDF else "ewsjf"
         simulation = Simulation(
             scheduler_settings(policy, self.workload.fleet.routing, changes),
@@ -185,7 +205,7 @@ class _Run:
         )
         clients.watch(simulation)
         records = simulation.run(clients.requests)
-        return _figures(records, clients.judged)
+        return figures_of(records, clients.judged)
 
     def claim(self) -> Mapping[str, object]:
         """Run the requests of tenants of which one claims targets; return the figures of both sides."""
@@ -197,7 +217,7 @@ class _Run:
             is_claimed = self.variant != HONEST and each.request.tenant == _CLAIMANT
             wanted.append(_with_target(each, LatencyTarget(ttft_s=strict_s)) if is_claimed else each)
         simulation = Simulation(scheduler_settings("ewsjf", self.workload.fleet.routing, {}), plans)
-        records = _measured(simulation.run(wanted))
+        records = measured_of(simulation.run(wanted))
         figures: dict[str, object] = {}
         last = max(one.finished_at for one in records)
         for side, mine in (("claimant", True), ("others", False)):
@@ -229,7 +249,7 @@ class _Clients:
         variant: str,
         shadow_share: float,
     ) -> None:
-        self.judged = {name: _Judgement(seconds) for name, seconds in targets_s.items()}
+        self.judged = {name: Judgement(seconds) for name, seconds in targets_s.items()}
         refuses = variant in (OURS, CAUTIOUS)
         self.requests = [
             _with_target(each, LatencyTarget(ttft_s=targets_s[name], refuse=refuses))
@@ -280,74 +300,10 @@ class _Clients:
         again = replace(
             old, submission=msgspec.structs.replace(old.submission, request_id=request_id), arrived_at=at
         )
-        self.judged[request_id] = _Judgement(self.judged[old.request_id].target_s, retry_of=old.request_id)
+        self.judged[request_id] = Judgement(self.judged[old.request_id].target_s, retry_of=old.request_id)
         self._simulation.submit(
             replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
         )
-
-
-def _measured(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Return the records without the first tenth, in which the scheduler learns."""
-    ordered = sorted(records, key=lambda one: (one.arrived_at, one.request_id))
-    return ordered[len(ordered) // 10 :]
-
-
-def _figures(records: Sequence[RequestRecord], judged: Mapping[str, _Judgement]) -> dict[str, object]:
-    measured = _measured(records)
-    with_target = [one for one in measured if one.request_id in judged]
-    admitted = [
-        one
-        for one in with_target
-        if one.outcome is Outcome.COMPLETED and not judged[one.request_id].is_shadow
-    ]
-    first = [one for one in with_target if not judged[one.request_id].retry_of]
-    retries = [one for one in with_target if judged[one.request_id].retry_of]
-    refused = [one for one in first if judged[one.request_id].refused]
-    shadows = [one for one in refused if judged[one.request_id].is_shadow]
-
-    def met(one: RequestRecord) -> bool:
-        return one.ttft_s is not None and one.ttft_s <= judged[one.request_id].target_s
-
-    others = Distribution.of(
-        one.ttft_s for one in measured if one.request_id not in judged and one.ttft_s is not None
-    )
-    slo = SloByLength()
-    unstated = [one for one in measured if one.request_id not in judged]
-    last = max(one.finished_at for one in records)
-    wrong = sum(met(one) for one in shadows) / len(shadows) if shadows else None
-    figures: dict[str, object] = {
-        "admitted_met": sum(map(met, admitted)) / max(1, len(admitted)),
-        # Refused requests count as missed; a retry counts as an attempt of its own.
-        "goodput": sum(met(one) for one in first if not judged[one.request_id].is_shadow)
-        / max(1, len(first) - len(shadows)),
-        "refused": len(refused) / max(1, len(first)),
-        "refusals_wrong": wrong,
-        "false_refusals": None if wrong is None else wrong * len(refused) / max(1, len(first)),
-        "retries_admitted": sum(not judged[one.request_id].refused for one in retries) / len(retries)
-        if retries
-        else None,
-        "others_mean_s": others.mean,
-        "others_p99_s": others.p99,
-        "others_goodput": sum(slo.met_by(one) for one in unstated) / max(1, len(unstated)),
-        "tokens_per_s": sum(one.prompt_tokens + one.output_tokens for one in records) / last,
-    }
-    return figures | _reliability(with_target, judged)
-
-
-_BINS = 10
-
-
-def _reliability(with_target: Sequence[RequestRecord], judged: Mapping[str, _Judgement]) -> dict[str, object]:
-    """Return, by tenth of the predicted chance of a miss, the number of requests and of misses."""
-    counts, misses = [0] * _BINS, [0] * _BINS
-    for one in with_target:
-        each = judged[one.request_id]
-        if each.chance is None or one.ttft_s is None:
-            continue
-        place = min(int(_BINS * each.chance), _BINS - 1)
-        counts[place] += 1
-        misses[place] += one.ttft_s > each.target_s
-    return {"bin_counts": counts, "bin_misses": misses}
 
 
 def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measurement]:
@@ -393,6 +349,43 @@ def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measuremen
                     traces=generated("pace"),
                     settings=as_json(experiment.pace),
                 )
+    yield from _play_live(experiment, context)
+
+
+def _play_live(experiment: TargetsExperiment, context: Context) -> Iterator[Measurement]:
+    """Measure an application, and simulate the same requests."""
+    case, seed = experiment.live, experiment.first_seed
+    runs = [
+        _Run(case, round(rate * experiment.live_s), seed, rate, variant, shadow_share=0.0)
+        for rate in case.rates_per_s
+        for variant in (OURS, CAUTIOUS, WITHOUT)
+    ]
+    keys: list[Key] = [{"case": "live", "rate": run.rate_per_s, "variant": run.variant} for run in runs]
+    if all(context.has(key) for key in keys):
+        return
+    plans = runs[0].plans()
+    with (
+        live.served_engines(runs[0].workload.fleet.profile, plans, _CAUTIOUS_CHANCE) as served,
+        progress_bar("targets, live", len(runs)) as advance,
+    ):
+        for run, key in zip(runs, keys, strict=True):
+            trace = run.trace()
+            prompts = [one.prompt_tokens for one in trace.requests]
+            targets_s = run.targets_s(prompts, plans[0].step_time.prefill_per_token_s)
+            model = live.CAUTIOUS if run.variant == CAUTIOUS else live.USUAL
+            over_http = live.live_figures(
+                served, model, trace, targets_s, states_targets=run.variant != WITHOUT
+            )
+            simulated = {**key, "variant": f"{run.variant}{SIMULATED}"}
+            for row_key, figures in ((key, over_http), (simulated, run.play())):
+                yield Measurement(
+                    key=row_key,
+                    figures={name: [value] for name, value in figures.items()},
+                    seeds=(seed,),
+                    traces=generated(case.workload),
+                    settings=as_json(case),
+                )
+            advance()
 
 
 EXPERIMENT = Experiment(settings=TargetsExperiment, play=play)

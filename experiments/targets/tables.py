@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.common.picture import Line, Panel, drawn
 from experiments.common.rows import Row, where
-from experiments.common.tables import Table, markdown, plus_minus
+from experiments.common.tables import Table, load_note, markdown, plus_minus
 from experiments.targets.run import OURS, UNREFUSED
 
 # Heading, figure, decimals, factor.
@@ -70,7 +70,7 @@ def _picture(rows_of: Callable[[str], Sequence[Row]]) -> str:
         "Predicted and actual misses of latency targets",
         "Percent of requests that missed, by the predicted chance, with nothing refused and with refusals",
         [
-            _panel(title, where(rows_of("targets"), variant=variant))
+            _panel(title, where(rows_of("targets"), case=_SIMULATED, variant=variant))
             for title, variant in (("Nothing refused", UNREFUSED), ("Refused above 0.5", OURS))
         ],
     )
@@ -126,6 +126,15 @@ _CHANCE_NOTE = "All workloads and rates, with nothing refused, so that every out
 _CLAIM_NOTE = (
     "One of three heavy tenants claims a target for all its requests: 1 ms, or 0.2 s and twice their prefill."
 )
+_LIVE_NOTE = "Client-measured. Simulated rows have the same requests, times and targets."
+
+_SIMULATED = ("mixed", "paper-mix", "tenants")
+_LIVE: Columns = [_MET, _REFUSED, ("retries admitted, %", "retries_admitted", 1, 100.0), _OTHERS]
+
+
+def _live(rows: Sequence[Row]) -> str:
+    return f"{_text(_LIVE)(rows)}\n\n{load_note(rows)}"
+
 
 TABLES = {
     "tenants": Table(text=_text(_NARROW), where={"case": "tenants"}, note=_NOTE),
@@ -133,9 +142,15 @@ TABLES = {
     "all-mixed": Table(text=_text(_WIDE), where={"case": "mixed"}, note=_NOTE),
     "all-paper": Table(text=_text(_WIDE), where={"case": "paper-mix"}, note=_NOTE),
     "all-tenants": Table(text=_text(_WIDE), where={"case": "tenants"}, note=_NOTE),
-    "reliability": Table(text=_reliability, where={"variant": UNREFUSED}, note=_CHANCE_NOTE),
-    "reliability-refused": Table(text=_reliability, where={"variant": OURS}, note="All workloads and rates."),
     "pace": Table(text=_pace, where={"case": "pace"}, note=_PACE_NOTE),
+    "reliability": Table(
+        text=_reliability, where={"case": _SIMULATED, "variant": UNREFUSED}, note=_CHANCE_NOTE
+    ),
+    "reliability-refused": Table(
+        text=_reliability, where={"case": _SIMULATED, "variant": OURS}, note="All workloads and rates."
+    ),
+    "live": Table(text=_live, where={"case": "live"}, note=_LIVE_NOTE),
+    "reliability-live": Table(text=_reliability, where={"case": "live", "variant": OURS}),
     "claims": Table(text=_text(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
 }
 PICTURES = {"docs/images/targets.svg": _picture}

@@ -1,8 +1,13 @@
 """The baseline and the figures of the experiment on latency targets."""
 
-from experiments.targets.run import SCORED, WITHOUT, Case, _figures, _Judgement, _Run
+from experiments.targets.figures import Judgement, figures_of
+from experiments.targets.live import _RETRY, _Bodies, _Retrying
+from experiments.targets.run import SCORED, WITHOUT, Case, _Run
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
+from serve_app.lab.bench.load import BodySettings
+from serve_app.lab.workloads.trace import Trace, TraceRequest
+from tests.lab.bench.scripted import raw, scripted, stream_of, streaming
 
 
 def record(name: str, ttft_s: float | None, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
@@ -19,11 +24,11 @@ def record(name: str, ttft_s: float | None, outcome: Outcome = Outcome.COMPLETED
 
 def test_refused_requests_count_as_missed_and_shadows_show_which_refusals_were_wrong() -> None:
     judged = {
-        "met": _Judgement(1.0, chance=0.1),
-        "missed": _Judgement(1.0, chance=0.4),
-        "refused": _Judgement(1.0, chance=0.9, refused=True),
-        "shadow": _Judgement(1.0, chance=0.9, refused=True, is_shadow=True),
-        "refused+": _Judgement(1.0, chance=0.2, retry_of="refused"),
+        "met": Judgement(1.0, chance=0.1),
+        "missed": Judgement(1.0, chance=0.4),
+        "refused": Judgement(1.0, chance=0.9, refused=True),
+        "shadow": Judgement(1.0, chance=0.9, refused=True, is_shadow=True),
+        "refused+": Judgement(1.0, chance=0.2, retry_of="refused"),
     }
     records = [
         record("met", 0.5),
@@ -33,7 +38,7 @@ def test_refused_requests_count_as_missed_and_shadows_show_which_refusals_were_w
         record("refused+", 0.5),
         record("other", 3.0),
     ]
-    figures = _figures(records, judged)
+    figures = figures_of(records, judged)
     assert figures["admitted_met"] == 2 / 3
     assert figures["goodput"] == 1 / 3
     assert figures["refused"] == 2 / 4
@@ -56,3 +61,17 @@ def test_all_variants_of_a_seed_serve_the_same_requests() -> None:
     scored, without = (run.play() for run in runs)
     assert scored["refused"] == without["refused"] == 0.0
     assert scored["goodput"] == without["goodput"] == 1.0
+
+
+async def test_a_live_client_retries_a_refused_request_once_after_its_retry_after() -> None:
+    refusal = raw(b"HTTP/1.1 429 X\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}")
+    requests = tuple(TraceRequest(arrival_s=at, prompt_tokens=20, output_tokens=3) for at in (0.0, 0.2))
+    async with scripted(refusal, streaming(stream_of()), refusal) as server:
+        client = _Retrying(server.url, _Bodies(BodySettings(model="m"), (1.5, None)))
+        load = await client.run(Trace(name="t", source="made for a test", requests=requests))
+    heads = [head.lower() for head in server.heads]
+    assert [b"x-slo-ttft-ms: 1500.000\r\nx-slo: refuse" in head for head in heads] == [True, False, True]
+    assert client.refused == {0: 1.0, _RETRY: 1.0}
+    refused, other, retry = sorted(load.records, key=lambda one: one.arrived_at)
+    assert (other.completed, retry.request_id) == (True, f"bench-{_RETRY}")
+    assert retry.arrived_at >= refused.finished_at + 1.0

@@ -1,0 +1,149 @@
+"""The same requests to an application with emulated engines, over HTTP."""
+
+import contextlib
+import json
+import time
+from asyncio import Semaphore, sleep
+from collections.abc import Iterator, Sequence
+
+import aiohttp
+import uvloop
+
+from experiments.common.application import Application, serve_config, served_application
+from experiments.targets.figures import Judgement, figures_of
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
+from serve_app.lab.bench.response import ResponseParser
+from serve_app.lab.simulation.simulation import ReplicaPlan
+from serve_app.lab.workloads.trace import Trace, TraceRequest
+
+USUAL, CAUTIOUS = "usual", "cautious"
+"""Models that refuse requests at the default chance of a miss, and at a lower one."""
+# Retries have the number of their first attempt plus this.
+_RETRY = 1_000_000
+
+
+@contextlib.contextmanager
+def served_engines(profile: str, plans: Sequence[ReplicaPlan], refuse_above: float) -> Iterator[Application]:
+    """Serve an application with both models, each with these engines, emulated."""
+    threshold = plans[0].engine.long_prefill_token_threshold
+    engine = {"profile": profile, "advanced": {"long_prefill_token_threshold": threshold}}
+    pool = {
+        "name": "all",
+        "engine": {"emulated": engine},
+        "replicas": len(plans),
+        "resources": {"num_cpus": 0.1},
+    }
+    scheduler = {"policy": "ewsjf"}
+    cautious = {**scheduler, "latency_targets": {"refuse_above": refuse_above}}
+    models = [
+        {"name": USUAL, "pools": [pool], "scheduler": scheduler},
+        {"name": CAUTIOUS, "pools": [pool], "scheduler": cautious},
+    ]
+    with served_application(serve_config("targets", {"models": models})) as served:
+        yield served
+
+
+def live_figures(
+    served: Application,
+    model: str,
+    trace: Trace,
+    targets_s: Sequence[float | None],
+    *,
+    states_targets: bool,
+) -> dict[str, object]:
+    """Send all requests at their times, and return the figures that clients see.
+
+    Args:
+        targets_s: the target of each request; None for the others.
+        states_targets: whether requests state their target, and retry once if they are refused.
+    """
+    bodies = _Bodies(BodySettings(model=model, max_tokens=0), targets_s if states_targets else ())
+    loop = _Retrying(served.url, bodies)
+    load = uvloop.run(loop.run(trace))
+    judged = {
+        _name(number + later): Judgement(target_s, retry_of=_name(number) if later else "")
+        for number, target_s in enumerate(targets_s)
+        if target_s is not None
+        for later in (0, _RETRY)
+    }
+    for number in loop.refused:
+        judged[_name(number)].refused = True
+    of_receipts = _read_receipts(served, load.records, judged) if states_targets else {}
+    first_at = min(one.arrived_at for one in load.records)
+    last_at = max(one.arrived_at for one in load.records)
+    return {
+        **figures_of(load.records, judged),
+        **of_receipts,
+        "not_completed": sum(
+            not one.completed and not (one.request_id in judged and judged[one.request_id].refused)
+            for one in load.records
+        ),
+        "sent_late": load.client.late / len(load.records),
+        "seconds": last_at - first_at,
+    }
+
+
+class _Bodies(BodyFactory):
+    """Bodies of the requests, and headers with their targets."""
+
+    def __init__(self, settings: BodySettings, targets_s: Sequence[float | None]) -> None:
+        super().__init__(settings)
+        self._targets_s = targets_s
+
+    def headers(self, number: int, request: TraceRequest) -> dict[str, str]:
+        """Return the headers of a request or of its retry."""
+        headers = super().headers(number, request)
+        target_s = self._targets_s[number % _RETRY] if self._targets_s else None
+        if target_s is None:
+            return headers
+        return {**headers, "x-slo-ttft-ms": f"{1e3 * target_s:.3f}", "x-slo": "refuse"}
+
+
+class _Retrying(OpenLoop):
+    """Sender that retries each refused request once, after its `Retry-After`.
+
+    Attributes:
+        refused: the delays in seconds by number of the request; None without `Retry-After`.
+    """
+
+    def __init__(self, url: str, bodies: BodyFactory) -> None:
+        super().__init__(url, bodies, LoadSettings())
+        self.refused: dict[int, float | None] = {}
+
+    async def _send(
+        self, session: aiohttp.ClientSession, free: Semaphore, number: int, request: TraceRequest, due: float
+    ) -> None:
+        await super()._send(session, free, number, request, due)
+        delay_s = self.refused.get(number)
+        if delay_s is not None and number < _RETRY:
+            await sleep(delay_s)
+            await super()._send(session, free, number + _RETRY, request, time.monotonic())
+
+    async def _exchange(
+        self, session: aiohttp.ClientSession, number: int, request: TraceRequest, parser: ResponseParser
+    ) -> None:
+        await super()._exchange(session, number, request, parser)
+        if parser.status == 429:
+            after = parser.headers.get("retry-after")
+            self.refused[number] = None if after is None else float(after)
+
+
+def _read_receipts(
+    served: Application, records: Sequence[RequestRecord], judged: dict[str, Judgement]
+) -> dict[str, object]:
+    """Read the predicted chances; return how often the client sees another result than the receipt."""
+    others = 0
+    for one in records:
+        if (mine := judged.get(one.request_id)) is None:
+            continue
+        receipt = json.loads(served.fetched(f"/debug/requests/{one.request_id}"))
+        target = receipt["latency_target"]
+        mine.chance = target["chance_of_miss"]
+        met = None if one.ttft_s is None else one.ttft_s <= mine.target_s
+        others += met is not target["ttft_met"]
+    return {"receipts_differ": others}
+
+
+def _name(number: int) -> str:
+    return f"bench-{number}"
