@@ -106,7 +106,7 @@ def _format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
 def _target(target: Mapping[str, Any]) -> str:
     """Describe the latency target of a request, and what became of it."""
     limits = [
-        f"{limit_ms:,.0f} ms {name}"
+        f"{limit_ms:,.9g} ms {name}"
         for limit_ms, name in (
             (target["ttft_ms"], "to the first token"),
             (target["tpot_ms"], "per output token"),

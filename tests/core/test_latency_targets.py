@@ -212,7 +212,7 @@ def test_a_request_that_would_miss_its_target_is_refused_with_a_time_at_which_it
     refused = driver.arrive("r", target=within(3.0, refuse=True))
     conclusion = only_conclusion(refused)
     assert conclusion.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
-    assert "the chance to miss the target of 3.00 s is" in conclusion.message
+    assert "the chance to miss the target of 3,000 ms is" in conclusion.message
     later(driver, retry_after_s(refused))
     assert concluded(driver.arrive("r again", target=within(3.0, refuse=True))) == []
 

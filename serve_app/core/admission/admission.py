@@ -192,7 +192,7 @@ class Admission:
         tpot_s = None if limits.tpot_s is None else targets.expected_tpot_s(scheduled)
         if limits.tpot_s is not None and tpot_s is not None and tpot_s > limits.tpot_s:
             text = f"about {1e3 * tpot_s:.0f} ms per output token are expected"
-            return self._refuse(scheduled, f"{text}, and the target is {1e3 * limits.tpot_s:.0f} ms", now)
+            return self._refuse(scheduled, f"{text}, and the target is {_limit(limits.tpot_s)}", now)
         longest_s = targets.longest_expected_s(scheduled)
         if longest_s is None:
             return None
@@ -201,8 +201,9 @@ class Admission:
         admissible_in_s = self.retry_reservations.admissible_in_s(queue, reserved, now)
         if admissible_in_s <= 0 or targets.is_probe(scheduled, now):
             return None
-        text = f"the first token is expected after {expected_s:.2f} s"
-        text = f"{text}, and the chance to miss the target of {limits.ttft_s:.2f} s is {target.chance:.0%}"
+        limit = _limit(limits.ttft_s)
+        text = f"the first token is expected after {1e3 * expected_s:,.0f} ms"
+        text = f"{text}, and the chance to miss the target of {limit} is {target.chance:.0%}"
         if targets.least_s(scheduled) > longest_s:
             text = f"{text}, even on an idle replica: raise the target, or omit x-slo"
             return Conclusion(Outcome.REJECTED_DEADLINE_UNMEETABLE, text)
@@ -407,6 +408,11 @@ class Admission:
 
 def _nothing(_: ReservedWork) -> float:
     return 0.0
+
+
+def _limit(seconds: float | None) -> str:
+    """Return a latency limit as clients state it, in milliseconds."""
+    return f"{1e3 * (seconds or 0.0):,.9g} ms"
 
 
 def _unmeetable(ahead_s: float, timeout_s: float) -> str:

@@ -118,6 +118,7 @@ async def test_a_refused_request_gets_429_with_the_expected_time_and_a_retry_aft
         assert refused.status_code == 429
         error = refused.json()["error"]
         assert "the first token is expected after" in error["message"]
+        assert "the chance to miss the target of 0.001 ms is 100%" in error["message"]
         assert "even on an idle replica" in error["message"]
         assert (await samples(fleet.http, "ewsjf_latency_targets_total"))[counted("ttft", "refused")] == 1.0
 
