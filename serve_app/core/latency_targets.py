@@ -365,12 +365,26 @@ class LatencyTargets:
 
     def expected_tpot_s(self, scheduled: ScheduledRequest) -> float | None:
         """Return the least time per output token on any replica of its pool; None if it is unknown."""
-        known = (
-            self._backfill.iteration_s(each.spec.pool, each.in_flight + 1)
-            for each in self._ledger.of_pool(scheduled.pools[0])
-            if each.is_usable
+        usable = [each for each in self._ledger.of_pool(scheduled.pools[0]) if each.is_usable]
+        return min(
+            (seconds for each in usable if (seconds := self._expected_iteration_s(each)) is not None),
+            default=None,
         )
-        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    def _expected_iteration_s(self, replica: ReplicaState) -> float | None:
+        learned_s = self._backfill.iteration_s(replica.spec.pool, replica.in_flight + 1)
+        if learned_s is None or replica.in_flight or replica.tpot_s is None:
+            return learned_s
+        # A single sequence is not slower than those of the last report.
+        return min(learned_s, replica.tpot_s)
+
+    def is_pace_probe(self, scheduled: ScheduledRequest, now: float) -> bool:
+        """Return whether a request is admitted although it would be too slow: a probe of an idle pool.
+
+        While requests run, their reports correct the expected time per output token.
+        """
+        is_busy = any(each.in_flight for each in self._ledger.of_pool(scheduled.pools[0]))
+        return not is_busy and self.is_probe(scheduled, now)
 
     # Placement.
 

@@ -264,6 +264,29 @@ def test_a_pace_that_no_replica_keeps_is_refused() -> None:
 # Without targets, and with impossible ones.
 
 
+def test_an_idle_pool_gets_a_probe_after_slow_tokens_because_nothing_else_would_correct_them() -> None:
+    driver = one_replica("r1")
+    for name in ("slow", "slow too"):
+        driver.arrive(name)
+        driver.feed(FirstToken(name))
+    for _ in range(200):
+        driver.report("r1", running=2, tpot_s=0.1, after_s=0.01)
+    within_pace = within(tpot_s=0.05, refuse=True)
+    refused = only_conclusion(driver.arrive("beside", target=within_pace))
+    assert "ms per output token are expected, and the target is 50 ms" in refused.message
+    for name in ("slow", "slow too"):
+        driver.feed(Finished(name, Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=5)))
+    assert dispatched(driver.arrive("probe", target=within_pace)) == [("probe", "r1")]
+    driver.feed(Finished("probe", Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=5)))
+    refused = only_conclusion(driver.arrive("soon after", target=within_pace))
+    assert refused.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
+    later(driver, 11.0)
+    assert dispatched(driver.arrive("again", target=within_pace)) == [("again", "r1")]
+    driver.report("r1", running=1, tpot_s=0.02, after_s=0.1)
+    driver.feed(Finished("again", Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=5)))
+    assert dispatched(driver.arrive("fast", target=within_pace)) == [("fast", "r1")]
+
+
 def test_impossible_targets_change_no_decision() -> None:
     runs = []
     for target in (None, within(0.001)):

@@ -190,8 +190,10 @@ class Admission:
         if expected_s is None or target.is_promised or not limits.refuse:
             return None
         tpot_s = None if limits.tpot_s is None else targets.expected_tpot_s(scheduled)
-        if limits.tpot_s is not None and tpot_s is not None and tpot_s > limits.tpot_s:
-            text = f"about {1e3 * tpot_s:.0f} ms per output token are expected"
+        is_slow = limits.tpot_s is not None and tpot_s is not None and tpot_s > limits.tpot_s
+        is_probe = is_slow and targets.is_pace_probe(scheduled, now)
+        if is_slow and not is_probe:
+            text = f"about {1e3 * (tpot_s or 0.0):.0f} ms per output token are expected"
             return self._refuse(scheduled, f"{text}, and the target is {_limit(limits.tpot_s)}", now)
         longest_s = targets.longest_expected_s(scheduled)
         if longest_s is None:
@@ -199,7 +201,7 @@ class Admission:
         queue = QueueLimit(target.wait_s, 1.0, longest_s - (expected_s - target.wait_s))
         reserved = self._reserved_seconds(scheduled) if waits else _nothing
         admissible_in_s = self.retry_reservations.admissible_in_s(queue, reserved, now)
-        if admissible_in_s <= 0 or targets.is_probe(scheduled, now):
+        if is_probe or admissible_in_s <= 0 or targets.is_probe(scheduled, now):
             return None
         limit = _limit(limits.ttft_s)
         text = f"the first token is expected after {1e3 * expected_s:,.0f} ms"
