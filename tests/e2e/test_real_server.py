@@ -113,6 +113,46 @@ async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served,
             await flood
 
 
+async def test_targets_are_met_missed_and_refused_as_the_answers_of_a_real_engine_show(app: Served) -> None:
+    generous = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "60000"}
+    impossible = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "0.001"}
+
+    async def send(name: str, **headers: str) -> httpx.Response:
+        body = {"model": "bounded", "prompt": "Once upon a time", "max_tokens": 8, "stream": True}
+        return await http.post("/v1/completions", json=body, headers={"x-request-id": name, **headers})
+
+    async def receipt(name: str) -> dict[str, Any]:
+        answer = await http.get(f"/debug/requests/{name}", headers=app.application.admin_headers())
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def counted(target: str) -> dict[str, float]:
+        return {
+            result: app.metric("ewsjf_latency_targets_total", model="bounded", target=target, result=result)
+            for result in ("met", "missed", "refused")
+        }
+
+    async with clients(app) as http:
+        for number in range(5):
+            assert (await send(f"in-time-{number}", **generous)).status_code == 200
+        # It refuses nothing before it knows twenty outcomes.
+        for number in range(20):
+            assert (await send(f"late-{number}", **impossible)).status_code == 200
+        refused = await send("refused", **{"x-slo-ttft-ms": "1", "x-slo": "refuse"})
+        assert refused.status_code == 429
+        message = refused.json()["error"]["message"]
+        assert "the first token is expected after" in message
+        assert "even on an idle replica: raise the target" in message
+        assert "retry-after" not in refused.headers
+        assert counted("ttft") == {"met": 5, "missed": 20, "refused": 1}
+        assert counted("tpot") == {"met": 5, "missed": 20, "refused": 0}
+        in_time, late = await receipt("in-time-4"), await receipt("late-19")
+        assert (in_time["latency_target"]["ttft_met"], late["latency_target"]["ttft_met"]) == (True, False)
+        assert late["latency_target"]["expected_ttft_ms"] > 1
+        assert late["latency_target"]["chance_of_miss"] > 0.5
+        assert 0 < in_time["longest_gap"]["ms"] < sum(each["ms"] for each in in_time["stages"])
+
+
 @contextlib.asynccontextmanager
 async def clients(app: Served) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=FLOOD + 10)
