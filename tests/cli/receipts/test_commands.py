@@ -52,7 +52,7 @@ RECEIPT: dict[str, Any] = {
     },
     "latency_target": {
         "ttft_ms": 1_500.0,
-        "tpot_ms": None,
+        "tpot_ms": 33.5,
         "refuse": False,
         "expected_ttft_ms": 900.0,
         "chance_of_miss": 0.25,
@@ -178,7 +178,8 @@ async def test_explain_shows_the_causes_of_a_wait(
     assert "of this: engine queue (estimated)" in output
     assert "during the wait: at least 12 interactive of tenant rival, 2 of other tenants" in output
     assert "predicted wait: 2,500.0 ms, actual: 3,000.0 ms" in output
-    assert "latency target: 1,500 ms to the first token; expected first token after 900 ms" in output
+    assert "latency target: 1,500 ms to the first token, 33.5 ms per output token; expected" in output
+    assert "expected first token after 900 ms" in output
     assert ", chance of a miss 25%; late" in output
     assert "longest gap of the stream: 210.0 ms, beside a prefill of 20,000 tokens" in output
     assert output.index("a higher class got") < output.index("no engine accepted more")
