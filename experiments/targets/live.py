@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+import uuid
 from asyncio import Semaphore, sleep
 from collections.abc import Iterator, Sequence
 
@@ -69,7 +70,7 @@ def live_figures(
     }
     for number in loop.refused:
         judged[_name(number)].refused = True
-    of_receipts = _read_receipts(served, load.records, judged) if states_targets else {}
+    of_receipts = _read_receipts(served, bodies.prefix, load.records, judged) if states_targets else {}
     first_at = min(one.arrived_at for one in load.records)
     last_at = max(one.arrived_at for one in load.records)
     return {
@@ -85,15 +86,24 @@ def live_figures(
 
 
 class _Bodies(BodyFactory):
-    """Bodies of the requests, and headers with their targets."""
+    """Bodies of the requests, and headers with their targets.
+
+    Attributes:
+        prefix: of the ids that its requests have in receipts; other runs have other ids.
+    """
 
     def __init__(self, settings: BodySettings, targets_s: Sequence[float | None]) -> None:
         super().__init__(settings)
+        self.prefix = f"{uuid.uuid4().hex}-"
         self._targets_s = targets_s
+
+    def body(self, number: int, request: TraceRequest) -> bytes:
+        """Return the body of a request, which is also that of its retry."""
+        return super().body(number % _RETRY, request)
 
     def headers(self, number: int, request: TraceRequest) -> dict[str, str]:
         """Return the headers of a request or of its retry."""
-        headers = super().headers(number, request)
+        headers = {**super().headers(number, request), "x-request-id": f"{self.prefix}{_name(number)}"}
         target_s = self._targets_s[number % _RETRY] if self._targets_s else None
         if target_s is None:
             return headers
@@ -130,14 +140,14 @@ class _Retrying(OpenLoop):
 
 
 def _read_receipts(
-    served: Application, records: Sequence[RequestRecord], judged: dict[str, Judgement]
+    served: Application, prefix: str, records: Sequence[RequestRecord], judged: dict[str, Judgement]
 ) -> dict[str, object]:
     """Read the predicted chances; return how often the client sees another result than the receipt."""
     others = 0
     for one in records:
         if (mine := judged.get(one.request_id)) is None:
             continue
-        receipt = json.loads(served.fetched(f"/debug/requests/{one.request_id}"))
+        receipt = json.loads(served.fetched(f"/debug/requests/{prefix}{one.request_id}"))
         target = receipt["latency_target"]
         mine.chance = target["chance_of_miss"]
         met = None if one.ttft_s is None else one.ttft_s <= mine.target_s

@@ -152,6 +152,11 @@ class _Run:
             return workload
         return replace(workload, fleet=replace(workload.fleet, replicas={ONE_POOL: replicas}))
 
+    @property
+    def live_key(self) -> Key:
+        """The key of its row in the case `live`."""
+        return {"case": "live", "rate": self.rate_per_s, "variant": self.variant}
+
     def plans(self) -> list[ReplicaPlan]:
         """Return the replicas."""
         fleet = self.workload.fleet
@@ -360,15 +365,15 @@ def _play_live(experiment: TargetsExperiment, context: Context) -> Iterator[Meas
         for rate in case.rates_per_s
         for variant in (OURS, CAUTIOUS, WITHOUT)
     ]
-    keys: list[Key] = [{"case": "live", "rate": run.rate_per_s, "variant": run.variant} for run in runs]
-    if all(context.has(key) for key in keys):
+    missing = [run for run in runs if not context.has(run.live_key)]
+    if not missing:
         return
     plans = runs[0].plans()
     with (
         live.served_engines(runs[0].workload.fleet.profile, plans, _CAUTIOUS_CHANCE) as served,
-        progress_bar("targets, live", len(runs)) as advance,
+        progress_bar("targets, live", len(missing)) as advance,
     ):
-        for run, key in zip(runs, keys, strict=True):
+        for run in missing:
             trace = run.trace()
             prompts = [one.prompt_tokens for one in trace.requests]
             targets_s = run.targets_s(prompts, plans[0].step_time.prefill_per_token_s)
@@ -376,8 +381,8 @@ def _play_live(experiment: TargetsExperiment, context: Context) -> Iterator[Meas
             over_http = live.live_figures(
                 served, model, trace, targets_s, states_targets=run.variant != WITHOUT
             )
-            simulated = {**key, "variant": f"{run.variant}{SIMULATED}"}
-            for row_key, figures in ((key, over_http), (simulated, run.play())):
+            simulated = {**run.live_key, "variant": f"{run.variant}{SIMULATED}"}
+            for row_key, figures in ((run.live_key, over_http), (simulated, run.play())):
                 yield Measurement(
                     key=row_key,
                     figures={name: [value] for name, value in figures.items()},

@@ -71,6 +71,8 @@ async def test_a_live_client_retries_a_refused_request_once_after_its_retry_afte
         load = await client.run(Trace(name="t", source="made for a test", requests=requests))
     heads = [head.lower() for head in server.heads]
     assert [b"x-slo-ttft-ms: 1500.000\r\nx-slo: refuse" in head for head in heads] == [True, False, True]
+    # Only an equal request claims the place that is reserved for a retry.
+    assert server.bodies[0] == server.bodies[2] != server.bodies[1]
     assert client.refused == {0: 1.0, _RETRY: 1.0}
     refused, other, retry = sorted(load.records, key=lambda one: one.arrived_at)
     assert (other.completed, retry.request_id) == (True, f"bench-{_RETRY}")
