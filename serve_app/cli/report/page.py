@@ -204,12 +204,19 @@ def _comparison(earlier: Document, seen: Document) -> Section:
         known,
         lambda name, of: (_figure(name, of[0][name]), _expected(name, of[1]), _figure(name, of[2][name])),
     )
-    note = (
-        f"The report of {_clock(earlier['created'])} has {before['requests_per_s']:.2f} requests/s, this one "
-        f"{seen['requests_per_s']:.2f}. Other traffic has other figures."
-    )
+    loads = f"{_load(before)}, this one {_load(seen)}"
+    sentences = [f"The report of {_clock(earlier['created'])} has {loads}. Other traffic has other figures."]
+    if reason := (earlier["forecast"] or {}).get("reason"):
+        sentences.append(f"The earlier report has no prediction: {reason}.")
     head = ("requests", "figure", "measured before", "predicted (95 %)", "measured now")
-    return Section("Prediction and measurement", (note,), head, rows, 2)
+    return Section("Prediction and measurement", sentences, head, rows, 2)
+
+
+def _load(seen: Document) -> str:
+    """Return the rates of requests and of tokens: prompts may be longer at the same request rate."""
+    tokens = sum(seen["groups"][length]["tokens"] for length in ("short", "long"))
+    seconds = max(1.0, seen["until"] - seen["from"])
+    return f"{seen['requests_per_s']:.2f} requests/s and {tokens / seconds:,.0f} tokens/s"
 
 
 def _rows(groups: Document, cells: Callable[[str, Any], Sequence[str]]) -> list[Sequence[str]]:

@@ -81,6 +81,30 @@ def test_a_report_after_the_activation_is_compared_with_the_prediction(
     assert f"{scheduled:.3f} (" in row
 
 
+def test_a_comparison_states_both_loads_and_why_nothing_was_predicted(
+    observed: tuple[dict[str, Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two windows with equal request rates differ if prompts are longer in one of them."""
+    reason = "the error of the twin is 21%, and may be at most 20%"
+    without = {**observed[0], "forecast": {**observed[0]["forecast"], "changes": None, "reason": reason}}
+    earlier = tmp_path / "observed.json"
+    earlier.write_text(json.dumps(without))
+    with application(served(300), active_share=1.0) as url:
+        assert main(["report", "--url", url, "--compare", str(earlier)]) == 0
+    comparison = capsys.readouterr().out.partition("Prediction and")[2]
+    loads = re.findall(r"([\d.]+) requests/s and ([\d,]+) tokens/s", comparison)
+    assert loads == [load_of(served(450)), load_of(served(300))]
+    assert f"has no prediction: {reason}." in comparison
+
+
+def load_of(lines: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the requests and tokens per second of a full capture."""
+    ends = [line["arrived_at"] + line["total_s"] for line in lines]
+    seconds = max(ends) - lines[0]["arrived_at"]
+    tokens = sum(line["input_length"] + line["output_length"] for line in lines)
+    return f"{len(lines) / seconds:.2f}", f"{tokens / seconds:,.0f}"
+
+
 def test_a_twin_with_too_large_an_error_predicts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
