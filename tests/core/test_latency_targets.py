@@ -222,6 +222,20 @@ def test_a_request_that_does_not_ask_for_it_is_never_refused() -> None:
     assert driver.arrive("r", target=within(3.0)) == []
 
 
+@pytest.mark.parametrize(("streamed", "expected"), [(True, False), (False, None)])
+def test_the_end_of_an_answer_that_is_not_streamed_tells_nothing_about_its_first_token(
+    streamed: bool, expected: bool | None
+) -> None:
+    driver = make_driver()
+    driver.arrive("r", target=within(0.5), streamed=streamed)
+    target = driver.find("r").target
+    assert target is not None
+    later(driver, 2.0)
+    driver.feed(FirstToken("r"))
+    driver.feed(Finished("r", Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=1)))
+    assert target.is_met is expected
+
+
 def test_a_patient_target_is_admitted_beside_refused_ones() -> None:
     driver = overloaded()
     assert only_conclusion(driver.arrive("hasty", target=within(3.0, refuse=True)))

@@ -108,22 +108,7 @@ def test_beside_others_it_may_slow_iterations_down_by_a_share(slowdown: float, e
 
 
 def test_beside_others_its_prefills_take_at_most_that_share_of_the_time() -> None:
-    driver = make_driver(slowdown=0.1)
-    driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
-    driver.feed(ev.FirstToken("i"))
-    prefill_s = 900 * driver.scheduler.prefill_costs.shared.per_token_s
-    for number in range(200):
-        batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1)
-    ended = 0
-    for _ in range(600):
-        running = [each for each in driver.scheduler.requests.of_gateway("g1") if each.replica_id]
-        for each in running:
-            if each.request.request_id != "i":
-                usage = Usage(prompt_tokens=900, output_tokens=1)
-                driver.feed(ev.Finished(each.request.request_id, Outcome.COMPLETED, usage))
-                ended += 1
-        driver.report("r1", after_s=0.1, received=1_000)
-    assert 0.5 < ended * prefill_s / (0.1 * driver.now) <= 1.3
+    assert 0.5 < prefill_share(chunk=0, steps=600) / 0.1 <= 1.3
 
 
 def test_beside_others_a_batch_prefill_starts_only_while_no_chunks_of_another_are_computed() -> None:
@@ -135,8 +120,8 @@ def test_beside_others_a_batch_prefill_starts_only_while_no_chunks_of_another_ar
     assert dispatched(driver.feed(ev.FirstToken("b0"))) == [("b1", "r1")]
 
 
-def prefill_share(chunk: int, *, with_arrivals: bool = False) -> float:
-    """Return the share of the time that batch prefills get on an engine with chunks."""
+def prefill_share(chunk: int, *, with_arrivals: bool = False, steps: int = 200) -> float:
+    """Return the share of the time that batch prefills get beside a request that decodes."""
     driver = make_driver(slowdown=0.1, chunk=chunk)
     driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
     driver.feed(ev.FirstToken("i"))
@@ -144,7 +129,7 @@ def prefill_share(chunk: int, *, with_arrivals: bool = False) -> float:
     for number in range(200):
         batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1)
     ended = 0
-    for step in range(200):
+    for step in range(steps):
         running = [each for each in driver.scheduler.requests.of_gateway("g1") if each.replica_id]
         if with_arrivals:
             driver.arrive(f"i{step}", prompt_tokens=1, priority=INTERACTIVE)
