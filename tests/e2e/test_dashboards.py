@@ -37,7 +37,7 @@ def watcher(app: Served, tmp_path: Path) -> Iterator[Prometheus]:
 async def overload(
     url: str, seconds: float = 12.0, key: str = "", *, clients: int = 280, **changes: Any
 ) -> None:
-    """Overload the engines, with several tenants and classes."""
+    """Overload the engines, with several tenants, classes and latency targets."""
     stop = asyncio.get_running_loop().time() + seconds
     own = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -56,6 +56,8 @@ async def overload(
                 }
                 priority = ("interactive", "default", "batch")[number % 3]
                 headers = {"x-priority": priority, "x-ewsjf-queue": "comments"}
+                if number % 2:
+                    headers |= {"x-slo-ttft-ms": "2000", "x-slo-tpot-ms": "100"}
                 async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
                     await answer.aread()
 
