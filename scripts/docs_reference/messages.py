@@ -59,7 +59,7 @@ _AREAS = (
     ),
     _Area(
         "Engines and endpoints",
-        "At a start, in `status`, `doctor` and the logs of replicas and watchers.",
+        "At a start, in `status` and the logs of replicas and watchers.",
         ("engines", "serving"),
     ),
     _Area("Commands", "From `ewsjf`, which then exits with 1 or 2.", ("",)),

@@ -102,7 +102,7 @@ METRIC_ADVICE = {
         "even. `kv_cache`: the engine preempts and needs a larger cache. `other`: the engine or the network."
     ),
     "ewsjf_prefix_cached_tokens_total": (
-        "By kind, `predicted` against `reported`: far apart, the prefix index is wrong; `ewsjf doctor` says "
+        "By kind, `predicted` against `reported`: far apart, the prefix index is wrong; `ewsjf status` says "
         "in which direction. No series: no engine reports cached tokens."
     ),
     "ewsjf_prefix_prediction_error_ratio": (

@@ -48,7 +48,9 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
     CommandEntry("deploy", "apply a changed configuration to a running application, or roll back"),
     CommandEntry("stop", "stop an application gracefully: in-flight requests are completed"),
-    CommandEntry("status", "show queues, replicas, tenants and the tuner of a running application"),
+    CommandEntry(
+        "status", "show what is wrong with a running application, its queues, replicas, tenants and tuner"
+    ),
     CommandEntry("mode", "show or set the share of a running application's traffic that is scheduled"),
     CommandEntry("explain", "show where a request spent its time, and why it was queued"),
     CommandEntry("batch", "submit a file of requests as a batch; list, cancel and fetch batches"),
@@ -57,7 +59,6 @@ COMMANDS: tuple[CommandEntry, ...] = (
     ),
     CommandEntry("capture", "write the requests of the last ten minutes as a trace, without their text"),
     CommandEntry("keys", "create, list and revoke API keys in a file, and show the usage of each"),
-    CommandEntry("doctor", "diagnose a running application: findings by severity, each with a next step"),
     CommandEntry("simulate", "simulate a trace on a fleet and compare policies"),
     CommandEntry("replay", "replay a decision log in a new scheduler and compare the commands"),
     CommandEntry("bench", "run open-loop load from a trace against an endpoint"),

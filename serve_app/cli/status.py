@@ -1,4 +1,4 @@
-"""Command `status`: prints the state of a running application as tables."""
+"""Command `status`: prints what is wrong with a running application, and its state as tables."""
 
 import argparse
 import json
@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from serve_app.cli.application import ApplicationClient, Document, add_address
-from serve_app.cli.command import Command, add_whole, print_result
+from serve_app.cli.command import Command, add_whole, print_result, program
+from serve_app.cli.diagnosis import readiness_findings
+from serve_app.cli.serve.instance import running_instances
 from serve_app.lab.tables import table_text
-from serve_app.serving.scheduler.findings import endpoints_down, unread_sources
+from serve_app.serving.scheduler.findings import Finding, Severity, queue_findings, status_findings
 
 _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
@@ -37,14 +39,31 @@ def _run(args: argparse.Namespace) -> int:
         for model in models:
             print_result(f"{model['model']}: {model.get('error') or model.get('message', word)}")
         return 1 if any("error" in model for model in models) else 0
+    findings = readiness_findings(client.url, list(running_instances()))
+    if not args.json:
+        _print(findings)
     status, queue, costs = (client.models(f"/debug/{name}") for name in ("status", "queue", "costs"))
+    inside = [each for model in status for each in status_findings(model)]
+    inside += [each for model in queue if "error" not in model for each in queue_findings(model)]
+    inside.sort(key=lambda each: each.severity)
+    findings += inside
     if args.json:
-        documents = {"status": status, "queue": queue, "costs": costs}
-        print_result(json.dumps({name: {"models": each} for name, each in documents.items()}, indent=1))
-        return 0
-    for part in rendered(Pages(status, queue, costs), args.sub_queues):
-        print_result(part)
-    return 0
+        documents: dict[str, object] = {"findings": [each.as_json() for each in findings]}
+        documents |= {"status": {"models": status}, "queue": {"models": queue}, "costs": {"models": costs}}
+        print_result(json.dumps(documents, indent=1))
+    else:
+        _print(inside)
+        if not findings:
+            print_result(f"{client.url}: no problems found")
+        for part in rendered(Pages(status, queue, costs), args.sub_queues):
+            print_result(part)
+    return 1 if any(each.severity is Severity.DOWN for each in findings) else 0
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    for each in findings:
+        step = each.next_step.replace("ewsjf status", f"{program()} status")
+        print_result(f"{each.severity.label}: {each.what}\n  next: {step}")
 
 
 class Pages(NamedTuple):
@@ -67,7 +86,6 @@ def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
         yield _overview(model)
         yield _replicas(model["replicas"])
         yield from _learned_contexts(model["replicas"])
-        yield from (f"  {each}" for each in (*endpoints_down(model), *unread_sources(model)))
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
             yield _sub_queues(queue, most_shown)

@@ -2,11 +2,9 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[str, str, Message], tuple[int, object]]
@@ -14,19 +12,14 @@ Answer = Callable[[str, str, Message], tuple[int, object]]
 
 
 @contextmanager
-def answering(answer: Answer, skew_s: float = 0.0) -> Iterator[str]:
-    """Serve these answers; yield the URL.
-
-    Args:
-        skew_s: by how much the server's clock is ahead.
-    """
+def answering(answer: Answer) -> Iterator[str]:
+    """Serve these answers; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, content = answer(self.command, self.path, self.headers)
             body = (content if isinstance(content, str) else json.dumps(content)).encode()
             self.send_response_only(status)
-            self.send_header("date", formatdate(time.time() + skew_s, usegmt=True))
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -87,7 +87,6 @@ COMPLETE: dict[str, dict[str, str]] = {
     "batch": {**AT_GATEWAY, "action": "submit", "target": "requests.jsonl"},
     "capture": {**AT_GATEWAY, "--out": "captured.jsonl"},
     "keys": {"action": "create", "--file": "keys.json", "--tenant": "a"},
-    "doctor": AT_GATEWAY,
     "report": AT_GATEWAY,
     "simulate": {**LAB, "--replicas": "1"},
     "replay": {"log": "decisions.jsonl"},

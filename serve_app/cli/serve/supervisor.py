@@ -170,7 +170,7 @@ class Supervisor:
                 console.ready(self._connection_info(dashboard))
                 if missing:
                     names = ", ".join(missing)
-                    text = f"No server is found so far for {names}: `{program()} doctor` shows why."
+                    text = f"No server is found so far for {names}: `{program()} status` shows why."
                     console.line(text, "yellow")
             case Failed():
                 self._failure = message

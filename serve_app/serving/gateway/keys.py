@@ -214,7 +214,7 @@ class Caller:
         raise RequestRejected(
             Outcome.REJECTED_UNAUTHORISED,
             "this endpoint needs an admin key: send Authorization: Bearer KEY with a key that has admin: "
-            f"true, or the application's own ({ADMIN_KEY_VARIABLE}), which `status` and `doctor` read "
+            f"true, or the application's own ({ADMIN_KEY_VARIABLE}), which the commands read "
             "automatically on the machine of `serve`",
         )
 

@@ -1,7 +1,7 @@
 """Findings about one model: what affects its clients now, and the next step.
 
-They follow from the documents of `/debug/status` and `/debug/queue` alone. The dashboard shows them, and
-`doctor` adds what it sees from outside.
+They follow from the documents of `/debug/status` and `/debug/queue` alone. The dashboard and the command
+`status` show them.
 """
 
 import enum
@@ -38,6 +38,10 @@ class Finding:
     severity: Severity
     what: str
     next_step: str
+
+    def as_json(self) -> dict[str, str]:
+        """Return it as plain values."""
+        return {"severity": self.severity.label, "what": self.what, "next_step": self.next_step}
 
 
 def check_scheduler(model: Document) -> Iterator[Finding]:
@@ -305,6 +309,4 @@ def queue_findings(queue: Document) -> Iterator[Finding]:
 def findings_document(status: Document, queue: Document) -> list[dict[str, str]]:
     """Return all findings of a model as plain values, the most severe first."""
     found = sorted([*status_findings(status), *queue_findings(queue)], key=lambda each: each.severity)
-    return [
-        {"severity": each.severity.label, "what": each.what, "next_step": each.next_step} for each in found
-    ]
+    return [each.as_json() for each in found]

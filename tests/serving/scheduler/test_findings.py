@@ -1,4 +1,4 @@
-"""Findings about one model; tests/cli/doctor has one for each fault."""
+"""Findings about one model; tests/cli/test_diagnosis.py has what the command shows."""
 
 from datetime import UTC, datetime
 from typing import Any

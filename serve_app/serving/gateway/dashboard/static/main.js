@@ -130,7 +130,7 @@ function renderModels() {
   if (select.value !== page.model) select.value = page.model;
 }
 
-/** Show what is wrong with any of the models, as `ewsjf doctor` finds it. */
+/** Show what is wrong with any of the models, as `ewsjf status` finds it. */
 function renderFindings() {
   const known = [...page.models.values()].filter((each) => each.shown && !each.error);
   const findings = known.flatMap((each) => each.shown.findings ?? []);
@@ -142,7 +142,7 @@ function renderFindings() {
     section,
     shown.map((each) => h("div", { class: `finding ${each.severity}`, key: each.what },
       h("p", null, h("b", null, each.severity), ` ${each.what}`), h("p", { class: "step" }, `Next: ${each.next_step}`))),
-    more > 0 ? h("p", { class: "note", key: "more" }, `${counted(more, "more finding")}: ewsjf doctor lists them`) : null,
+    more > 0 ? h("p", { class: "note", key: "more" }, `${counted(more, "more finding")}: ewsjf status lists them`) : null,
     findings.length || known.length < page.models.size ? null : h("p", { class: "note", key: "none" }, "No problems found."),
   );
 }
