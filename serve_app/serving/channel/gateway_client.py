@@ -266,15 +266,15 @@ class GatewayClient:
         """Return the LoRA adapters of the last table, each with the ids of the replicas that list it."""
         return self._adapters
 
-    async def exposition(self) -> str:
-        """Return the metrics of the scheduler and of other gateways; empty if none arrive within a second."""
+    async def exposition(self, *, with_gateways: bool) -> str:
+        """Return the metrics as the protocol says; empty if none arrive within a second."""
         if self._link is None:
             return ""
         self._scrape_serial += 1
         serial = self._scrape_serial
         answer: asyncio.Future[str] = self._loop.create_future()
         self._scrapes[serial], self._other_metrics[serial] = answer, []
-        self._link.send(Scrape(serial))
+        self._link.send(Scrape(serial, with_gateways))
         try:
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
                 return await answer

@@ -415,7 +415,7 @@ class GatewaySessions:
             self._scheduler.watch(message.request_id)
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
-        self._start(self._expose(gateway, message.serial))
+        self._start(self._expose(gateway, message))
 
     def _on_query(self, gateway: GatewaySession, message: Query) -> None:
         self._start(self._answer_query(gateway, message))
@@ -445,14 +445,18 @@ class GatewaySessions:
             end = at + _PART_BYTES
             gateway.send(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))
 
-    async def _expose(self, gateway: GatewaySession, serial: int) -> None:
-        own, others = await asyncio.gather(
-            self._scheduler.exposition(), self._metrics.of_others(gateway.gateway_id)
-        )
+    async def _expose(self, gateway: GatewaySession, scrape: Scrape) -> None:
+        others: Iterable[str] = ()
+        if scrape.with_gateways:
+            own, others = await asyncio.gather(
+                self._scheduler.exposition(), self._metrics.of_others(gateway.gateway_id)
+            )
+        else:
+            own = await self._scheduler.exposition()
         # One by one, because together they might exceed a frame.
         for metrics in others:
-            gateway.send(GatewayPage(serial, metrics))
-        gateway.send(Exposition(serial, own))
+            gateway.send(GatewayPage(scrape.serial, metrics))
+        gateway.send(Exposition(scrape.serial, own))
 
     def _links(self) -> dict[str, Link]:
         return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}

@@ -151,9 +151,10 @@ class Watch(Message, frozen=True):
 
 
 class Scrape(Message, frozen=True):
-    """Request the metrics of the scheduler and of other gateways."""
+    """Request the metrics of the scheduler and, unless another one is asked for them, of other gateways."""
 
     serial: int
+    with_gateways: bool = True
 
 
 class Query(Message, frozen=True):

@@ -201,10 +201,11 @@ class SchedulerClient(Protocol):
         """Return the LoRA adapters that replicas list, each with the ids of those replicas."""
         ...
 
-    async def exposition(self) -> str:
-        """Return the metrics of the scheduler and of all other gateways in the Prometheus text format.
+    async def exposition(self, *, with_gateways: bool) -> str:
+        """Return the metrics of the scheduler in the Prometheus text format; empty without them in a second.
 
-        Empty if none arrive within a second.
+        Args:
+            with_gateways: whether to add those of all other gateways.
         """
         ...
 

@@ -206,7 +206,10 @@ class MetricsEndpoint:
         return _TEXT, (await self._text.text()).encode()
 
     async def _gather(self) -> Sequence[str]:
-        return await asyncio.gather(*(scheduler.exposition() for scheduler in self._schedulers))
+        # All of them know the same gateways, so one asks them.
+        connected = [scheduler for scheduler in self._schedulers if scheduler.is_connected]
+        pages = (each.exposition(with_gateways=each is connected[0]) for each in connected)
+        return await asyncio.gather(*pages)
 
 
 async def _nothing() -> None:

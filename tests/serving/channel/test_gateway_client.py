@@ -161,13 +161,21 @@ async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_a
     gateway = await control_plane.gateway()
     await control_plane.replica("s1")
     await granted(gateway, "r1", priority=PriorityClass.INTERACTIVE)
-    text = await gateway.exposition()
+    text = await gateway.exposition(with_gateways=True)
     assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in text
     assert 'ewsjf_requests_in_flight{model="m",pool="short",replica="s1"} 1.0' in text
     assert 'ewsjf_gateways_connected{model="m"} 1.0' in text
     assert 'ewsjf_scheduler_incarnation{model="m"} 1.0' in text
+    other = await control_plane.gateway("g2")
+
+    async def metrics() -> str:
+        return "of_another_gateway 1\n"
+
+    other.register_metrics(metrics)
+    assert "of_another_gateway" in await gateway.exposition(with_gateways=True)
+    assert "of_another_gateway" not in await gateway.exposition(with_gateways=False)
     control_plane.kill()
-    assert await gateway.exposition() == ""
+    assert await gateway.exposition(with_gateways=True) == ""
 
 
 async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_plane: ControlPlane) -> None:

@@ -350,6 +350,7 @@ class FakeDispatcher:
         events: calls of the gateway, in order.
         engine_priority: engine priority in grants.
         is_connected: whether the scheduler is reachable; if not, no replica is known.
+        scrapes: for each scrape, whether the metrics of other gateways were asked for.
         watching: queue update callbacks, by request.
         revoke: revokes the grant of the last request; None if that is not revocable.
         generated_tokens: tokens with which each put-back request continues.
@@ -367,6 +368,7 @@ class FakeDispatcher:
     page: str = ""
     engine_priority: int | None = None
     is_connected: bool = True
+    scrapes: list[bool] = field(default_factory=list)
     watching: dict[str, Callable[[RequestOutlook | None], None]] = field(default_factory=dict)
     revoke: Callable[[], None] | None = None
     generated_tokens: list[int] = field(default_factory=list)
@@ -436,7 +438,8 @@ class FakeDispatcher:
     def register_metrics(self, render: Callable[[], Awaitable[str]]) -> None:
         pass
 
-    async def exposition(self) -> str:
+    async def exposition(self, *, with_gateways: bool) -> str:
+        self.scrapes.append(with_gateways)
         return self.page
 
     @property

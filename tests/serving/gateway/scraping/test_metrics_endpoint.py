@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway import ServedModel
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.scheduler.gauges import Figures
@@ -53,6 +53,15 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
     assert all('ewsjf_gateways_connected{model="m"} 1.0' in page.text for page in pages)
     assert len(threads) < 30
     assert threading.get_ident() not in threads
+
+
+async def test_only_one_of_the_connected_schedulers_is_asked_for_the_other_gateways() -> None:
+    models = {name: FakeDispatcher([1]) for name in ("lost", "a", "b")}
+    models["lost"].is_connected = False
+    served = tuple(ServedModel(name=name) for name in models)
+    async with http_client(Gateway(GatewaySettings(models=served), models, "gw", {})) as http:
+        await http.get("/metrics")
+    assert {name: each.scrapes for name, each in models.items()} == {"lost": [], "a": [True], "b": [False]}
 
 
 @pytest.mark.parametrize(
