@@ -1,7 +1,7 @@
 """Is any order of service better than EWSJF for short and for long prompts at once?
 
-The grid is that of `policies`: every order with and without prefill isolation, and ours with and without its
-delay bound, on four kinds of traffic at four loads with one, four and sixteen replicas.
+The grid is that of `policies`: orders with prefill isolation, and ours with and without its delay bound, on
+four kinds of traffic at two loads.
 """
 
 from experiments.common.experiment import Experiment

@@ -79,17 +79,9 @@ def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decima
     return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
 
 
-# Traffic and loads of the headline, with four replicas.
-_HEADLINE = ("paper-mix", "azure", "lmsys", "bursts")
-_HEADLINE_LOADS = (0.9, 1.1)
-
-
 def _headline(rows: Sequence[Row]) -> str:
     lines = []
-    for (case, load), point in _points(rows):
-        traffic, _, replicas = case.partition(", ")
-        if replicas != "4 replicas" or traffic not in _HEADLINE or load not in _HEADLINE_LOADS:
-            continue
+    for (traffic, load), point in _points(rows):
         of = {order.policy: order for order in point}
         short = (f"{of[policy].mean(SHORT):.2f}" for policy in (_DIRECT, _ISOLATED, _OURS))
         price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
