@@ -38,6 +38,27 @@ _MIN_OBSERVATIONS = 16
 # Weight of one long prefill in their mean: an average over about the last thirty.
 _WEIGHT = 0.03
 
+ALWAYS_SHORT_TOKENS = 256
+"""A prompt of at most this length is always short. It takes no more of an iteration than one chunk of a long
+prefill, which isolation lets pass, so limits on such prompts would only leave iterations empty."""
+
+_BUCKETS_PER_OCTAVE = 8
+_RELEARN_EVERY = 64
+# A gap is preferred to the exact share within this relative distance: it is a more stable boundary.
+_GAP_TOLERANCE = 0.6
+# Buckets with a smaller share of the work are treated as outliers in a gap.
+_OUTLIER_SHARE = 0.001
+# Number of requests after which the learned boundaries replace the prior ones.
+_LEARNED_REQUESTS = 200
+# Round trip in seconds that does not count as delay: a part of an iteration costs nothing.
+_USUAL_LAG_S = 0.05
+# Weight of an observation after 1,000 requests, so that old traffic decays.
+_DECAY_PER_THOUSAND = 0.5
+
+# The end of an unobserved prefill is assumed late rather than early: a second concurrent long prefill costs
+# more than a short pause.
+_USUAL_TIMES = 2.0
+
 
 class FeedbackDelay:
     """The round trip from dispatch to first-token notice without the engine's work; 0 until known."""
@@ -76,24 +97,6 @@ class FeedbackDelay:
         if delay_s <= 0 or self._long_s is None:
             return 1.0
         return self._long_s / max(self._long_s - delay_s, 0.1 * self._long_s)
-
-
-ALWAYS_SHORT_TOKENS = 256
-"""A prompt of at most this length is always short. It takes no more of an iteration than one chunk of a long
-prefill, which isolation lets pass, so limits on such prompts would only leave iterations empty."""
-
-_BUCKETS_PER_OCTAVE = 8
-_RELEARN_EVERY = 64
-# A gap is preferred to the exact share within this relative distance: it is a more stable boundary.
-_GAP_TOLERANCE = 0.6
-# Buckets with a smaller share of the work are treated as outliers in a gap.
-_OUTLIER_SHARE = 0.001
-# Number of requests after which the learned boundaries replace the prior ones.
-_LEARNED_REQUESTS = 200
-# Round trip in seconds that does not count as delay: a part of an iteration costs nothing.
-_USUAL_LAG_S = 0.05
-# Weight of an observation after 1,000 requests, so that old traffic decays.
-_DECAY_PER_THOUSAND = 0.5
 
 
 @settings(block="isolation")
@@ -246,19 +249,12 @@ class PrefillIsolation:
         return f"<PrefillIsolation {'on' if self.is_enabled else 'off'} {boundaries}>"
 
 
-# The end of each prefill in flight, as observed or assumed.
-#
-# The first token of a streamed answer marks the end of its prefill. An answer that is not streamed has no
-# such mark, so its prefill counts as ended after its usual time, as learned from streamed ones.
-
-
-# The end of an unobserved prefill is assumed late rather than early: a second concurrent long prefill costs
-# more than a short pause.
-_USUAL_TIMES = 2.0
-
-
 class PrefillTracker:
-    """Ends prefills in the ledger, and learns their cost and the feedback delay."""
+    """Ends prefills in the ledger, and learns their cost and the feedback delay.
+
+    The first token of a streamed answer marks the end of its prefill. An answer that is not streamed has no
+    such mark, so its prefill counts as ended after its usual time, as learned from streamed ones.
+    """
 
     def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
         self._ledger = ledger

@@ -6,8 +6,9 @@ from typing import Annotated
 from serve_app.core.admission.spending import TokenPrices
 from serve_app.core.dispatch.backfill import BackfillSettings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.dispatch.class_floors import ClassFloorSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
-from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.latency_targets import LatencyTargetSettings
 from serve_app.core.programs.settings import ProgramsSettings
@@ -15,7 +16,7 @@ from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
-from serve_app.core.routing.prefix import AffinitySettings
+from serve_app.core.routing.prefix.affinity import AffinitySettings
 from serve_app.core.settings_base import (
     ADVANCED,
     FINITE,

@@ -11,7 +11,7 @@ from serve_app.core import events as ev
 from serve_app.core.admission.admission import RETRY_AFTER_CAP_S
 from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale, Revoke
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.starvation import PromotionSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.pools import RoutingSettings, least_budget_tokens

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, settings
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.commands import Command
-from serve_app.core.dispatch import dispatcher as dispatcher_module
-from serve_app.core.dispatch.dispatcher import CandidateGroups
-from serve_app.core.queueing.request_queue import HeadGroup
+from serve_app.core.dispatch import candidate_groups, dispatcher
+from serve_app.core.dispatch.candidate_groups import CandidateGroups
+from serve_app.core.queueing.head_groups import HeadGroup
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
 
 
@@ -22,7 +22,7 @@ class FullSearch(CandidateGroups):
 def compare(one: Scheduler) -> None:
     """Feed the same events to a second scheduler, and require the same decisions from now on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatcher_module, "CandidateGroups", FullSearch)
+        patch.setattr(dispatcher, "CandidateGroups", FullSearch)
         other = Scheduler(one.settings)
     decide = one.handle
 
@@ -48,7 +48,7 @@ class ComparedIsolatingMachine(IsolatingMachine):
 
 @pytest.fixture(autouse=True)
 def groups_are_tested_even_with_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "_FEW_HEADS", 0)
+    monkeypatch.setattr(candidate_groups, "_FEW_HEADS", 0)
 
 
 TestComparedMachine = ComparedMachine.TestCase

@@ -1,4 +1,26 @@
-"""Cost attribution: engine time divided among the requests that used it, summed by class and tenant."""
+"""Cost attribution: engine time divided among the requests that used it, summed by class and tenant.
+
+An engine is busy while it has a request. Engines do not report the content of each step, so a model of
+steps divides the time:
+
+- A step reads the weights of the model once for all requests in it. This *common* time is divided equally
+  among the requests on the replica.
+- A step with prompt tokens takes longer if computing them takes longer than reading the weights
+  (`engines.model.step_time`). Only this excess is charged to the prompt's request. A prompt of `b` uncached
+  tokens takes `k = max(1, b / chunk)` steps. Each step computes some prompt tokens at no cost while the
+  weights are read. The `m` prefills in progress, this one included, share that capacity:
+
+      excess = max(0, per_token * b - k * base / m)
+
+  `per_token` and `base` are from the learned cost of a prefill (`core.routing.prefill_cost`): the cost of
+  an empty prompt is about one read of the weights.
+
+To divide no time twice, the time between two events is first *undivided*. Prefills in progress reserve
+their excess of it. The rest advances the *common clock*: the seconds used by a request that was present all
+the time. A request is charged the advance of that clock between its dispatch and its end. It is charged its
+excess at its first token, or at its end if the answer is not streamed. The last request to leave is charged
+the remaining undivided time. All charges add up to the busy time.
+"""
 
 from collections.abc import Iterator
 
@@ -12,6 +34,9 @@ from serve_app.request import PriorityClass, Request
 _MAX_TENANTS = 1_000
 OTHERS = "other"
 """The name under which all tenants beyond the bound are summed."""
+
+# vLLM's default for `max_num_batched_tokens` on most GPUs, for engines that do not report theirs.
+_LIKELY_CHUNK_TOKENS = 2048
 
 
 class TenantTotals:
@@ -38,34 +63,6 @@ class TenantTotals:
 
     def __repr__(self) -> str:
         return f"<TenantTotals {len(self._seconds)} sums, {sum(self._seconds.values()):.1f} s>"
-
-
-# Engine time: the seconds for which replicas were busy, divided among their requests.
-#
-# An engine is busy while it has a request. Engines do not report the content of each step, so a model of
-# steps divides the time:
-#
-# - A step reads the weights of the model once for all requests in it. This *common* time is divided equally
-#   among the requests on the replica.
-# - A step with prompt tokens takes longer if computing them takes longer than reading the weights
-#   (`engines.model.step_time`). Only this excess is charged to the prompt's request. A prompt of `b` uncached
-#   tokens takes `k = max(1, b / chunk)` steps. Each step computes some prompt tokens at no cost while the
-#   weights are read. The `m` prefills in progress, this one included, share that capacity:
-#
-#       excess = max(0, per_token * b - k * base / m)
-#
-#   `per_token` and `base` are from the learned cost of a prefill (`core.routing.prefill_cost`): the cost of
-#   an empty prompt is about one read of the weights.
-#
-# To divide no time twice, the time between two events is first *undivided*. Prefills in progress reserve
-# their excess of it. The rest advances the *common clock*: the seconds used by a request that was present all
-# the time. A request is charged the advance of that clock between its dispatch and its end. It is charged its
-# excess at its first token, or at its end if the answer is not streamed. The last request to leave is charged
-# the remaining undivided time. All charges add up to the busy time.
-
-
-# vLLM's default for `max_num_batched_tokens` on most GPUs, for engines that do not report theirs.
-_LIKELY_CHUNK_TOKENS = 2048
 
 
 class EngineTime:

@@ -41,9 +41,10 @@ from serve_app.core.admission.retry_reservations import (
     RetryReservations,
     fair_tokens,
 )
+from serve_app.core.admission.slot_rate import SlotRate
 from serve_app.core.admission.spending import Spending
-from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
-from serve_app.core.dispatch.in_flight import describe_expiry
+from serve_app.core.admission.wait_prediction import WaitPredictor
+from serve_app.core.dispatch.put_backs import describe_expiry
 from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.queueing.fairness import FairnessMode
 from serve_app.core.queueing.request_queue import RequestQueue

@@ -1,23 +1,18 @@
-"""Requests in flight on replicas: held capacity, learning from answers, put-backs and suspensions."""
-
-import zlib
+"""Requests in flight on replicas: held capacity, and learning from their answers."""
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
-from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.backfill import Backfill
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.headroom import TenantHeadroom
-from serve_app.core.events import DispatchFailed, DispatchFailure
+from serve_app.core.dispatch.suspensions import Suspensions
 from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.observed import AnswerStart
+from serve_app.core.routing.observed.limits import AnswerStart
 from serve_app.core.routing.replica_state import Hold, ReplicaState
-from serve_app.core.settings import SchedulerSettings
-from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Request, Usage
+from serve_app.request import Usage
 
 # Prompt tokens that take about as long as one output token; only used to compare answers that are not
 # streamed.
@@ -156,167 +151,3 @@ class InFlight:
 def _awaits_first_token(scheduled: ScheduledRequest) -> bool:
     """Return whether a first token of a dispatched request is still expected."""
     return scheduled.request.spec.streamed and not scheduled.started
-
-
-# Put-backs: handling of requests that a replica returned before their client received a byte.
-#
-# - One budget: `max_put_backs` bounds the dispatches of a request, for all reasons and across schedulers.
-# - One deadline: its queue timeout counts from its arrival and is not extended.
-# - Backoff: the first retry is immediate, because most faults affect only one replica. Each further backoff
-#   is twice as long as the one before. A request in backoff is queued, but in no sub-queue.
-# - Failover: it goes to a replica on which it has not failed, as long as one is usable.
-# - Quarantine: a request under which an engine was lost may be the cause. No replica has two of these until
-#   an answer starts. So a request that loses a second engine, alone among suspects, fails with `max_attempts`
-#   of 2.
-# - Position: a request goes to the front if its replica was lost, because it had been dispatched in time. One
-#   rejected by an engine does not: otherwise a tenant's failing requests would pass the others' good ones.
-
-
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
-# Jitter of the backoff, so that requests that failed together are not retried together.
-_JITTER_RATIO = 0.25
-_REPLICA_FAULTS = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
-
-
-def record_put_back(
-    scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
-) -> None:
-    """Record a put-back in the state of the request."""
-    scheduled.bypassed = False
-    if event.failure.is_after_service(event.generated_tokens):
-        # It did not wait in this time, so its queue timeout begins again.
-        request = scheduled.request
-        scheduled.expires_at = now + request.expires_at - request.arrived_at
-    if event.failure is DispatchFailure.REVOKED:
-        scheduled.returned = False
-        return
-    scheduled.put_backs += 1
-    scheduled.last_failure = event.message or str(event.failure)
-    if event.failure is DispatchFailure.TOO_LONG:
-        # The replica is healthy, and the request goes to pools with a longer context.
-        scheduled.returned = True
-        scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
-        return
-    scheduled.returned = event.failure in _REPLICA_FAULTS
-    scheduled.losses += event.failure is DispatchFailure.LOST
-    scheduled.avoided |= {event.replica_id}
-    if event.failure is DispatchFailure.ENGINE_ERROR:
-        scheduled.failed_on = event.replica_id
-    backoff_s = _backoff_s(scheduled)
-    scheduled.backoff_until = now + backoff_s if backoff_s else 0.0
-
-
-def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
-    """Restore the put-backs of a request that an earlier scheduler had dispatched."""
-    request = scheduled.request
-    scheduled.returned = request.attempts > 0
-    scheduled.put_backs = min(request.attempts, settings.max_put_backs - 1)
-    scheduled.losses = min(int(request.lost), settings.max_attempts - 1)
-
-
-def retry_limit_conclusion(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Conclusion | None:
-    """Return the failure of a request that may not be retried, or None if it may."""
-    reason = scheduled.last_failure
-    if scheduled.losses >= settings.max_attempts:
-        text = f"{scheduled.losses} replicas were lost under this request; last failure: {reason}"
-    elif scheduled.put_backs >= settings.max_put_backs:
-        text = f"the request was put back {scheduled.put_backs} times; last failure: {reason}"
-    else:
-        return None
-    return Conclusion(Outcome.FAILED, text)
-
-
-def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
-    """Describe an expired request for its client: its wait, the main cause and its put-backs."""
-    text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
-    if not scheduled.put_backs:
-        waited = wait_breakdown(scheduled, now)
-        cause = waited.main_cause if waited is not None else None
-        return text if cause is None else f"{text}; main cause: {cause.meaning}"
-    text = f"{text}; it was put back {scheduled.put_backs} times"
-    return f"{text}; last failure: {scheduled.last_failure}" if scheduled.last_failure else text
-
-
-def _backoff_s(scheduled: ScheduledRequest) -> float:
-    tries = scheduled.put_backs - 1
-    if tries < 1:
-        return 0.0
-    jitter = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
-    usual_s: float = min(_FIRST_BACKOFF_S * 2.0 ** min(tries - 1, 20), _MAX_BACKOFF_S)
-    return usual_s * (1 + _JITTER_RATIO * jitter)
-
-
-# Suspensions: replicas that receive no requests for a while, because they lose or reject them.
-#
-# A failure may be the fault of the replica or of the request. If every failure suspended a replica, one
-# client with failing requests could stop a fleet. If none did, a broken replica would attract requests,
-# because it fails fast and so looks idle. Failures count against a replica as follows:
-#
-# | the request                                | counts                                                    |
-# |--------------------------------------------|-----------------------------------------------------------|
-# | could not be sent, or its connection broke | immediately: no request should cause that                 |
-# | found the engine busy                      | the third time in a row without a success in between      |
-# | got an error of the engine                 | the same, and only once another replica has served it     |
-#
-# A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
-# the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
-# one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
-# replicas are detected by their connection to the scheduler, not here.
-
-
-# Fewer may coincide by chance; each costs its request one more dispatch.
-_FAULTS = 3
-# The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
-_FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
-_MAX_SHARE = 0.5
-
-
-class Suspensions:
-    """Suspends replicas in the ledger. All state is in `ReplicaState`."""
-
-    def __init__(self, ledger: ReplicaLedger) -> None:
-        self._ledger = ledger
-
-    def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
-        """Count a failure against the replica that put back a request."""
-        state = self._ledger.get(replica_id)
-        if state is None:
-            return
-        if failure in _REPLICA_FAULTS:
-            self._suspend(state, now)
-        elif failure is DispatchFailure.BUSY:
-            self._count_fault(state, now)
-
-    def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
-        """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
-        state.faults = state.suspensions = 0
-        if scheduled.failed_on is None:
-            return
-        failed = self._ledger.get(scheduled.failed_on)
-        scheduled.failed_on = None
-        if failed is not None and failed is not state:
-            self._count_fault(failed, now)
-
-    def _count_fault(self, state: ReplicaState, now: float) -> None:
-        state.faults += 1
-        if state.faults >= _FAULTS:
-            self._suspend(state, now)
-
-    def _suspend(self, state: ReplicaState, now: float) -> None:
-        if state.suspended or not state.is_alive:
-            return
-        alive = [each for each in self._ledger if each.is_alive and each.spec.pool == state.spec.pool]
-        if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
-            return
-        state.faults = 0
-        suspension_s = (
-            min(_FIRST_SUSPENSION_S * 2.0 ** min(state.suspensions, 20), _MAX_SUSPENSION_S)
-            if state.suspensions
-            else 0.0
-        )
-        state.suspensions += 1
-        self._ledger.suspend(state, now + suspension_s)
-
-    def __repr__(self) -> str:
-        suspended = [state.spec.replica_id for state in self._ledger if state.suspended]
-        return f"<Suspensions {suspended}>"

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from serve_app.core.dispatch.starvation import ClassFloors, ClassFloorSettings
+from serve_app.core.dispatch.class_floors import ClassFloors, ClassFloorSettings
 from serve_app.core.queueing.fairness import FairShares
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest

@@ -2,11 +2,27 @@
 
 The partition is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside
 the core (`serve_app.tuning.refine_and_prune`) and replaced as a whole.
+
+Dynamic Queue Routing assigns a queue to a prompt length, even if no learned queue contains it.
+
+A length within a queue belongs to that queue. A length above the lower neighbour by at most a tolerance
+belongs to the lower one, and a length below the upper neighbour by at most a tolerance to the upper one.
+Any other length gets a *bubble queue*, centred on it, as wide as the queue below, and clipped to the gap. A
+bubble queue that stays empty for too many rounds is removed; learned queues are not.
+
+Source: EWSJF, Algorithm 2 and Appendix D.
 """
 
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+TOLERANCE_RATIO = 0.10
+"""Relative distance beyond a queue's bounds at which a length still belongs to it; 10 % in the paper."""
+# Width of a bubble queue if the queue below has no width to copy.
+_BUBBLE_WIDTH_TOKENS = 512
+# Rounds that a bubble queue may stay empty before it is removed; 20, 30 and 50 are in use.
+_BUBBLE_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +77,6 @@ class Partition:
 
     def __len__(self) -> int:
         return len(self.intervals)
-
-
-# Dynamic Queue Routing assigns a queue to a prompt length, even if no learned queue contains it.
-#
-# A length within a queue belongs to that queue. A length above the lower neighbour by at most a tolerance
-# belongs to the lower one, and a length below the upper neighbour by at most a tolerance to the upper one.
-# Any other length gets a *bubble queue*, centred on it, as wide as the queue below, and clipped to the gap. A
-# bubble queue that stays empty for too many rounds is removed; learned queues are not.
-#
-# Source: EWSJF, Algorithm 2 and Appendix D.
-
-
-TOLERANCE_RATIO = 0.10
-"""Relative distance beyond a queue's bounds at which a length still belongs to it; 10 % in the paper."""
-# Width of a bubble queue if the queue below has no width to copy.
-_BUBBLE_WIDTH_TOKENS = 512
-# Rounds that a bubble queue may stay empty before it is removed; 20, 30 and 50 are in use.
-_BUBBLE_ROUNDS = 30
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ class OrderingPolicy:
     """True if prefill isolation applies (`core.isolation`)."""
 
     promotes: bool = False
-    """True if requests beyond their starvation bound are promoted (`dispatch.starvation`)."""
+    """True if requests beyond their starvation bound are promoted (`dispatch.promotion`)."""
 
     bounds_delay: bool = False
     """True if the delay of long prompts by the score is bounded (`queueing.delay_bound`)."""

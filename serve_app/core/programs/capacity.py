@@ -15,7 +15,7 @@ nothing, and the assumed capacity remains.
 
 import math
 
-from serve_app.core.routing.prefix import LIKELY_KV_TOKENS
+from serve_app.core.routing.prefix.affinity import LIKELY_KV_TOKENS
 
 _GROWTH = 1.05
 # Per context beyond the upper bound that is cached, and per any that is cached.

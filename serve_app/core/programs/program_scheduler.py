@@ -25,7 +25,7 @@ Requests without a program are neither parked nor bound. What they hold counts i
 import math
 from collections.abc import Iterator
 
-from serve_app.core.dispatch.starvation import PromotionSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.programs.gaps import Gaps
 from serve_app.core.programs.order import ParkedTurns
 from serve_app.core.programs.program import Conversation, ProgramTurn
@@ -38,7 +38,7 @@ from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.prefix import PrefixAffinity
+from serve_app.core.routing.prefix.affinity import PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import TurnEnd
 

@@ -1,4 +1,4 @@
-"""Request routing: the pools that may serve a request, and rerouting when limits or replicas change.
+"""Request routing: the pools that may serve a request, or its rejection.
 
 Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
 on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
@@ -9,19 +9,13 @@ A request for a LoRA adapter goes to pools with a replica that lists the adapter
 for the same grace period, and is then rejected as a request for an unknown model.
 """
 
-from collections.abc import Iterator
-
 from serve_app.core.admission.admission import Admission, too_long
-from serve_app.core.admission.outages import Outages
-from serve_app.core.commands import ContextLearned
-from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.observed import LearnedContext
 from serve_app.core.routing.pools import PoolRouter, least_budget_tokens
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Destination, Request, Usage
+from serve_app.request import Destination, Request
 
 Route = tuple[tuple[str, ...], Conclusion | None]
 """The pools of a request, the home pool first, and its rejection if it may not wait for them."""
@@ -144,106 +138,3 @@ def _lost_response(replica_id: str) -> Conclusion:
         f"the response that this request refers to was stored on replica {replica_id}, which is no longer "
         "available: send the whole conversation",
     )
-
-
-# Rerouting: queued requests get other pools, or are rejected, when the inputs of their routing have changed.
-#
-# The inputs are the context limits and outages of pools, `B_short`, and, for requests that only some replicas
-# can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no difference,
-# so no request is routed again for it.
-
-
-Rejections = Iterator[tuple[ScheduledRequest, Conclusion]]
-"""Yields queued requests that no pool can serve any more; the caller removes each."""
-
-
-class Rerouting:
-    """Routes the queued requests of one model again."""
-
-    def __init__(
-        self, queue: RequestQueue, routing: RequestRouting, ledger: ReplicaLedger, outages: Outages
-    ) -> None:
-        self._queue = queue
-        self._routing = routing
-        self._ledger = ledger
-        self._outages = outages
-        self._routed_by = self._inputs()
-
-    def __repr__(self) -> str:
-        return f"<Rerouting {self._ledger.contexts}>"
-
-    def all_waiting(self, now: float) -> Rejections:
-        """Route all queued requests, and yield the rejected ones."""
-        self._routed_by = self._inputs()
-        for scheduled in list(self._queue):
-            pools, rejection = self._routing.route_again(scheduled, now)
-            if rejection:
-                yield scheduled, rejection
-            elif pools != scheduled.pools:
-                self._queue.reroute(scheduled, pools)
-
-    def on_fleet_change(self, now: float) -> Rejections:
-        """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
-        self._outages.observe(self._ledger.has_alive, now)
-        if self._queue.restricted or self._inputs() != self._routed_by:
-            yield from self.all_waiting(now)
-
-    def _inputs(self) -> tuple[int, int]:
-        return self._ledger.contexts.changes, self._outages.changes
-
-
-# Learning of context limits from requests, for replicas that do not report theirs
-# (`observed.LearnedContext`).
-
-
-class ContextLearning:
-    """Updates the learned context limits of a ledger, and reports changes."""
-
-    def __init__(self, ledger: ReplicaLedger) -> None:
-        self._ledger = ledger
-
-    def on_rejection(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
-        """Learn from a rejection as too long by the replica of a request."""
-        assert scheduled.replica_id is not None
-        if (context := self._context(scheduled.replica_id)) is None:
-            return []
-        before = context.limit_tokens
-        estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
-        context.on_rejection(estimated, stated_tokens)
-        scheduled.too_long_for += (scheduled.replica_id,)
-        return self._changed(scheduled.replica_id, context, before)
-
-    def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
-        """Learn from a completed request and its engine's token counts."""
-        # Engines count only the sum of several prompts or choices.
-        if scheduled.request.shape.prompts != 1 or scheduled.request.spec.choices != 1:
-            return []
-        changed: list[ContextLearned] = []
-        # The answer counts as one token: an engine that shifts its context may generate without limit.
-        served = usage.prompt_tokens + min(1, usage.output_tokens)
-        requested = usage.prompt_tokens + _requested_output(scheduled)
-        if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
-            before = context.limit_tokens
-            context.on_served(served)
-            changed += self._changed(scheduled.replica_id, context, before)
-        for replica_id in scheduled.too_long_for:
-            if (context := self._context(replica_id)) is not None:
-                before = context.limit_tokens
-                context.on_counted(requested)
-                changed += self._changed(replica_id, context, before)
-        return changed
-
-    def _context(self, replica_id: str) -> LearnedContext | None:
-        state = self._ledger.get(replica_id)
-        return None if state is None else state.context
-
-    def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
-        if context.limit_tokens == before:
-            return []
-        self._ledger.contexts.update(self._ledger[replica_id])
-        return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
-
-
-def _requested_output(scheduled: ScheduledRequest) -> int:
-    """Return the output tokens that an engine must have capacity for: the client's limit, if any."""
-    return scheduled.request.spec.max_output_tokens or 0

@@ -2,7 +2,7 @@
 
 from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.starvation import PromotionSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.events import Event, Finished, FirstToken
 from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome

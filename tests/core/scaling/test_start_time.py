@@ -1,4 +1,4 @@
-from serve_app.core.scaling.observation import StartTime
+from serve_app.core.scaling.start_time import StartTime
 
 
 def replicas(count: int) -> list[str]:

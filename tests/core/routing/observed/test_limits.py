@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve_app.core.routing.observed import AnswerStart, ObservedLimits
+from serve_app.core.routing.observed.limits import AnswerStart, ObservedLimits
 
 
 def start(seconds: float = 0.1, **changes: object) -> AnswerStart:

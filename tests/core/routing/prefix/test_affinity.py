@@ -3,7 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.prefix import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
+from serve_app.core.routing.prefix.affinity import (
+    AffinitySettings,
+    PrefixAffinity,
+    PrefixQuery,
+    ReplicaFilter,
+)
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.request import PromptShape
 from tests.builders import report, request, spec

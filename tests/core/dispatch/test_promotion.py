@@ -1,6 +1,6 @@
 from typing import Any
 
-from serve_app.core.dispatch.starvation import ClassFloors, ClassFloorSettings, Promotion, PromotionSettings
+from serve_app.core.dispatch.promotion import Promotion, PromotionSettings
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.core.queueing.request_queue import RequestQueue
@@ -53,41 +53,3 @@ def test_under_overload_promotions_are_a_share_of_the_dispatches_of_a_tenant() -
     # Both heads are beyond their starvation bound: whichever is first while a promotion is due uses it.
     assert 190 <= promoted <= 260
     assert waiting.promotion.among([idle], 100.0) == [idle]
-
-
-def test_a_waiting_lower_class_gets_its_floor_share() -> None:
-    floors = ClassFloors(ClassFloorSettings(default_share=0.0, batch_share=0.05))
-    got = {INTERACTIVE: 0, BATCH: 0}
-    for _ in range(1_000):
-        priority = (floors.owed() or [INTERACTIVE])[0]
-        floors.on_dispatch(priority, [INTERACTIVE, BATCH])
-        got[priority] += 1
-    assert 45 <= got[BATCH] <= 50
-
-
-def test_a_class_without_queued_requests_is_owed_no_dispatch() -> None:
-    floors = ClassFloors(ClassFloorSettings())
-    for _ in range(1_000):
-        floors.on_dispatch(INTERACTIVE, [INTERACTIVE])
-    assert floors.owed() == []
-
-
-def test_a_class_with_a_request_beyond_its_bound_gets_the_share_of_promotions() -> None:
-    floors = ClassFloors(ClassFloorSettings(default_share=0.0, batch_share=0.05), promoted_share=0.2)
-    got = {INTERACTIVE: 0, BATCH: 0}
-    for _ in range(1_000):
-        priority = (floors.owed() or [INTERACTIVE])[0]
-        floors.on_dispatch(priority, [INTERACTIVE, BATCH], {BATCH})
-        got[priority] += 1
-    assert 150 <= got[BATCH] <= 200
-
-
-def test_credit_is_bounded() -> None:
-    floors = ClassFloors(ClassFloorSettings(batch_share=0.5))
-    for _ in range(1_000):
-        floors.on_dispatch(INTERACTIVE, [BATCH])
-    spent = 0
-    while floors.owed():
-        floors.on_dispatch(BATCH, [])
-        spent += 1
-    assert spent == 2

@@ -1,13 +1,13 @@
-"""Autoscaling decisions: the number of replicas of every pool of a model, all decided once per second."""
+"""Autoscaling of one pool: its need for replicas, from the load of its engines and its backlog."""
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from serve_app.core.routing.snapshot import Snapshot, number, section
-from serve_app.core.scaling.observation import PoolSpeed, PoolView, StartTime
-from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool, ScalingSettings
+from serve_app.core.scaling.observation import PoolView
+from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool
+from serve_app.core.scaling.speed import PoolSpeed
+from serve_app.core.scaling.start_time import StartTime
 
 # Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
 _LOAD_TIME_CONSTANT_S = 20.0
@@ -194,119 +194,3 @@ class PoolScaler:
 
     def _is_settling(self, now: float) -> bool:
         return now - self._started_at < self._settings.downscale_delay_s
-
-
-# The GPU budget: distribution of GPUs if the pools need more than there are.
-#
-# Every pool first gets its minimum. Then pools without replicas get one. After that the pool with the highest
-# need per replica gets the next one, until none fits or none is needed. That balances the shortage. Among
-# equal pools the one listed first is served, which is the one for short requests.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolNeed:
-    """The need of one pool.
-
-    Attributes:
-        needed: the same before rounding and bounds.
-        least: replicas that it has in any case.
-    """
-
-    replicas: int
-    needed: float
-    least: int
-    gpus: float
-
-
-def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str, int]:
-    """Return the replicas of each pool within the budget; without a budget, all that they need."""
-    if budget is None or sum(need.replicas * need.gpus for need in needs.values()) <= budget:
-        return {pool: need.replicas for pool, need in needs.items()}
-    allocated = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
-    left = budget - sum(needs[pool].gpus * count for pool, count in allocated.items())
-    while pool := _next(needs, allocated, left):
-        allocated[pool] += 1
-        left -= needs[pool].gpus
-    return allocated
-
-
-def _next(needs: Mapping[str, PoolNeed], allocated: Mapping[str, int], left: float) -> str:
-    """Return the pool that gets the next replica, or an empty string if none fits or is needed."""
-    candidates = [
-        pool for pool, need in needs.items() if allocated[pool] < need.replicas and need.gpus <= left + 1e-9
-    ]
-    # A pool without replicas precedes the others.
-    return max(
-        candidates,
-        key=lambda pool: (allocated[pool] == 0, needs[pool].needed / max(1, allocated[pool])),
-        default="",
-    )
-
-
-class FleetScaler:
-    """Decides the number of replicas for all pools of a model."""
-
-    def __init__(self, settings: ScalingSettings) -> None:
-        self._settings = settings
-        self._pools = {name: PoolScaler(pool) for name, pool in settings.pools.items()}
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """The pools that it decides for."""
-        return tuple(self._pools)
-
-    def change(self, settings: ScalingSettings) -> None:
-        """Apply other bounds from now on. Learned values of the same pools are retained."""
-        self._settings = settings
-        for name, scaler in self._pools.items():
-            scaler.change(settings.pools[name])
-
-    def state(self) -> dict[str, object]:
-        """Return the learned start times of engines as plain values."""
-        learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
-        return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
-
-    def restore(self, state: Snapshot) -> None:
-        """Continue from a result of `state`, except for removed pools. Changes nothing if it is invalid."""
-        stored = section(state, "start_s")
-        found = {name: number(stored, name, at_least=0) for name in stored if name in self._pools}
-        for name, seconds in found.items():
-            self._pools[name].start_time.restore(seconds)
-
-    def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
-        """Return the replicas that every pool should have.
-
-        Args:
-            views: one for each pool.
-            now: time in seconds, not less than in the previous call.
-        """
-        decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
-        needs = {name: self._need(name, decision) for name, decision in decisions.items()}
-        allocated = share_gpus(needs, self._settings.gpu_budget)
-        for name, scaler in self._pools.items():
-            scaler.settle(allocated[name], now)
-            if self._settings.pools[name].replicas is not None:
-                # The decision reports the pool's need, but the budget is charged for its fixed replicas.
-                continue
-            if allocated[name] < decisions[name].replicas:
-                reason = f"{decisions[name].reason}; limited by the GPU budget"
-                decisions[name] = replace(
-                    # The replicas beyond this number are already allocated to another pool.
-                    decisions[name],
-                    replicas=allocated[name],
-                    reason=reason,
-                    may_shrink=True,
-                )
-        return decisions
-
-    def _need(self, name: str, decision: PoolDecision) -> PoolNeed:
-        pool = self._settings.pools[name]
-        return PoolNeed(
-            replicas=decision.replicas if pool.replicas is None else pool.replicas,
-            needed=decision.needed,
-            least=pool.least,
-            gpus=pool.gpus,
-        )
-
-    def __repr__(self) -> str:
-        return f"<FleetScaler {', '.join(f'{name} {each.desired}' for name, each in self._pools.items())}>"

@@ -1,0 +1,80 @@
+"""Suspensions: replicas that receive no requests for a while, because they lose or reject them.
+
+A failure may be the fault of the replica or of the request. If every failure suspended a replica, one
+client with failing requests could stop a fleet. If none did, a broken replica would attract requests,
+because it fails fast and so looks idle. Failures count against a replica as follows:
+
+| the request                                | counts                                                    |
+|--------------------------------------------|-----------------------------------------------------------|
+| could not be sent, or its connection broke | immediately: no request should cause that                 |
+| found the engine busy                      | the third time in a row without a success in between      |
+| got an error of the engine                 | the same, and only once another replica has served it     |
+
+A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
+the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
+one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
+replicas are detected by their connection to the scheduler, not here.
+"""
+
+from serve_app.core.dispatch.put_backs import REPLICA_FAULTS
+from serve_app.core.events import DispatchFailure
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.replica_state import ReplicaState
+
+# Fewer may coincide by chance; each costs its request one more dispatch.
+_FAULTS = 3
+# The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
+_FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
+_MAX_SHARE = 0.5
+
+
+class Suspensions:
+    """Suspends replicas in the ledger. All state is in `ReplicaState`."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+
+    def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
+        """Count a failure against the replica that put back a request."""
+        state = self._ledger.get(replica_id)
+        if state is None:
+            return
+        if failure in REPLICA_FAULTS:
+            self._suspend(state, now)
+        elif failure is DispatchFailure.BUSY:
+            self._count_fault(state, now)
+
+    def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+        """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
+        state.faults = state.suspensions = 0
+        if scheduled.failed_on is None:
+            return
+        failed = self._ledger.get(scheduled.failed_on)
+        scheduled.failed_on = None
+        if failed is not None and failed is not state:
+            self._count_fault(failed, now)
+
+    def _count_fault(self, state: ReplicaState, now: float) -> None:
+        state.faults += 1
+        if state.faults >= _FAULTS:
+            self._suspend(state, now)
+
+    def _suspend(self, state: ReplicaState, now: float) -> None:
+        if state.suspended or not state.is_alive:
+            return
+        alive = [each for each in self._ledger if each.is_alive and each.spec.pool == state.spec.pool]
+        if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
+            return
+        state.faults = 0
+        suspension_s = (
+            min(_FIRST_SUSPENSION_S * 2.0 ** min(state.suspensions, 20), _MAX_SUSPENSION_S)
+            if state.suspensions
+            else 0.0
+        )
+        state.suspensions += 1
+        self._ledger.suspend(state, now + suspension_s)
+
+    def __repr__(self) -> str:
+        suspended = [state.spec.replica_id for state in self._ledger if state.suspended]
+        return f"<Suspensions {suspended}>"
