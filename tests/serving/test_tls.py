@@ -17,7 +17,8 @@ from serve_app.serving.channel.messages import Welcome
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.response import UpstreamError
 from serve_app.serving.pool.replica import (
     PoolReplica,
     PoolReplicaSettings,

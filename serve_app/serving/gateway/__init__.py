@@ -8,6 +8,6 @@ answer back. Reading order: `app` (routes), `request.reader` (from body to submi
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream import UpstreamSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 
 __all__ = ["ApiKey", "Gateway", "GatewaySettings", "ServedModel", "UpstreamSettings"]

@@ -15,18 +15,22 @@ from typing import Any
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
-from serve_app.serving.gateway.admin import DebugPages, EndpointAdmin, ModeAdmin, PoolWatcher
 from serve_app.serving.gateway.answer.client import ClientExchange, ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json, stopping
+from serve_app.serving.gateway.background import BackgroundWork
 from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, BatchHandler, batch_routes
 from serve_app.serving.gateway.budgets import Budgets
 from serve_app.serving.gateway.cors import Cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
+from serve_app.serving.gateway.debug_pages import DebugPages
+from serve_app.serving.gateway.endpoint_admin import EndpointAdmin, PoolWatcher
+from serve_app.serving.gateway.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.halted import HaltWatch
 from serve_app.serving.gateway.key_admin import KeyAdmin
 from serve_app.serving.gateway.keys import DEFAULT_TENANT
-from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
+from serve_app.serving.gateway.metrics_page import MetricsEndpoint
+from serve_app.serving.gateway.mode_admin import ModeAdmin
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.path import GatewayRequest, Services
@@ -41,13 +45,14 @@ from serve_app.serving.gateway.request.endpoints import (
 from serve_app.serving.gateway.request.incoming import IncomingRequest, append_fields, model_field
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request_log import ConcludedRequest
+from serve_app.serving.gateway.response_holders import ResponseHolders
 from serve_app.serving.gateway.router import HttpRoute, Router
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
-from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
+from serve_app.serving.gateway.stored import StoredResponses
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import make_metric_export, make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
-from serve_app.serving.gateway.upstream import UpstreamPool
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.tls import TlsSettings, make_tls
 
 logger = logging.getLogger("ray.serve")

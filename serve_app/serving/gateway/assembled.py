@@ -8,7 +8,7 @@ from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.responses import JSON_TYPE
 from serve_app.serving.gateway.answer.stream import StreamScanner, engine_failure
 from serve_app.serving.gateway.request.headers import response_headers
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
 if TYPE_CHECKING:
     from serve_app.serving.gateway.path import GatewayRequest

@@ -7,7 +7,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.continuation import ContinuableStream
 from serve_app.serving.gateway.answer.stream import StreamScanner, engine_failure
 from serve_app.serving.gateway.assembled import check_outgrown
-from serve_app.serving.gateway.upstream import UpstreamResponse
+from serve_app.serving.gateway.upstream.response import UpstreamResponse
 
 if TYPE_CHECKING:
     from serve_app.serving.gateway.path import GatewayRequest

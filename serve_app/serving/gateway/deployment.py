@@ -22,9 +22,9 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
-from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.batches.settings import default_folder
+from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.process import tune_memory

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable, Collection
 
 from serve_app.serving.channel.scheduler_client import ServerAddress
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import UpstreamError
 
 logger = logging.getLogger("ray.serve")
 

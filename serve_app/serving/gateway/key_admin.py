@@ -24,8 +24,8 @@ from serve_app.serving.api_keys import (
     read_keys,
     revoke_key,
 )
-from serve_app.serving.gateway.admin import audit
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
+from serve_app.serving.gateway.audit import audit
 from serve_app.serving.gateway.budgets import PERIODS, Budgets
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest

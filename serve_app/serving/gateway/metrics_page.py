@@ -1,4 +1,4 @@
-"""`/metrics` of all gateways and schedulers, and `/metrics/engines` of the engines behind them.
+"""`/metrics` of all gateways and schedulers.
 
 Every gateway serves the metrics of all of them, so that a scraper needs one address. A gateway that does not
 answer quickly is missing from that scrape, with all of its series. Gateways cache pages for about a second at
@@ -6,128 +6,22 @@ most. If scrapes that are closer together reach different gateways, a counter ma
 
 Metrics expose models, replicas and load. If keys are configured, `/metrics` requires the scraper's own key
 (`gateway.advanced.metrics_key`) or an admin's; otherwise it is open, as are all endpoints.
-
-Pages are merged, because scrapers reject a page that describes a metric twice or separates its samples.
-Exemplars exist in the OpenMetrics format only. The gateway renders its own page in that format. Pages of
-schedulers have no exemplars and are converted: the formats differ in counter names and the end marker.
 """
 
 import asyncio
-import contextvars
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from serve_app.core.settings_base import settings
-from serve_app.errors import Outcome
 from serve_app.serving.cached_page import CachedPage
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
+from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.responses import (
     ForbiddenError,
-    RequestRejected,
-    encode,
-    send_body,
-    send_json,
 )
+from serve_app.serving.gateway.exposition import merge, merge_openmetrics
 from serve_app.serving.gateway.keys import Caller, Secret
-from serve_app.serving.gateway.request.headers import engine_head
-from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
-
-# Suffixes that the text format appends to a metric's name in its samples.
-_SUFFIXES = frozenset({"", "_total", "_created", "_bucket", "_sum", "_count", "_info"})
-_END = "# EOF\n"
-
-
-def merge(pages: Iterable[str]) -> str:
-    """Merge pages so that each metric occurs once; for equal labels, the first sample is used."""
-    families: dict[str, _Family] = {}
-    for page in pages:
-        family: _Family | None = None
-        for line in page.splitlines():
-            if not line.strip():
-                continue
-            if line.startswith("#"):
-                family = _described(families, line) or family
-            else:
-                family = _owner(families, family, line)
-                family.samples.setdefault(line.rpartition(" ")[0] or line, line)
-    return "".join(family.text() for family in families.values())
-
-
-def merge_openmetrics(own: str, pages: Iterable[str]) -> str:
-    """Merge a page in the OpenMetrics format with pages in the text format."""
-    return merge((own, *map(as_openmetrics, pages))) + _END
-
-
-def as_openmetrics(page: str) -> str:
-    """Convert a page from the text format to OpenMetrics, without the end marker."""
-    return "".join(f"{line}\n" for line in _rewritten(page.splitlines()))
-
-
-def _rewritten(lines: Iterable[str]) -> Iterator[str]:
-    help_of: dict[str, str] = {}
-    skipped = ""
-    for line in lines:
-        words = line.split(" ", 3)
-        if line.startswith("# HELP ") and len(words) > 2:
-            # Written with the type, because the type decides the name.
-            help_of[words[2]] = words[3] if len(words) > 3 else ""
-        elif line.startswith("# TYPE ") and len(words) > 3:
-            name, kind = words[2], words[3]
-            # In both formats these are samples of a counter or histogram, so the name is reserved.
-            skipped = name if name.endswith("_created") and kind == "gauge" else ""
-            if not skipped:
-                yield from _head(name, kind, help_of.get(name))
-        elif line.strip() and not line.startswith("#") and not (skipped and line.startswith(skipped)):
-            yield line
-
-
-def _head(name: str, kind: str, text: str | None) -> Iterator[str]:
-    """Yield a metric's description; OpenMetrics names a counter without the `_total` of its samples."""
-    if kind == "counter":
-        name, kind = (name.removesuffix("_total"), kind) if name.endswith("_total") else (name, "unknown")
-    elif kind == "untyped":
-        kind = "unknown"
-    if text is not None:
-        escaped = text.replace('"', '\\"')
-        yield f"# HELP {name} {escaped}"
-    yield f"# TYPE {name} {kind}"
-
-
-class _Family:
-    """A metric: its description and its samples."""
-
-    __slots__ = ("comments", "name", "samples")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.comments: dict[str, str] = {}
-        self.samples: dict[str, str] = {}
-
-    def text(self) -> str:
-        return "".join(f"{line}\n" for line in (*self.comments.values(), *self.samples.values()))
-
-
-def _described(families: dict[str, _Family], line: str) -> _Family | None:
-    words = line.split(" ", 3)
-    if len(words) < 3 or words[1] not in ("HELP", "TYPE"):
-        return None
-    family = families.setdefault(words[2], _Family(words[2]))
-    family.comments.setdefault(words[1], line)
-    return family
-
-
-def _owner(families: dict[str, _Family], current: _Family | None, line: str) -> _Family:
-    """Return the metric of a sample: the one described last (x_bucket belongs to x), or a new one."""
-    name = line.partition("{")[0].partition(" ")[0]
-    if current is not None and name.removeprefix(current.name) in _SUFFIXES:
-        return current
-    return families.setdefault(name, _Family(name))
-
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _OPENMETRICS = (b"content-type", b"application/openmetrics-text; version=1.0.0; charset=utf-8")
@@ -237,104 +131,3 @@ def _number(written: bytes) -> float:
 
 def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
-
-
-# `/metrics/engines`: the engines' own metrics, for a Prometheus that cannot reach their ports.
-#
-# A replica's port requires a token that only gateways have. The gateway therefore lists its replicas as
-# targets of Prometheus' HTTP service discovery, each at this path, and passes a replica's page on unchanged.
-# Prometheus adds the labels of a target. Pages are not merged, which would take megabytes at 200 replicas.
-
-
-ENGINES_PATH = "/metrics/engines"
-_CONTENT_TYPE = b"content-type"
-# Shorter than usual scrape intervals, so that several scrapers cost an engine as much as one.
-_KEPT_S = 1.0
-_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    content_type: bytes
-    text: bytes
-
-
-class EnginePages:
-    """The `/metrics/engines` endpoint; `check` raises `RequestRejected` for headers without access."""
-
-    def __init__(
-        self,
-        upstream: UpstreamPool,
-        schedulers: Mapping[str, SchedulerClient],
-        check: Callable[[Mapping[bytes, bytes]], None],
-    ) -> None:
-        self._upstream = upstream
-        # Each of a model's names maps to the same scheduler; the model's own name is first.
-        self._models = {id(scheduler): model for model, scheduler in reversed([*schedulers.items()])}
-        self._schedulers = {id(scheduler): scheduler for scheduler in schedulers.values()}
-        self._check = check
-        self._pages: dict[str, asyncio.Task[_Page | RequestRejected]] = {}
-
-    async def serve(self, incoming: IncomingRequest) -> None:
-        """Return the targets, or the metrics of the replica named by `?replica=`.
-
-        Raises:
-            RequestRejected: access is denied, the replica is unknown, or it does not answer.
-        """
-        self._check(incoming.headers)
-        asked = incoming.query().get("replica")
-        if asked is None:
-            # The address that the scraper used is one that it can reach.
-            host = incoming.headers.get(b"host", b"").decode("latin-1")
-            await send_json(incoming.send, 200, encode([*self._targets(host)]), [])
-            return
-        page = await self._page(asked[0])
-        await send_body(incoming.send, 200, [(_CONTENT_TYPE, page.content_type)], page.text)
-
-    def _targets(self, host: str) -> Iterator[dict[str, Any]]:
-        for model, replica in self._replicas():
-            labels = {"model": model, "pool": replica.pool, "replica": replica.replica_id}
-            place = {"__metrics_path__": ENGINES_PATH, "__param_replica": replica.replica_id}
-            yield {"targets": [host], "labels": {**labels, **place}}
-
-    def _replicas(self) -> Iterator[tuple[str, ReplicaAddress]]:
-        for key, scheduler in self._schedulers.items():
-            for replica in scheduler.replicas():
-                yield self._models[key], replica
-
-    async def _page(self, replica_id: str) -> _Page:
-        """Return the recently cached page of a replica; concurrent callers share one fetch."""
-        fetching = self._pages.get(replica_id)
-        if fetching is None:
-            address = next((one for _, one in self._replicas() if one.replica_id == replica_id), None)
-            if address is None:
-                message = f"unknown replica {replica_id[:200]}: see {ENGINES_PATH}"
-                raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
-            loop = asyncio.get_running_loop()
-            # In an empty context, because Ray Serve cancels a request's tasks with the request.
-            fetching = loop.create_task(self._fetched(address), context=contextvars.Context())
-            fetching.add_done_callback(
-                lambda _: loop.call_later(_KEPT_S, self._pages.pop, replica_id, None),
-            )
-            self._pages[replica_id] = fetching
-        found = await asyncio.shield(fetching)
-        if isinstance(found, RequestRejected):
-            # A new exception each time, because a raised one keeps its traceback.
-            raise RequestRejected(found.outcome, found.message, status=found.status)
-        return found
-
-    async def _fetched(self, address: ReplicaAddress) -> _Page | RequestRejected:
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                response = await self._upstream.send(address.server, engine_head(address, "/metrics"), b"")
-                try:
-                    text = await response.read()
-                finally:
-                    response.close()
-        except (UpstreamError, TimeoutError) as error:
-            reason = f"replica {address.replica_id} gave no metrics: {error or 'it took too long'}"
-            return RequestRejected(Outcome.FAILED, reason, status=502)
-        if response.status != 200:
-            reason = f"replica {address.replica_id} answered {response.status} to a scrape"
-            return RequestRejected(Outcome.FAILED, reason, status=502)
-        return _Page(response.header(_CONTENT_TYPE), text)

@@ -11,17 +11,12 @@ from typing import Any
 import msgspec.inspect as inspected
 
 from serve_app import __version__
-from serve_app.serving.gateway.admin import (
-    ENDPOINTS_PATH,
-    MODE_PATH,
-    PROGRAMS_PATH,
-    RECEIPTS_PATH,
-    EndpointChange,
-    ModeChange,
-)
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.batches.api import BATCH_ROUTES, FILES_PATH, BatchBody
+from serve_app.serving.gateway.debug_pages import PROGRAMS_PATH, RECEIPTS_PATH
+from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.key_admin import KEYS_PATH
+from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
     QUERY_ROUTES,

@@ -70,6 +70,7 @@ from serve_app.serving.gateway.answer.stream import (
 )
 from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates
 from serve_app.serving.gateway.assembled import AssembledAnswer
+from serve_app.serving.gateway.background import BackgroundWork
 from serve_app.serving.gateway.continued import ContinuedStream
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,
@@ -81,15 +82,11 @@ from serve_app.serving.gateway.request.headers import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import ConcludedRequest
+from serve_app.serving.gateway.response_holders import EngineResponse, ResponseHolders
 from serve_app.serving.gateway.routes import Fallbacks
-from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.upstream import (
-    EngineSilentError,
-    UpstreamError,
-    UpstreamPool,
-    UpstreamResponse,
-)
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 from serve_app.serving.metric_cells import HistogramCell
 
 logger = logging.getLogger("ray.serve")

@@ -26,7 +26,7 @@ from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.routes import RouteSettings
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
-from serve_app.serving.gateway.upstream import UpstreamSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 
 MEBIBYTE = 1024 * 1024
 

@@ -11,12 +11,8 @@ from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, encode, send_body
 from serve_app.serving.gateway.request.headers import response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.upstream import (
-    EngineSilentError,
-    UpstreamError,
-    UpstreamPool,
-    UpstreamResponse,
-)
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 # More consecutive failures are unlikely to be a coincidence.
 _MAX_ATTEMPTS = 3

@@ -1,5 +1,6 @@
 """Pools of remote endpoints, found by discovery and watched by one process per pool.
 
 Their engines run elsewhere, and gateways send requests to them directly. A watcher only discovers endpoints,
-reads their load, and registers each of them at the scheduler.
+reads their load, and registers each of them at the scheduler. Read `sources` (how endpoints are found), then
+`watcher` (one pool), `endpoint` (one endpoint) and what it uses: `control`, `identity` and `damping`.
 """

@@ -7,10 +7,11 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, locator
+from serve_app.serving.discovery import locator
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
-from serve_app.serving.state import StateStore
+from serve_app.serving.state.store import StateStore
+from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
 
 # One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
 # running requests, and new ones wait. A changed one stops once its successor has found an endpoint that can

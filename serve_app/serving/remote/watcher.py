@@ -12,11 +12,14 @@ from serve_app.errors import EngineError, SettingsError
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
+from serve_app.serving.remote.endpoint_source import EndpointSource, SourceHealth
+from serve_app.serving.remote.endpoint_url import EndpointUrl
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, SourceHealth, source_of
-from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+from serve_app.serving.remote.sources import source_of
+from serve_app.serving.state.calls import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StoreCalls
+from serve_app.serving.state.store import StateError, StateStore
 
 # Persistent choices of admins about a pool's endpoints.
 

@@ -25,7 +25,6 @@ from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.autoscaling import TUNER, statistics
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT
 from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
@@ -37,7 +36,9 @@ from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.scheduler.usage import PersistentUsage
-from serve_app.serving.state import StatePersister, StateStore
+from serve_app.serving.state.persister import StatePersister
+from serve_app.serving.state.store import StateStore
+from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
 from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")

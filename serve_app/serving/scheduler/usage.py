@@ -27,7 +27,8 @@ from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.state import StatePersister, StateStore
+from serve_app.serving.state.persister import StatePersister
+from serve_app.serving.state.store import StateStore
 
 USAGE_KIND = "usage"
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
-from serve_app.serving.state import StateStore
+from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Worker
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
-from serve_app.serving.state import StateStore
+from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.actor import TunerActor
 from serve_app.serving.tuner.parameter_tuner import Worker
 from serve_app.tuning.rollout import Retune

@@ -17,7 +17,8 @@ from typing import Any
 
 from serve_app.core import SchedulerSettings
 from serve_app.serving.scheduler.tuning_endpoint import Observed
-from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+from serve_app.serving.state.calls import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StoreCalls
+from serve_app.serving.state.store import StateError, StateStore
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.outcome_window import record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, Work, carry_out

@@ -15,17 +15,11 @@ import pytest
 from aiohttp import web
 from dns.asyncresolver import Resolver
 
-from serve_app.serving.remote.sources import (
-    AddressSource,
-    ApiServer,
-    EndpointSource,
-    EndpointUrl,
-    InferencePoolSource,
-    KubernetesSource,
-    ServiceRecordSource,
-    SourceHealth,
-    source_of,
-)
+from serve_app.serving.remote.endpoint_source import EndpointSource, SourceHealth
+from serve_app.serving.remote.endpoint_url import EndpointUrl
+from serve_app.serving.remote.kubernetes import ApiServer, InferencePoolSource, KubernetesSource
+from serve_app.serving.remote.polled_sources import AddressSource, ServiceRecordSource
+from serve_app.serving.remote.sources import source_of
 from tests.serving.channel.harness import wait_until
 
 FoundUrls = list[set[str]]

@@ -12,8 +12,9 @@ import pytest
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
 from serve_app.serving.remote import endpoint
+from serve_app.serving.remote.identity import identified
 from serve_app.serving.remote.watcher import EndpointChoices
-from serve_app.serving.state import StateStore
+from serve_app.serving.state.store import StateStore
 from tests.engines.servers import free_port, serving
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL
@@ -130,7 +131,7 @@ async def test_an_endpoint_that_is_found_by_name_and_by_address_is_watched_once(
 async def test_an_endpoint_with_an_unexpected_error_names_it_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    identified, broken = endpoint.identified, set[str]()
+    broken = set[str]()
 
     async def identified_or_fails(control: Any, url: Any, settings: Any) -> Any:
         if str(url) in broken:

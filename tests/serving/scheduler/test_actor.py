@@ -16,7 +16,7 @@ from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
 from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
-from serve_app.serving.state import StateStore
+from serve_app.serving.state.store import StateStore
 from tests import builders
 from tests.serving.channel.harness import FAST, AwaitedClient, scheduler_settings, submission, wait_until
 

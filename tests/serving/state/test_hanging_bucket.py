@@ -9,7 +9,8 @@ import pytest
 from serve_app.serving.remote import watcher as endpoints_kept
 from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
-from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
+from serve_app.serving.state.calls import LOAD_TIMEOUT_S
+from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.settings import ParameterTuningSettings
 from tests.serving.channel.harness import FAST, scheduler_settings, wait_until

@@ -13,7 +13,7 @@ import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.upstream import UpstreamError
+from serve_app.serving.gateway.upstream.response import UpstreamError
 
 _KINDS = {"chat.completion.chunk": "chat.completion"}
 _DONE = b"[DONE]"

@@ -20,7 +20,7 @@ import msgspec
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.rejections import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
+from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
 # vLLM's errors for all requests that were running when its core process died.

@@ -14,7 +14,7 @@ from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.gateway.answer.engine_answer import TooLongError
-from serve_app.serving.gateway.upstream import UpstreamError
+from serve_app.serving.gateway.upstream.response import UpstreamError
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{figure}-{unit}"

@@ -37,7 +37,7 @@ from serve_app.errors import Outcome
 from serve_app.request import EngineTimes, TurnEnd, Usage
 from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
 from serve_app.serving.gateway.answer.engine_answer import is_dead
-from serve_app.serving.gateway.upstream import UpstreamError
+from serve_app.serving.gateway.upstream.response import UpstreamError
 
 NO_TIMES = msgspec.Raw()
 _LONGEST_ID = 200

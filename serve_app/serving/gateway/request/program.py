@@ -8,7 +8,7 @@ Clients do not agree on a field, so the first usable id of the following list is
    `nvext.session_control.session_id`, or `nvext.agent_context` with the ids of an agent's trajectory, of its
    run and of the trajectory that launched it.
 3. `x-correlation-id`, which load generators keep for a conversation, but other clients renew.
-4. The chain of `previous_response_id`, see `stored.ResponseHolders`.
+4. The chain of `previous_response_id`, see `response_holders`.
 5. `x-program-id`.
 
 An id has 1 to 256 printable characters. Others are ignored, because a hint must not fail a request.

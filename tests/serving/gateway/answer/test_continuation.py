@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from serve_app.serving.gateway.answer.continuation import ContinuableAssembly, NotContinuedError
-from serve_app.serving.gateway.upstream import UpstreamError
+from serve_app.serving.gateway.upstream.response import UpstreamError
 
 PROMPT = [7, 8]
 

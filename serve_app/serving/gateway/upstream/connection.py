@@ -1,0 +1,303 @@
+"""HTTP/1.1 connections from a gateway to replicas, at protocol level.
+
+A request is written at once; large bodies are written in slices, as fast as the replica reads. httptools
+parses the answer as it arrives, into a small bounded buffer for the forwarder. A client that reads slowly
+thus pauses reading here, and TCP slows the replica down.
+
+Safety rules:
+- An answer must declare its length (content-length or chunked), so that a broken connection is never
+  mistaken for its end.
+- A connection is reused only after a complete answer to a completely sent request.
+- `close()` on an unfinished answer aborts the connection immediately, which makes the engine abort.
+- Unsolicited bytes end the connection.
+- A head (with the informational ones before it) and what frames a body are limited in size, as in
+  `serving.http_server`.
+"""
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING, cast
+
+import httptools
+
+from serve_app.core.events import DispatchFailure
+from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.gateway.upstream.response import StaleConnectionError, UpstreamError, UpstreamResponse
+from serve_app.serving.http_server import MAX_HEAD_BYTES
+
+if TYPE_CHECKING:
+    from serve_app.serving.gateway.upstream.pool import UpstreamPool
+
+# Bound on the part of an answer that the gateway buffers for one slow client.
+BUFFER_HIGH_BYTES = 256 * 1024
+
+# Up to this size, head and body leave in one write: one segment and one wake-up for a small request.
+_ONE_WRITE_BYTES = 64 * 1024
+_SLICE_BYTES = 256 * 1024
+# A reused connection that the replica was closing breaks within a round trip. One that breaks later was
+# processing the request, which may have caused the failure.
+_STALE_WINDOW_S = 0.5
+_LOWEST_STATUS = 100
+_NO_BODY_STATUSES = frozenset({204, 304})
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """TCP connection to a replica; serves one request at a time.
+
+    Attributes:
+        address: the replica's server; key in the pool.
+        paused: reading is paused because the client is slow.
+        silent_ticks: sweeps of the pool since the replica's last bytes, or since it became idle.
+    """
+
+    __slots__ = (
+        "_asked_at",
+        "_closed",
+        "_first_use",
+        "_framing_bytes",
+        "_informational",
+        "_keep_alive",
+        "_owner",
+        "_parser",
+        "_repeats",
+        "_response",
+        "_saw_body",
+        "_transport",
+        "_unsent",
+        "_write_paused",
+        "address",
+        "paused",
+        "silent_ticks",
+    )
+
+    def __init__(self, owner: "UpstreamPool", address: ServerAddress) -> None:
+        self.address = address
+        self.paused = False
+        self.silent_ticks = 0
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._response: UpstreamResponse | None = None
+        # Head and body of the request, as long as it may have to be repeated on another connection.
+        self._repeats: tuple[bytes, bytes] | None = None
+        # The rest of a large body.
+        self._unsent: memoryview | None = None
+        self._write_paused = False
+        self._asked_at = 0.0
+        self._first_use = True
+        self._saw_body = False
+        self._keep_alive = False
+        self._informational = False
+        # Bytes received since the request, the head or a piece of the body.
+        self._framing_bytes = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        host, port = self.address[:2]
+        state = "closed" if self._closed else "idle" if self.is_idle else "busy"
+        return f"<UpstreamConnection {host}:{port} {state}>"
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is in flight."""
+        return self._response is None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """True if a request is in flight of whose answer no part of the body has arrived."""
+        return self._response is not None and not self._saw_body
+
+    @property
+    def is_usable(self) -> bool:
+        """True if another request can be sent, as far as this side knows."""
+        transport = self._transport
+        return not self._closed and transport is not None and not transport.is_closing()
+
+    def send(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
+        """Send a request, whose answer arrives in `response`.
+
+        A large body is written in slices, as fast as the transport drains, until the answer arrives.
+
+        Args:
+            head: request line and headers, including the empty line and the length of `body`.
+        """
+        transport = self._transport
+        assert transport is not None
+        assert self._response is None
+        self._response = response
+        response.attach(self)
+        self._saw_body = False
+        self._asked_at = monotonic()
+        self.silent_ticks = self._framing_bytes = 0
+        # A reused connection may have been closed by the replica, so the request may have to be repeated.
+        self._repeats = None if self._first_use else (head, body)
+        if len(body) <= _ONE_WRITE_BYTES:
+            transport.write(head + body)
+            self._unsent = None
+        else:
+            self._unsent = memoryview(body)
+            transport.write(head)
+            self._write_slices()
+
+    def _write_slices(self) -> None:
+        transport, response = self._transport, self._response
+        while self._unsent is not None and not self._write_paused:
+            if transport is None or response is None or response.status:
+                return
+            unsent = self._unsent
+            self._unsent = unsent[_SLICE_BYTES:] if len(unsent) > _SLICE_BYTES else None
+            transport.write(unsent[:_SLICE_BYTES])
+
+    def abort(self) -> None:
+        """Abort the connection immediately."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._lose("the gateway closed the connection")
+
+    def fail(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
+        """Abort the connection because the replica sends nothing or violates the protocol."""
+        self._lose(message, kind)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resume_reading(self) -> None:
+        """Continue reading after the buffer was emptied."""
+        if self.paused:
+            self.paused = False
+            self.silent_ticks = 0
+            if self._transport is not None and not self._closed:
+                self._transport.resume_reading()
+
+    def _lose(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
+        """Fail the open answer and leave the pool. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unsent = None
+        response, self._response = self._response, None
+        repeats, self._repeats = self._repeats, None
+        self._owner.on_lost(self)
+        if response is None:
+            return
+        error = kind(DispatchFailure.LOST, message)
+        if repeats is not None and isinstance(error, StaleConnectionError):
+            self._owner.repeat(self.address, response, *repeats, error)
+        else:
+            response.break_off(error)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport of the open connection."""
+        # A cast, not a check: uvloop's transports do not inherit from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the open answer; as stale if a reused connection broke at once and without an answer."""
+        reason = f": {exc}" if exc is not None else ""
+        response = self._response
+        is_unseen = response is not None and not response.status and not self._framing_bytes
+        stale = not self._first_use and is_unseen and monotonic() - self._asked_at < _STALE_WINDOW_S
+        kind = StaleConnectionError if stale else UpstreamError
+        self._lose(f"the replica closed the connection before its answer was complete{reason}", kind)
+
+    def pause_writing(self) -> None:
+        """Stop writing the body until the transport's buffer has drained."""
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        """Continue writing the body."""
+        self._write_paused = False
+        self._write_slices()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes of the answer."""
+        response = self._response
+        if response is None:
+            self.fail("the replica sent unsolicited bytes")
+            return
+        self.silent_ticks = 0
+        self._repeats = None
+        self._framing_bytes += len(data)
+        response.buffered_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            # If these bytes follow a complete answer, it remains valid.
+            self.fail(f"the replica's answer is not valid HTTP/1.1: {exc}")
+        else:
+            if self._framing_bytes > MAX_HEAD_BYTES:
+                self.fail(f"the head or chunk framing of the replica's answer exceeds {MAX_HEAD_BYTES} bytes")
+        if response.on_change is not None and response.error is None:
+            response.on_change()
+        if response.buffered_bytes >= BUFFER_HIGH_BYTES and not response.has_ended:
+            self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        """Stop reading until the buffer is emptied. Idempotent."""
+        if not self.paused and self._transport is not None:
+            self.paused = True
+            self._transport.pause_reading()
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        """Reject an answer that follows the expected one."""
+        if self._response is None:
+            # A second answer in the same segment would be taken for that to another client's request.
+            self.fail("the replica sent an unsolicited answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header of the answer; trailers are dropped."""
+        response = self._response
+        if response is not None and not response.status:
+            response.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Check the head of the answer, and make its status available."""
+        response = self._response
+        if response is None:
+            return
+        status = self._parser.get_status_code()
+        self._informational = 100 <= status < 200
+        if self._informational:
+            # 100 Continue and 103 Early Hints precede the final answer.
+            response.headers.clear()
+            return
+        if status < _LOWEST_STATUS:
+            self.fail(f"the replica's answer has the invalid status {status:03}")
+            return
+        if not _states_its_length(status, response):
+            self.fail("the replica's answer has neither content-length nor chunked encoding")
+            return
+        self._keep_alive = self._parser.should_keep_alive()
+        self._framing_bytes = 0
+        response.status = status
+
+    def on_body(self, body: bytes) -> None:
+        """Add body bytes without their chunk framing."""
+        response, self._saw_body = self._response, True
+        self._framing_bytes = 0
+        if response is not None:
+            response.pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        """Complete the response, and return the connection to the pool if it can be reused."""
+        response = self._response
+        if response is None or self._informational:
+            return
+        self.resume_reading()
+        self._response = None
+        self._first_use = False
+        self.silent_ticks = 0
+        response.end()
+        if self._keep_alive and self._unsent is None:
+            self._owner.on_idle(self)
+        else:
+            self.abort()
+
+
+def _states_its_length(status: int, response: UpstreamResponse) -> bool:
+    if status in _NO_BODY_STATUSES or response.header(b"content-length"):
+        return True
+    return b"chunked" in response.header(b"transfer-encoding").lower()

@@ -1,0 +1,368 @@
+"""Kubernetes sources: the endpoints of a Service, or the Pods of a label selector or an InferencePool.
+
+The API server is queried for a list, and then for a watch from the list's version. A watch whose version is
+too old restarts with a list, and a broken one is restarted; until then the last result stays valid.
+
+The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
+`pods` in the namespace, and for InferencePools also `inferencepools` (group `inference.networking.k8s.io`).
+"""
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.remote.endpoint_source import Publish, SourceHealth
+from serve_app.serving.remote.endpoint_url import EndpointUrl
+from serve_app.serving.tls import ClientTls
+
+Document = Mapping[str, Any]
+Show = Callable[[Mapping[str, Document]], None]
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_LIST_TIMEOUT_S = 10.0
+# The server ends a watch after this time; a dead connection is detected slightly later.
+_WATCH_S = 240
+_GONE = 410
+
+
+class _WatchExpiredError(OSError):
+    """The version to watch from is too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """Access to the API server; the defaults are those of a pod."""
+
+    url: str = ""
+    account: Path = _ACCOUNT
+
+    def base_url(self) -> str:
+        """Return its address.
+
+        Raises:
+            OSError: this process does not run in a pod.
+        """
+        if self.url:
+            return self.url
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port:
+            raise OSError("there is no KUBERNETES_SERVICE_HOST: this process does not run in a pod")
+        return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+    def token(self) -> str:
+        """Return the token. Tokens are rotated hourly, so it is read for each request."""
+        return (self.account / "token").read_text().strip()
+
+    def trust(self) -> ssl.SSLContext:
+        """Return the TLS context that trusts the cluster's certificate authority."""
+        authority = self.account / "ca.crt"
+        return ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
+
+    def namespace(self) -> str:
+        """Return the namespace of this pod."""
+        return (self.account / "namespace").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectWatch:
+    """List and watch of the objects of one kind in a namespace.
+
+    Attributes:
+        group: path of the API group and version.
+        kind: plural name of the kind.
+        labels: label selector; empty for all objects.
+        namespace: empty for that of this pod.
+    """
+
+    api: ApiServer
+    group: str
+    kind: str
+    labels: str
+    namespace: str
+
+    async def follow(self, show: Show, refresh_s: float, health: SourceHealth) -> None:
+        """Call `show` with all objects, by name, after each change.
+
+        Args:
+            show: raises `OSError` if the objects are not those that are needed; they are listed again later.
+        """
+        while True:
+            try:
+                await self._list_and_watch(show, health)
+            except _WatchExpiredError:
+                continue
+            except (OSError, ValueError, KeyError, UpstreamError) as exc:
+                health.fail(
+                    str(exc) if isinstance(exc, OSError) and str(exc) else f"{type(exc).__name__}: {exc}"
+                )
+                await asyncio.sleep(refresh_s)
+
+    async def _list_and_watch(self, show: Show, health: SourceHealth) -> None:
+        times = UpstreamSettings(connect_timeout_s=_LIST_TIMEOUT_S, silence_timeout_s=_WATCH_S + 30)
+        connections = UpstreamPool(times, https=ClientTls(self.api.trust()))
+        try:
+            listed = await self._list(connections)
+            objects = {_name(item): item for item in listed["items"]}
+            version = listed["metadata"]["resourceVersion"]
+            show(objects)
+            health.failure = ""
+            while True:
+                async for event in self._watch(connections, version):
+                    item = event["object"]
+                    version = item["metadata"]["resourceVersion"]
+                    if event["type"] == "DELETED":
+                        objects.pop(_name(item), None)
+                    elif event["type"] != "BOOKMARK":
+                        objects[_name(item)] = item
+                    show(objects)
+        finally:
+            connections.close()
+
+    async def _open(self, connections: UpstreamPool, **options: str) -> UpstreamResponse:
+        """Request the objects of the resource.
+
+        Raises:
+            _WatchExpiredError: the version to watch from is too old.
+            OSError: the API server rejects.
+            UpstreamError: it does not answer.
+        """
+        server = EndpointUrl.parse(self.api.base_url())
+        path = f"{self.group}/namespaces/{self.namespace or self.api.namespace()}/{self.kind}"
+        query = urlencode({"labelSelector": self.labels, **options})
+        head = (
+            f"GET {server.path}{path}?{query} HTTP/1.1\r\n"
+            f"host: {server.authority}\r\naccept: application/json\r\n"
+            f"authorization: Bearer {self.api.token()}\r\n\r\n"
+        )
+        address = ServerAddress(server.host, server.port, server.scheme)
+        response = await connections.send(address, head.encode("latin-1"), b"")
+        if response.status == 200:
+            return response
+        try:
+            if response.status == _GONE:
+                raise _WatchExpiredError("the version to watch from is too old")
+            shown = (await response.read())[:200].decode("utf-8", "replace")
+            raise OSError(f"{server}{path} answered {response.status}: {shown}")
+        finally:
+            response.close()
+
+    async def _list(self, connections: UpstreamPool) -> Document:
+        async with asyncio.timeout(_LIST_TIMEOUT_S):
+            response = await self._open(connections)
+            try:
+                listed: Document = json.loads(await response.read())
+                return listed
+            finally:
+                response.close()
+
+    async def _watch(self, connections: UpstreamPool, version: str) -> AsyncIterator[Document]:
+        response = await self._open(
+            connections,
+            watch="1",
+            resourceVersion=version,
+            allowWatchBookmarks="true",
+            timeoutSeconds=str(_WATCH_S),
+        )
+        try:
+            async for line in _lines(response):
+                event: Document = json.loads(line)
+                if event["type"] == "ERROR":
+                    if event["object"].get("code") == _GONE:
+                        raise _WatchExpiredError("the version to watch from is too old")
+                    raise OSError(f"the watch failed: {event['object'].get('message')}")
+                yield event
+        finally:
+            response.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesSource:
+    """Endpoints of a Service, or Pods of a label selector.
+
+    Attributes:
+        service: name of the Service; empty for Pods by `selector`.
+        namespace: empty for that of this pod.
+        ports: ports of each Pod; empty for the first port of the Service's endpoints.
+    """
+
+    scheme: Literal["http", "https"]
+    service: str
+    namespace: str
+    selector: str
+    ports: tuple[int, ...]
+    path: str = ""
+    api: ApiServer = field(default_factory=ApiServer)
+    is_fixed: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "KubernetesSource":
+        """Parse `http://service.namespace:port/path` or `http://namespace:port?selector=app=vllm`.
+
+        Raises:
+            ValueError: it has neither form.
+        """
+        parts = urlsplit(text)
+        asked = parse_qs(parts.query)
+        selector = asked.pop("selector", [""])[0]
+        rejection = (
+            "Kubernetes endpoints look like kubernetes+http://service.namespace:8000 or "
+            f"kubernetes+http://namespace:8000?selector=app=vllm, got {text!r}"
+        )
+        if parts.scheme not in ("http", "https") or not parts.hostname or asked or parts.fragment:
+            raise ValueError(rejection)
+        first, _, second = parts.hostname.partition(".")
+        if selector and (second or parts.port is None):
+            raise ValueError(rejection)
+        return cls(
+            scheme="https" if parts.scheme == "https" else "http",
+            service="" if selector else first,
+            namespace=first if selector else second.removesuffix(".svc.cluster.local").removesuffix(".svc"),
+            selector=selector,
+            ports=() if parts.port is None else (parts.port,),
+            path=parts.path.rstrip("/").removesuffix("/v1"),
+        )
+
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
+        """List and watch forever."""
+        published: frozenset[EndpointUrl] | None = None
+        reader = self._of_pod if self.selector else self._of_slice
+
+        def show(objects: Mapping[str, Document]) -> None:
+            nonlocal published
+            found = frozenset(url for item in objects.values() for url in reader(item))
+            if found != published:
+                published = found
+                publish(found)
+
+        await self._watch().follow(show, refresh_s, health)
+
+    def _watch(self) -> ObjectWatch:
+        if self.selector:
+            return ObjectWatch(self.api, "/api/v1", "pods", self.selector, self.namespace)
+        labels = f"kubernetes.io/service-name={self.service}"
+        return ObjectWatch(self.api, "/apis/discovery.k8s.io/v1", "endpointslices", labels, self.namespace)
+
+    def _of_slice(self, item: Document) -> Iterator[EndpointUrl]:
+        stated = [each["port"] for each in item.get("ports") or () if each.get("port")]
+        ports = self.ports or tuple(stated[:1])
+        for endpoint in item.get("endpoints") or ():
+            conditions = endpoint.get("conditions") or {}
+            # Terminating endpoints receive no new requests. By definition, an unknown condition is true.
+            ready = conditions.get("ready") is not False and not conditions.get("terminating")
+            if ready:
+                yield from (self._at(address, port) for address in endpoint["addresses"] for port in ports)
+
+    def _of_pod(self, item: Document) -> Iterator[EndpointUrl]:
+        status = item.get("status") or {}
+        conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
+        ends = item["metadata"].get("deletionTimestamp")
+        if status.get("podIP") and conditions.get("Ready") == "True" and not ends:
+            yield from (self._at(status["podIP"], port) for port in self.ports)
+
+    def _at(self, address: str, port: int) -> EndpointUrl:
+        # Certificates have the names of services, not addresses.
+        name = f"{self.service}.{self.namespace}" if self.service and self.namespace else self.service
+        return EndpointUrl(self.scheme, address, port, self.path, name if self.scheme == "https" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePoolSource:
+    """The Pods that an InferencePool of the Gateway API selects; each of its target ports is an endpoint.
+
+    If the InferencePool is deleted, the Pods of its last version stay endpoints.
+
+    Attributes:
+        namespace: empty for that of this pod.
+    """
+
+    scheme: Literal["http", "https"]
+    name: str
+    namespace: str
+    path: str = ""
+    api: ApiServer = field(default_factory=ApiServer)
+    is_fixed: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "InferencePoolSource":
+        """Parse `http://name.namespace/path`.
+
+        Raises:
+            ValueError: it does not have this form.
+        """
+        url = EndpointUrl.parse(text)
+        if urlsplit(text).port is not None:
+            raise ValueError(
+                f"an InferencePool looks like inferencepool+http://name.namespace, got {text!r}: remove the "
+                "port, which is the pool's"
+            )
+        name, _, namespace = url.host.partition(".")
+        return cls(scheme=url.scheme, name=name, namespace=namespace, path=url.path)
+
+    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
+        """Follow the InferencePool, and the Pods that it selects."""
+        current: KubernetesSource | None = None
+        following: asyncio.Task[None] | None = None
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def show(pools: Mapping[str, Document]) -> None:
+                nonlocal current, following
+                pods = self._pods(pools)
+                if pods != current:
+                    if following is not None:
+                        following.cancel()
+                    current = pods
+                    following = tasks.create_task(pods.follow(publish, refresh_s, health))
+
+            await self._watch().follow(show, refresh_s, health)
+
+    def _watch(self) -> ObjectWatch:
+        # All of the namespace, so that a message can list their names.
+        return ObjectWatch(
+            self.api, "/apis/inference.networking.k8s.io/v1", "inferencepools", "", self.namespace
+        )
+
+    def _pods(self, pools: Mapping[str, Document]) -> KubernetesSource:
+        """Return the source of the Pods that the InferencePool selects.
+
+        Raises:
+            OSError: it does not exist.
+        """
+        if (pool := pools.get(self.name)) is None:
+            known = ", ".join(sorted(pools)) or "none"
+            namespace = self.namespace or self.api.namespace()
+            raise OSError(f"namespace {namespace} has no InferencePool {self.name} (existing: {known})")
+        labels = pool["spec"]["selector"]["matchLabels"]
+        return KubernetesSource(
+            scheme=self.scheme,
+            service="",
+            namespace=self.namespace,
+            selector=",".join(f"{key}={value}" for key, value in sorted(labels.items())),
+            ports=tuple(port["number"] for port in pool["spec"]["targetPorts"]),
+            path=self.path,
+            api=self.api,
+        )
+
+
+def _name(item: Document) -> str:
+    name: str = item["metadata"]["name"]
+    return name
+
+
+async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
+    """Yield non-empty lines of any length."""
+    rest = b""
+    while piece := await response.next():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line

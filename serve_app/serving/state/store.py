@@ -1,0 +1,221 @@
+"""The store of learned state: one JSON document per learner, on any file system that fsspec supports.
+
+    {"format": "ewsjf-serve state", "version": 1, "kind": "scheduler", "name": "app/demo",
+     "saved_at": "2026-01-31T12:00:00+00:00", "checksum": "sha256:...", "document": {...}}
+
+Rules:
+
+- Writes are atomic: a document has a temporary name until it is renamed. Object stores write an object
+  atomically, so they are written directly. Of two concurrent writers, the last one wins.
+- A document that is truncated, altered, of another learner or of another version is not used. It is renamed
+  to `*.rejected`, replacing an earlier one, so that it can be inspected and the next start finds none. One
+  log line has the reason.
+- An unreachable store raises `StateError`, and the caller decides what to do.
+
+Calls block on the file system, so they belong in a thread; see `calls`.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import fsspec.core
+import msgspec
+
+from serve_app.errors import ServeAppError
+
+logger = logging.getLogger("ray.serve")
+
+Answer = TypeVar("Answer")
+
+_FORMAT = "ewsjf-serve state"
+_VERSION = 1
+# File systems whose writes of an object are atomic.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+# Length of the name's digest: enough that two names never share a file.
+_DIGEST_CHARACTERS = 10
+
+
+class StateError(ServeAppError):
+    """The store of learned state could not be read or written."""
+
+
+class _RejectedError(ValueError):
+    """A document that must not be used; the message has the reason."""
+
+
+class StateStore:
+    """Persistent state of one learner.
+
+    Args:
+        uri: a folder: an absolute path, or a URI that fsspec supports, such as `s3://bucket/folder`.
+        kind: kind of learner, such as `scheduler` or `tuner`.
+        name: name of the learner, with any characters; each name has its own file.
+
+    Attributes:
+        path: path of the document, for messages.
+    """
+
+    def __init__(self, uri: str, kind: str, name: str) -> None:
+        self._folder = uri.rstrip("/") or "/"
+        self._kind, self._name = kind, name
+        self.path = f"{self._folder.rstrip('/')}/{_file_name(kind, name)}"
+        # Checksum of the stored document as far as known; an unchanged document is not written again.
+        self._stored_checksum = ""
+
+    def __repr__(self) -> str:
+        return f"<StateStore {self.path}>"
+
+    def load(self) -> Mapping[str, Any] | None:
+        """Return the last saved document; None if there is no usable one.
+
+        Raises:
+            StateError: the store is unreachable.
+        """
+        data = self._guarded("read", self._read)
+        if data is None:
+            return None
+        try:
+            return self._decoded(data)
+        except _RejectedError as exc:
+            self.reject(str(exc))
+            return None
+
+    def save(self, document: Mapping[str, Any]) -> bool:
+        """Replace the stored document; return False if it is unchanged and was not written.
+
+        Args:
+            document: dictionaries with text keys, lists, texts, numbers, booleans and None.
+
+        Raises:
+            StateError: the store is unreachable, or the document cannot be encoded as JSON.
+        """
+        checksum = self._checksum(document)
+        if checksum == self._stored_checksum:
+            return False
+        envelope = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "kind": self._kind,
+            "name": self._name,
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "checksum": checksum,
+            "document": document,
+        }
+        data = msgspec.json.encode(envelope)
+        self._guarded("write", lambda: self._write(data))
+        self._stored_checksum = checksum
+        return True
+
+    def reject(self, reason: str) -> None:
+        """Rename the stored document, because it cannot be used, and log the reason."""
+        self._stored_checksum = ""
+        logger.error(
+            "event=state_rejected kind=%s name=%s path=%s reason=%r action=%r",
+            self._kind,
+            self._name,
+            self.path,
+            reason,
+            f"starting without it; renamed to {self.path}.rejected",
+        )
+        try:
+            self._guarded("rename", self._rename_rejected)
+        except StateError as exc:
+            logger.warning("event=state_rename_failed path=%s reason=%r", self.path, str(exc))
+
+    # Documents.
+
+    def _checksum(self, document: Mapping[str, Any]) -> str:
+        try:
+            data = msgspec.json.encode((self._kind, self._name, document), order="deterministic")
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise StateError(f"the state of {self._name} cannot be written as JSON: {exc}") from exc
+        return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+    def _decoded(self, data: bytes) -> Mapping[str, Any]:
+        try:
+            envelope = json.loads(data)
+        except (ValueError, RecursionError) as exc:
+            raise _RejectedError(f"not JSON, perhaps truncated: {exc}") from exc
+        if not isinstance(envelope, dict) or envelope.get("format") != _FORMAT:
+            raise _RejectedError(f"not {_FORMAT}")
+        for key, ours in (("version", _VERSION), ("kind", self._kind), ("name", self._name)):
+            if (theirs := envelope.get(key)) != ours:
+                raise _RejectedError(f"{key} is {theirs!r}, expected {ours!r}")
+        document = envelope.get("document")
+        if not isinstance(document, dict):
+            raise _RejectedError("the field document is missing")
+        checksum = self._checksum(document)
+        if envelope.get("checksum") != checksum:
+            raise _RejectedError(f"checksum is {envelope.get('checksum')}, expected {checksum}")
+        self._stored_checksum = checksum
+        return document
+
+    # File system. Resolved at every call, because that fails without a network; fsspec caches connections.
+
+    def _guarded(self, verb: str, work: Callable[[], Answer]) -> Answer:
+        try:
+            return work()
+        except StateError:
+            raise
+        except Exception as exc:
+            # Each file system raises its own errors, from OSError to those of its client library.
+            raise StateError(f"cannot {verb} {self.path}: {type(exc).__name__}: {exc}") from exc
+
+    def _place(self) -> tuple[Any, str]:
+        system, path = fsspec.core.url_to_fs(self.path)
+        return system, path
+
+    def _read(self) -> bytes | None:
+        system, path = self._place()
+        try:
+            data: bytes = system.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return data
+
+    def _write(self, data: bytes) -> None:
+        system, path = self._place()
+        if not _OBJECT_STORES.isdisjoint(_protocols(system)):
+            system.pipe_file(path, data)
+            return
+        system.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+        unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
+        try:
+            system.pipe_file(unfinished, data)
+            system.mv(unfinished, path)
+        except BaseException:
+            _remove(system, unfinished)
+            raise
+
+    def _rename_rejected(self) -> None:
+        system, path = self._place()
+        try:
+            system.mv(path, f"{path}.rejected")
+        except FileNotFoundError:
+            # Another process has renamed it at the same time.
+            return
+
+
+def _file_name(kind: str, name: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    return f"{kind}-{readable}-{digest}.json"
+
+
+def _protocols(system: Any) -> set[str]:
+    protocol = system.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def _remove(system: Any, path: str) -> None:
+    """Remove the temporary file of a failed write; the error of the write itself is reported."""
+    try:
+        system.rm_file(path)
+    except Exception as exc:  # noqa: BLE001 - see above
+        logger.debug("event=state_temporary_file_not_removed path=%s reason=%r", path, exc)
