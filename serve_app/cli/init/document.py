@@ -19,7 +19,7 @@ from serve_app.engines.model.roofline import capacity, max_context, typical_toke
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, ServeAppError, SettingsError
 from serve_app.serving.access import is_loopback
-from serve_app.settings.checking.engines import engine_setup
+from serve_app.settings.checking.capacity import engine_setup
 
 # -- values as YAML within a line --------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from serve_app.errors import SettingsError
 from serve_app.serving.api_keys import KeysFileError, read_keys
 from serve_app.settings.address import http_address, with_port
 from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.checking.engines import check_capacity, check_engines
+from serve_app.settings.checking.capacity import check_capacity
+from serve_app.settings.checking.document import Document, Mistake, UnreadableError
+from serve_app.settings.checking.engines import check_engines
 from serve_app.settings.checking.machine import check_machine, single_gpu_name
-from serve_app.settings.checking.serve_file import Document, Mistake, UnreadableError, check_serve_keys
+from serve_app.settings.checking.serve_keys import check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH, settings_of
 
 

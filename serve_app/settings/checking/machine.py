@@ -13,7 +13,7 @@ import psutil
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.settings.address import http_address
 from serve_app.settings.application import ApplicationSettings, PoolSettings
-from serve_app.settings.checking.serve_file import Step
+from serve_app.settings.checking.document import Step
 
 # CPUs reserved for the scheduler and the tuner of each model, see `serve_app.app`.
 _CPUS_PER_MODEL = 0.2

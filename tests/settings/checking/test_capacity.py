@@ -8,7 +8,7 @@ import pytest
 from serve_app.cli import main
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking import check_file
-from serve_app.settings.checking.engines import check_capacity
+from serve_app.settings.checking.capacity import check_capacity
 from serve_app.settings.loading import settings_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,19 +13,20 @@ from ray.serve.schema import (
     gRPCOptionsSchema,
 )
 
-from serve_app.settings.checking import serve_file as serve_schema
-from serve_app.settings.checking.serve_file import Document, check_serve_keys
+from serve_app.settings.checking import serve_keys
+from serve_app.settings.checking.document import Document
+from serve_app.settings.checking.serve_keys import check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH
 
 
 @pytest.mark.parametrize(
     ("known", "schema"),
     [
-        (serve_schema.TOP, ServeDeploySchema),
-        (serve_schema.HTTP_OPTIONS, HTTPOptionsSchema),
-        (serve_schema.GRPC_OPTIONS, gRPCOptionsSchema),
-        (serve_schema.LOGGING_CONFIG, LoggingConfig),
-        (serve_schema.APPLICATION, ServeApplicationSchema),
+        (serve_keys.TOP, ServeDeploySchema),
+        (serve_keys.HTTP_OPTIONS, HTTPOptionsSchema),
+        (serve_keys.GRPC_OPTIONS, gRPCOptionsSchema),
+        (serve_keys.LOGGING_CONFIG, LoggingConfig),
+        (serve_keys.APPLICATION, ServeApplicationSchema),
     ],
 )
 def test_the_keys_are_those_of_the_installed_release(known: frozenset[str], schema: Any) -> None:
