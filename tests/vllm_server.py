@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from experiments.common.errors import ExperimentError
 from experiments.common.processes import cpu_s, process_tree
-from serve_app.lab.bench.endpoint import BenchError
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Two servers that start in parallel on two cores take about two minutes.
@@ -115,17 +115,17 @@ class VllmServer:
         """Return once it answers.
 
         Raises:
-            BenchError: it ended, or does not answer within seven minutes.
+            ExperimentError: it ended, or does not answer within seven minutes.
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise BenchError(f"vLLM ended with status {self.process.returncode}: read {self.log}")
+                raise ExperimentError(f"vLLM ended with status {self.process.returncode}: read {self.log}")
             with contextlib.suppress(OSError):
                 _get(f"{self.url}/health")
                 return
             time.sleep(0.5)
-        raise BenchError(f"vLLM did not answer within {_START_TIMEOUT_S:.0f} s: read {self.log}")
+        raise ExperimentError(f"vLLM did not answer within {_START_TIMEOUT_S:.0f} s: read {self.log}")
 
     def cpu_s(self) -> float:
         """Return the CPU time of its processes so far, in seconds."""

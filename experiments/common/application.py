@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import yaml
 
+from experiments.common.errors import ExperimentError
 from experiments.common.ports import is_free
 from experiments.common.processes import process_tree
 from serve_app.cli.serve.environment import instance_folder
-from serve_app.lab.bench.endpoint import BenchError
 from serve_app.serving.access import read_admin_key
 from serve_app.settings.checking.serve_keys import NO_PROXY
 
@@ -107,7 +107,7 @@ def served_application(
         environment: additional variables of its processes.
 
     Raises:
-        BenchError: it does not start; the message ends with the last lines of its logs.
+        ExperimentError: it does not start; the message ends with the last lines of its logs.
     """
     port = free_port()
     folder = instance_folder(port)
@@ -169,7 +169,7 @@ def free_port() -> int:
             if port not in _CHOSEN:
                 _CHOSEN.add(port)
                 return port
-    raise BenchError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
+    raise ExperimentError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
 
 
 def free_ports() -> Iterator[int]:
@@ -196,7 +196,9 @@ def _wait_until_ready(
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise BenchError(f"it ended with status {process.returncode}:\n{_tail(output, served.folder)}")
+            raise ExperimentError(
+                f"it ended with status {process.returncode}:\n{_tail(output, served.folder)}"
+            )
         # The first gateway may answer while others still start, and `serve` treats a death in a start as
         # failure.
         if _READY in output.read_text(encoding="utf-8", errors="replace"):
@@ -204,7 +206,9 @@ def _wait_until_ready(
                 served.fetched("/ready")
                 return
         time.sleep(0.5)
-    raise BenchError(f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(output, served.folder)}")
+    raise ExperimentError(
+        f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(output, served.folder)}"
+    )
 
 
 def _tail(output: Path, folder: Path) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 
 from experiments.common.application import is_whole, serve_config
+from experiments.common.errors import ExperimentError
 from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
 from experiments.common.redeployment import deploy
 from experiments.common.valkey import running_valkey
-from serve_app.lab.bench.endpoint import BenchError
 
 NAME = "nodes"
 _DEPLOY_TIMEOUT_S = 300.0
@@ -73,11 +73,11 @@ class NodeApplication:
         """Return the node of a deployment's only replica.
 
         Raises:
-            BenchError: it has none or several.
+            ExperimentError: it has none or several.
         """
         found = self.nodes_of(deployment)
         if len(found) != 1:
-            raise BenchError(f"{deployment} has replicas on {found or 'no node'}")
+            raise ExperimentError(f"{deployment} has replicas on {found or 'no node'}")
         return found[0]
 
     def nodes_of(self, deployment: str) -> list[str]:
@@ -106,12 +106,14 @@ class NodeApplication:
         """Wait for a condition; return the seconds.
 
         Raises:
-            BenchError: it took too long.
+            ExperimentError: it took too long.
         """
         since = time.monotonic()
         while not condition():
             if time.monotonic() > since + timeout_s:
-                raise BenchError(f"{what}: not within {timeout_s:.0f} s; the scheduler says {self.status()}")
+                raise ExperimentError(
+                    f"{what}: not within {timeout_s:.0f} s; the scheduler says {self.status()}"
+                )
             time.sleep(_POLL_S)
         return time.monotonic() - since
 
@@ -131,7 +133,7 @@ def served_on_nodes(
         environment: additional variables of all nodes.
 
     Raises:
-        BenchError: it does not start.
+        ExperimentError: it does not start.
     """
     with running_valkey() as valkey:
         kept = {"RAY_REDIS_ADDRESS": valkey.address, **_PATIENCE, **environment}

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application, free_ports
+from experiments.common.errors import ExperimentError
 from experiments.common.processes import titled
 from serve_app.cli.serve.environment import environment, instance_folder
-from serve_app.lab.bench.endpoint import BenchError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
 
 HEAD = "head"
@@ -88,7 +88,7 @@ class RunningNode:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.keeper.wait(_POLL_S)
         if self.keeper.poll() is None:
-            raise BenchError(f"node {self.spec.name} does not end: {self.processes()}")
+            raise ExperimentError(f"node {self.spec.name} does not end: {self.processes()}")
 
     def halt(self) -> None:
         """Stop it and leave its connections open without notice, as a network failure does."""
@@ -150,7 +150,7 @@ class NodeCluster:
         seconds without its agents, which a busy machine may need.
 
         Raises:
-            BenchError: a node does not start; the message has its last log lines.
+            ExperimentError: a node does not start; the message has its last log lines.
         """
         for left in reversed(range(_ATTEMPTS)):
             for name in names:
@@ -268,7 +268,7 @@ def _has_started(node: RunningNode, *, last: bool) -> bool:
     """Wait until it has started, or cannot any more.
 
     Raises:
-        BenchError: it was the last attempt.
+        ExperimentError: it was the last attempt.
     """
     deadline, had_raylet = time.monotonic() + _START_TIMEOUT_S, False
     while time.monotonic() < deadline:
@@ -283,5 +283,5 @@ def _has_started(node: RunningNode, *, last: bool) -> bool:
         time.sleep(_POLL_S)
     node.kill()
     if last:
-        raise BenchError(f"node {node.spec.name} did not start:\n{text[-_TAIL_CHARACTERS:]}")
+        raise ExperimentError(f"node {node.spec.name} did not start:\n{text[-_TAIL_CHARACTERS:]}")
     return False

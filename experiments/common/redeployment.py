@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.common.application import Application
+from experiments.common.errors import ExperimentError
 from experiments.common.processes import titled
 from serve_app.cli.serve.instance import read_instance
-from serve_app.lab.bench.endpoint import BenchError
 from serve_app.serving.access import ray_token
 
 _TIMEOUT_S = 240.0
@@ -47,7 +47,7 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
     """Deploy a configuration; return once it is active and nothing is still stopping.
 
     Raises:
-        BenchError: it cannot be deployed, or takes too long.
+        ExperimentError: it cannot be deployed, or takes too long.
     """
     deploy(gcs_address(served), config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)}, timeout_s)
 
@@ -62,7 +62,7 @@ def deploy(
         environment: authenticates this machine to Ray.
 
     Raises:
-        BenchError: it cannot be deployed, or takes too long.
+        ExperimentError: it cannot be deployed, or takes too long.
     """
     try:
         done = subprocess.run(
@@ -75,21 +75,21 @@ def deploy(
             env={**os.environ, **environment},
         )
     except subprocess.TimeoutExpired as exc:
-        raise BenchError(f"the application was not deployed within {exc.timeout:.0f} s") from exc
+        raise ExperimentError(f"the application was not deployed within {exc.timeout:.0f} s") from exc
     if done.returncode:
-        raise BenchError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
+        raise ExperimentError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
 
 
 def gcs_address(served: Application) -> str:
     """Return the cluster address of an application.
 
     Raises:
-        BenchError: it does not run.
+        ExperimentError: it does not run.
     """
     try:
         return read_instance(served.folder).ray_address
     except OSError as exc:
-        raise BenchError(f"{served.url} does not run: {exc}") from exc
+        raise ExperimentError(f"{served.url} does not run: {exc}") from exc
 
 
 def replica_processes(served: Application) -> dict[str, list[int]]:

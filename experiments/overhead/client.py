@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
+from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import MODEL, content_length
+from experiments.common.load_test.open_loop import BodyFactory, BodySettings
 from experiments.overhead.system import RequestKind, System
-from serve_app.lab.bench.endpoint import BenchError
-from serve_app.lab.bench.load import BodyFactory, BodySettings
 from serve_app.lab.workloads.trace import TraceRequest
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ class Client:
         """Send this load, and wait for its end.
 
         Raises:
-            BenchError: an answer was wrong.
+            ExperimentError: an answer was wrong.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -112,7 +112,7 @@ class Client:
         self._process.stdin.flush()
         played = Played(**json.loads(self._process.stdout.readline()))
         if played.error:
-            raise BenchError(f"{load.url}: {played.error}")
+            raise ExperimentError(f"{load.url}: {played.error}")
         return played
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import LightServers, started_light_servers
 from experiments.common.ports import is_free
 from experiments.common.processes import CpuMeter
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
-from serve_app.lab.bench.endpoint import BenchError
 
 
 @settings
@@ -147,7 +147,7 @@ def started_program(command: Sequence[str], port: int) -> Iterator[int]:
     """Start a program that listens on a port; yield its PID once it does.
 
     Raises:
-        BenchError: it ends before, or takes too long; the message has its last output.
+        ExperimentError: it ends before, or takes too long; the message has its last output.
     """
     with (
         tempfile.TemporaryFile() as console,
@@ -159,7 +159,7 @@ def started_program(command: Sequence[str], port: int) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     console.seek(0)
                     said = console.read().decode("utf-8", "replace")[-2_000:]
-                    raise BenchError(f"{command[0]} does not listen: {said}")
+                    raise ExperimentError(f"{command[0]} does not listen: {said}")
                 time.sleep(0.1)
             yield process.pid
         finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.lab.bench.endpoint import BenchError
+from experiments.common.errors import ExperimentError
 
 # Gateways read the file every two seconds; a busy machine gets more time.
 _KNOWN_AFTER_S = 5.0
@@ -43,7 +43,7 @@ class RotatedKey:
         """Add a key, let clients use it once gateways have read it, and revoke the previous one.
 
         Raises:
-            BenchError: a gateway still accepts the old one after a while.
+            ExperimentError: a gateway still accepts the old one after a while.
         """
         old, before = RotatedKey(self.path, self.secret), self.headers
         fresh = RotatedKey(self.path)
@@ -54,7 +54,7 @@ class RotatedKey:
         revoked_at = time.monotonic()
         while (await http.get("/v1/models", headers=before)).status_code != 401:
             if time.monotonic() > revoked_at + _REJECTED_WITHIN_S:
-                raise BenchError(f"a revoked key is taken after {_REJECTED_WITHIN_S:.0f} s")
+                raise ExperimentError(f"a revoked key is taken after {_REJECTED_WITHIN_S:.0f} s")
             await asyncio.sleep(0.1)
         self.rejected_after_s.append(time.monotonic() - revoked_at)
 
@@ -66,5 +66,5 @@ class RotatedKey:
         command = [sys.executable, "-m", "serve_app", "keys", *words, "--file", str(self.path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BenchError(f"keys {words[0]}: {done.stderr.strip()}")
+            raise ExperimentError(f"keys {words[0]}: {done.stderr.strip()}")
         return done.stdout

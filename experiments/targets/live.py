@@ -4,17 +4,17 @@ import contextlib
 import json
 import time
 import uuid
-from asyncio import Semaphore, sleep
+from asyncio import sleep
 from collections.abc import Iterator, Sequence
 
 import aiohttp
 import uvloop
 
 from experiments.common.application import Application, serve_config, served_application
+from experiments.common.load_test.open_loop import LATE_AFTER_S, BodyFactory, BodySettings, OpenLoop
+from experiments.common.load_test.response import ResponseParser
 from experiments.targets.figures import Judgement, figures_of
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
-from serve_app.lab.bench.response import ResponseParser
 from serve_app.lab.simulation.simulation import ReplicaPlan
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
@@ -61,7 +61,7 @@ def live_figures(
     """
     bodies = _Bodies(BodySettings(model=model, max_tokens=0), targets_s if states_targets else ())
     loop = _Retrying(served.url, bodies)
-    load = uvloop.run(loop.run(trace))
+    records = uvloop.run(loop.run(trace))
     judged = {
         _name(number + later): Judgement(target_s, retry_of=_name(number) if later else "")
         for number, target_s in enumerate(targets_s)
@@ -70,17 +70,17 @@ def live_figures(
     }
     for number in loop.refused:
         judged[_name(number)].refused = True
-    of_receipts = _read_receipts(served, bodies.prefix, load.records, judged) if states_targets else {}
-    first_at = min(one.arrived_at for one in load.records)
-    last_at = max(one.arrived_at for one in load.records)
+    of_receipts = _read_receipts(served, bodies.prefix, records, judged) if states_targets else {}
+    first_at = min(one.arrived_at for one in records)
+    last_at = max(one.arrived_at for one in records)
     return {
-        **figures_of(load.records, judged),
+        **figures_of(records, judged),
         **of_receipts,
         "not_completed": sum(
             not one.completed and not (one.request_id in judged and judged[one.request_id].refused)
-            for one in load.records
+            for one in records
         ),
-        "sent_late": load.client.late / len(load.records),
+        "sent_late": sum(one.schedule_lag_s > LATE_AFTER_S for one in records) / len(records),
         "seconds": last_at - first_at,
     }
 
@@ -118,17 +118,17 @@ class _Retrying(OpenLoop):
     """
 
     def __init__(self, url: str, bodies: BodyFactory) -> None:
-        super().__init__(url, bodies, LoadSettings())
+        super().__init__(url, bodies)
         self.refused: dict[int, float | None] = {}
 
     async def _send(
-        self, session: aiohttp.ClientSession, free: Semaphore, number: int, request: TraceRequest, due: float
+        self, session: aiohttp.ClientSession, number: int, request: TraceRequest, due: float
     ) -> None:
-        await super()._send(session, free, number, request, due)
+        await super()._send(session, number, request, due)
         delay_s = self.refused.get(number)
         if delay_s is not None and number < _RETRY:
             await sleep(delay_s)
-            await super()._send(session, free, number + _RETRY, request, time.monotonic())
+            await super()._send(session, number + _RETRY, request, time.monotonic())
 
     async def _exchange(
         self, session: aiohttp.ClientSession, number: int, request: TraceRequest, parser: ResponseParser

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.common.application import Application, serve_config, served_application
+from experiments.common.errors import ExperimentError
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.open_loop import play_trace
+from experiments.common.load_test.open_loop import BodySettings, play_trace
 from experiments.common.processes import CpuMeter
 from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
 from serve_app.core.settings_base import as_config, settings
-from serve_app.lab.bench.endpoint import BenchError
-from serve_app.lab.bench.load import BodySettings
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from serve_app.tuning.settings import TunerSettings
 
@@ -71,7 +70,7 @@ class Player:
         """Start or stop the tuner's search.
 
         Raises:
-            BenchError: it does not start or stop.
+            ExperimentError: it does not start or stop.
         """
         self.served.fetched(f"/debug/tuner/{'thaw' if working else 'freeze'}", post=True)
         meter, deadline = CpuMeter((self.served.pid,)), time.monotonic() + _TURN_LIMIT_S
@@ -81,7 +80,7 @@ class Player:
             share = (meter.read()["tuner"] - before["tuner"]) / (time.monotonic() - began)
             if (share >= _BUSY) if working else (share <= _IDLE):
                 return
-        raise BenchError(
+        raise ExperimentError(
             f"the tuner did not {'begin' if working else 'end'} to search in {_TURN_LIMIT_S:g} s"
         )
 
@@ -95,7 +94,9 @@ class Player:
         grants_ms = sorted(waits_ms(self.served.log_lines("gateway")[logged:]))
         ttfts_ms = sorted(1_000 * record.ttft_s for record in records if record.ttft_s is not None)
         if not grants_ms or not ttfts_ms:
-            raise BenchError(f"a slice had {len(grants_ms)} grants in the log, and {len(ttfts_ms)} answers")
+            raise ExperimentError(
+                f"a slice had {len(grants_ms)} grants in the log, and {len(ttfts_ms)} answers"
+            )
         return {
             "requests": len(records),
             "completed": sum(record.completed for record in records),
@@ -111,7 +112,7 @@ class Player:
         """Send steady Poisson traffic; deterministic for a seed."""
         rate_per_s = self.settings.rate_per_s
         traffic = WorkloadSettings(trace=_TRACE, rate_per_s=rate_per_s, duration_s=seconds, seed=seed)
-        return play_trace(self.served.url, BodySettings(model=_MODEL), resolve(traffic), 60.0).records
+        return play_trace(self.served.url, BodySettings(model=_MODEL), resolve(traffic), 60.0)
 
 
 def play(settings: TunerCostSettings, context: Context) -> Iterator[Measurement]:

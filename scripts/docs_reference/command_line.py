@@ -14,7 +14,7 @@ _INTRODUCTION = """
 # Command line reference
 
 `ewsjf COMMAND` writes and serves configurations, inspects running applications, and runs
-simulations and benchmarks. In a clone the program is `.venv/bin/ewsjf`.
+simulations. In a clone the program is `.venv/bin/ewsjf`.
 
 Exit status: 0 for success, 1 if the command failed or reports a problem (as `status` and `replay` do), 2 for
 invalid arguments or input, 130 if interrupted, 141 if the reader of the output has left.

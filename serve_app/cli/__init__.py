@@ -61,7 +61,6 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("keys", "create, list and revoke API keys in a file, and show the usage of each"),
     CommandEntry("simulate", "simulate a trace on a fleet and compare policies"),
     CommandEntry("replay", "replay a decision log in a new scheduler and compare the commands"),
-    CommandEntry("bench", "run open-loop load from a trace against an endpoint"),
     CommandEntry("plan", "size a fleet for latency limits: one pool or two, verified in simulation"),
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
     CommandEntry("completion", "print a completion script for a shell"),
@@ -129,7 +128,7 @@ def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=program(),
         description=serve_app.__doc__.partition("\n")[0] if serve_app.__doc__ else None,
-        epilog=f"example:\n  {program()} serve\n  {program()} bench --help",
+        epilog=f"example:\n  {program()} serve\n  {program()} simulate --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=serve_app.__version__)

@@ -14,9 +14,7 @@ from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
 from serve_app.lab.tables import table_text
 
 _EXAMPLE = """example:
-  ewsjf bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
-      --body text --records out/requests.jsonl
-  ewsjf calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
+  ewsjf calibrate --measurements result.json --kv-tokens 41408 --max-model-len 16384 \\
       --out out/my-model-my-gpu-tp1.yaml
 
 Errors are measured on the held-out requests, whose arrivals and lengths are replayed. They compare statistics
@@ -35,10 +33,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--measurements",
         type=Path,
         required=True,
-        metavar="FILE.jsonl",
-        help="timestamps of an engine, or the records of `bench --records`",
+        metavar="FILE",
+        help="result of `vllm bench serve --save-result --save-detailed`, or an engine's timestamps",
     )
-    parser.add_argument("--replica", metavar="NAME", help="replica to fit, if the records are of several")
     parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml", help="profile to write")
     add_whole(
         parser, "--fit-first", "number of requests to fit, by arrival (default: two thirds)", metavar="N"
@@ -57,9 +54,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check_outputs(args)
-    measurements = read_measurements(args.measurements, args.replica)
+    measurements = read_measurements(args.measurements)
     _report_skipped(measurements)
-    if measurements.engines:
+    if measurements.of_client:
         warn("the timestamps are those of a client: TTFT includes the network and the tokenizer")
     requests = measurements.requests
     fit_first = _fit_first(args.fit_first, len(requests))

@@ -1,8 +1,7 @@
 """HTTP client of the commands: one function on top of the standard library, without an event loop.
 
 Commands must start quickly, and an asynchronous client takes a third of a second to import. Gateways and
-endpoint watchers use `serve_app.serving.gateway.upstream`, and `bench` has a client that reads the clock at
-every arrival of bytes.
+endpoint watchers use `serve_app.serving.gateway.upstream`.
 """
 
 import http.client

@@ -1,6 +1,6 @@
-"""Lab: simulation, planning, calibration, and load tests.
+"""Lab: simulation, planning and calibration.
 
 Read `simulation` first: it drives the production scheduler on the engine model. `workloads` has the traces,
-`planning` and `calibration` use the simulator, and `bench` measures a live endpoint. `tables` formats the
-results of all commands for a terminal, and `provenance` records the origin of a result.
+`planning` and `calibration` use the simulator. `tables` formats the results of all commands for a terminal,
+and `provenance` records the origin of a result.
 """

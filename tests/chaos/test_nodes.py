@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from experiments.common.audit import ENDS, Ended, asked, body_of
+from experiments.common.errors import ExperimentError
 from experiments.common.node_application import NodeApplication, served_on_nodes
 from experiments.common.nodes import HEAD, NodeSpec
 from experiments.common.redeployment import deploy
-from serve_app.lab.bench.endpoint import BenchError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -208,7 +208,7 @@ async def test_requests_continue_without_the_head_and_nothing_new_starts(nodes: 
     await without.run(60, 12.0, nothing)
     assert {one.end for one in without.ended} == {ANSWERED}
     assert len(nodes.nodes_of("short-demo")) == 1
-    with pytest.raises(BenchError):
+    with pytest.raises(ExperimentError):
         await asyncio.to_thread(
             deploy, nodes.cluster.address, nodes.config, nodes.cluster.environment(HEAD), 10.0
         )

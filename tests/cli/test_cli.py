@@ -45,8 +45,8 @@ def test_the_help_lists_the_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "help_of"),
     [
-        (("bench", "--url", "http://x"), "the following arguments are required: --trace", " bench"),
-        (("bench", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " bench"),
+        (("plan", "--rate", "1"), "the following arguments are required: --trace", " plan"),
+        (("simulate", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " simulate"),
         (("init", "--port", "99999"), "argument --port: must be at most 65535, got '99999'", " init"),
         (("serve", "--port", "99999"), "argument --port: must be at most 65535, got '99999'", " serve"),
         (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),

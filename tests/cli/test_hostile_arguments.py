@@ -70,8 +70,6 @@ ABOVE = frozenset(("70000", "1e300", "9" * 20, "a:" + "9" * 20))
 LONG = {
     ("deploy", "--address"): "Ray waits for a minute at an address of another program",
     ("stop", "--address"): "Ray waits for a minute at an address of another program",
-    ("bench", "--rate", "0.5"): "a request every two seconds",
-    ("bench", "--duration", "1"): "a second of load",
 }
 LAB = {"--trace": "trace.csv", "--requests": "4", "--jobs": "1", "--profile": "laptop"}
 AT_GATEWAY = {"--url": "gateway"}
@@ -90,13 +88,6 @@ COMPLETE: dict[str, dict[str, str]] = {
     "report": AT_GATEWAY,
     "simulate": {**LAB, "--replicas": "1"},
     "replay": {"log": "decisions.jsonl"},
-    "bench": {
-        **AT_GATEWAY,
-        "--trace": "trace.csv",
-        "--requests": "2",
-        "--rate": "100",
-        "--timeout-s": "1",
-    },
     "plan": {**LAB, "--rate": "1", "--seeds": "1", "--candidates": "1", "--b-short": "1024"},
     "calibrate": {
         "--measurements": "measured.jsonl",
@@ -168,12 +159,7 @@ def values_of(command: str, action: argparse.Action) -> list[str]:
         return [""] if action.nargs == 0 else []
     if action.choices is not None:
         return [*map(str, action.choices), "x"]
-    values = [*TEXTS, *PATHS, *SERVERS]
-    return [
-        value
-        for value in values
-        if (command, name, value) not in LONG and not (name in AMOUNTS and value in ABOVE)
-    ]
+    return [value for value in (*TEXTS, *PATHS, *SERVERS) if not (name in AMOUNTS and value in ABOVE)]
 
 
 def line_of(command: str, action: argparse.Action, value: str, servers: dict[str, str]) -> list[str]:

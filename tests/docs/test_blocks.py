@@ -178,7 +178,7 @@ def test_a_wrong_block_is_found(text: str) -> None:
 
 
 RIGHT = {
-    "a command with its output": _fenced("console", "$ ewsjf bench --help\nusage: any text"),
+    "a command with its output": _fenced("console", "$ ewsjf plan --help\nusage: any text"),
     "a marked unknown program": _fenced("console", "$ launch --all", "cloud, needs a cluster"),
     "settings in their place": _fenced("yaml", "max_waiting: 3", "settings under models[0].scheduler"),
     "another engine": _fenced(

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import Application, serve_config, served_application
-from serve_app.lab.bench.endpoint import BenchError
+from experiments.common.errors import ExperimentError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
@@ -120,7 +120,7 @@ def shared(config: pytest.Config) -> Served:
         try:
             config.stash[_RUNNING] = manager.__enter__()
             config.add_cleanup(partial(_leave, manager))
-        except BenchError as exc:
+        except ExperimentError as exc:
             # No second attempt: a failing start takes minutes.
             config.stash[_RUNNING] = exc
     running = config.stash[_RUNNING]

@@ -7,11 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import LightServers, started_light_servers
 from experiments.overhead.client import Client, Load, key_of, started_client
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
 from experiments.overhead.system import Endpoints, next_port
-from serve_app.lab.bench.endpoint import BenchError
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,9 @@ def test_nginx_forwards_requests(light: LightServers, endpoints: Endpoints, clie
 
 
 def test_an_answer_that_is_none_ends_the_measurement(endpoints: Endpoints, client: Client) -> None:
-    with pytest.raises(BenchError, match="404 Not Found"):
+    with pytest.raises(ExperimentError, match="404 Not Found"):
         client.play(load(endpoints.urls[0] + "/elsewhere"))
-    with pytest.raises(BenchError, match="refused"):
+    with pytest.raises(ExperimentError, match="refused"):
         client.play(load(f"http://127.0.0.1:{next_port()}"))
 
 

@@ -1,13 +1,13 @@
 """The baseline and the figures of the experiment on latency targets."""
 
+from experiments.common.load_test.open_loop import BodySettings
 from experiments.targets.figures import Judgement, figures_of
 from experiments.targets.live import _RETRY, _Bodies, _Retrying
 from experiments.targets.run import SCORED, WITHOUT, Case, _Run
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.bench.load import BodySettings
 from serve_app.lab.workloads.trace import Trace, TraceRequest
-from tests.lab.bench.scripted import raw, scripted, stream_of, streaming
+from tests.experiments.load_test.scripted import raw, scripted, stream_of, streaming
 
 
 def record(name: str, ttft_s: float | None, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
@@ -68,12 +68,12 @@ async def test_a_live_client_retries_a_refused_request_once_after_its_retry_afte
     requests = tuple(TraceRequest(arrival_s=at, prompt_tokens=20, output_tokens=3) for at in (0.0, 0.2))
     async with scripted(refusal, streaming(stream_of()), refusal) as server:
         client = _Retrying(server.url, _Bodies(BodySettings(model="m"), (1.5, None)))
-        load = await client.run(Trace(name="t", source="made for a test", requests=requests))
+        records = await client.run(Trace(name="t", source="made for a test", requests=requests))
     heads = [head.lower() for head in server.heads]
     assert [b"x-slo-ttft-ms: 1500.000\r\nx-slo: refuse" in head for head in heads] == [True, False, True]
     # Only an equal request claims the place that is reserved for a retry.
     assert server.bodies[0] == server.bodies[2] != server.bodies[1]
     assert client.refused == {0: 1.0, _RETRY: 1.0}
-    refused, other, retry = sorted(load.records, key=lambda one: one.arrived_at)
+    refused, other, retry = sorted(records, key=lambda one: one.arrived_at)
     assert (other.completed, retry.request_id) == (True, f"bench-{_RETRY}")
     assert retry.arrived_at >= refused.finished_at + 1.0

@@ -1,4 +1,4 @@
-"""The summary of a run, computed from its request records; the same for simulator, live run and benchmark.
+"""The summary of a run, computed from its request records; the same for simulator, live run and load test.
 
 Distributions have five figures: mean, three percentiles and maximum.
 

@@ -1,22 +1,23 @@
-"""Measured requests in a file, one row per request: the engine's own timestamps, or a client's records.
+"""Measured requests in a file: the engine's own timestamps, or a result of `vllm bench serve`.
 
-An engine's rows have `queued_ts`, `scheduled_ts`, `first_token_ts`, `last_token_ts` (seconds on one clock),
-`input_toks` and `output_toks`. vLLM records these timestamps for its metrics. A client's rows are those of
-`bench --records`. Other keys are ignored.
+A file of an engine has one JSON object per line, with `queued_ts`, `scheduled_ts`, `first_token_ts`,
+`last_token_ts` (seconds on one clock), `input_toks` and `output_toks`. vLLM records these timestamps for its
+metrics. The result of `vllm bench serve --save-result --save-detailed` is one object with a list per figure.
+Other keys are ignored.
 
 A client does not see the start of the first step, so the whole TTFT counts as time in the engine, including
-the network and the tokenizer. The gateway's queue time is subtracted if it was reported.
+the network and the tokenizer.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_app.errors import Outcome, ServeAppError
+from serve_app.errors import ServeAppError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,75 +74,47 @@ def whole_number(row: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
-def is_record(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a client's record, as opposed to an engine's measurement."""
-    return "arrived_at" in row and "outcome" in row
-
-
-def engine_of(row: Mapping[str, Any]) -> str:
-    """Return the replica that answered, from the gateway's header; empty without a gateway."""
-    return str(row.get("replica") or "")
-
-
-def from_record(row: Mapping[str, Any]) -> MeasuredRequest:
-    """Convert a client's record.
-
-    Raises:
-        ValueError: it has no information about the engine's pace; the message is the reason.
-    """
-    if row["outcome"] != Outcome.COMPLETED:
-        raise ValueError("it was not completed")
-    if row.get("first_token_at") is None:
-        raise ValueError("it has no first token, as without streaming")
-    start = next(name for name in ("dispatched_at", "sent_at", "arrived_at") if row.get(name) is not None)
-    queued_at = number(row, start)
-    return MeasuredRequest(
-        prompt_tokens=whole_number(row, "prompt_tokens"),
-        output_tokens=whole_number(row, "output_tokens"),
-        queued_at=queued_at,
-        scheduled_at=queued_at,
-        first_token_at=number(row, "first_token_at"),
-        last_token_at=number(row, "finished_at"),
-    )
-
-
 class CalibrationError(ServeAppError):
     """The measurements cannot be used for a calibration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The readable rows of a file.
+    """The readable requests of a file.
 
     Attributes:
         requests: in order of arrival.
-        skipped: number of unreadable rows by reason.
-        engines: number of readable rows of a client's records, by replica.
+        skipped: number of unreadable ones by reason.
+        of_client: whether the timestamps are those of a client.
     """
 
     requests: list[MeasuredRequest] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    engines: Counter[str] = field(default_factory=Counter)
+    of_client: bool = False
 
 
-def read_measurements(path: Path, replica: str | None = None) -> Measurements:
-    """Read a file of measured requests. Unreadable rows are counted by reason.
-
-    Args:
-        replica: use only a client's records of this replica; None for all, which must be of one replica.
+def read_measurements(path: Path) -> Measurements:
+    """Read a file of measured requests. Unreadable ones are counted by reason.
 
     Raises:
-        CalibrationError: the file is missing, has no readable row, or has rows of several engines.
+        CalibrationError: the file is missing, has no readable request, or is a result without details.
     """
-    measurements = Measurements()
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.strip():
-                    _read_row(line, replica, measurements)
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
-    _check_engines(path, replica, measurements.engines)
+    result = _result(text)
+    measurements = Measurements(of_client=result is not None)
+    rows = filter(str.strip, text.splitlines()) if result is None else _rows(path, result)
+    for row in rows:
+        try:
+            request = _from_engine(row) if isinstance(row, str) else _from_client(row)
+        except json.JSONDecodeError:
+            measurements.skipped["it is not JSON"] += 1
+        except (ValueError, OverflowError) as error:
+            measurements.skipped[str(error)] += 1
+        else:
+            measurements.requests.append(request)
     if not measurements.requests:
         reasons = ", ".join(sorted(measurements.skipped)) or "the file is empty"
         raise CalibrationError(f"{path} has no valid request: {reasons}")
@@ -149,42 +122,51 @@ def read_measurements(path: Path, replica: str | None = None) -> Measurements:
     return measurements
 
 
-def _check_engines(path: Path, replica: str | None, engines: Counter[str]) -> None:
-    """Raise for requests of several engines, because no single engine explains their timings."""
-    named = ", ".join(f"{name or 'unnamed'} ({count:,} requests)" for name, count in engines.most_common())
-    if replica is not None and replica not in engines:
-        raise CalibrationError(f"{path} has no requests of replica {replica!r}, only of {named or 'none'}")
-    if replica is None and len(engines) > 1:
-        raise CalibrationError(
-            f"{path} has requests of {len(engines)} replicas, but a profile describes "
-            f"one: choose one with --replica: {named}"
-        )
-
-
-def _read_row(line: str, replica: str | None, into: Measurements) -> None:
+def _result(text: str) -> dict[str, Any] | None:
+    """Return the result of `vllm bench serve`; None if the text is something else."""
     try:
-        row = _object(line)
-        request = from_record(row) if is_record(row) else _from_engine(row)
-    except json.JSONDecodeError:
-        into.skipped["it is not JSON"] += 1
-        return
-    except (ValueError, OverflowError) as error:
-        into.skipped[str(error)] += 1
-        return
-    if is_record(row):
-        into.engines[engine_of(row)] += 1
-    if replica is None or engine_of(row) == replica:
-        into.requests.append(request)
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and "request_throughput" in document else None
 
 
-def _object(line: str) -> dict[str, Any]:
+_FIGURES = ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors")
+
+
+def _rows(path: Path, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    missing = [name for name in _FIGURES if not isinstance(result.get(name), list)]
+    if missing:
+        raise CalibrationError(
+            f"{path} has no {', '.join(missing)}: run `vllm bench serve` with --save-detailed, "
+            "of vLLM 0.32 or later"
+        )
+    for figures in zip(*(result[name] for name in _FIGURES), strict=False):
+        yield dict(zip(_FIGURES, figures, strict=True))
+
+
+def _from_client(row: Mapping[str, Any]) -> MeasuredRequest:
+    if row["errors"]:
+        raise ValueError("it was not completed")
+    gaps_s = row["itls"]
+    if not isinstance(gaps_s, list) or not all(isinstance(gap_s, int | float) for gap_s in gaps_s):
+        raise ValueError("itls is not a list of numbers")
+    sent_at = number(row, "start_times")
+    first_token_at = sent_at + number(row, "ttfts")
+    return MeasuredRequest(
+        queued_at=sent_at,
+        scheduled_at=sent_at,
+        first_token_at=first_token_at,
+        last_token_at=first_token_at + sum(gaps_s),
+        prompt_tokens=whole_number(row, "input_lens"),
+        output_tokens=whole_number(row, "output_lens"),
+    )
+
+
+def _from_engine(line: str) -> MeasuredRequest:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("it is not an object")  # noqa: TRY004 - one type for all invalid rows
-    return row
-
-
-def _from_engine(row: Mapping[str, Any]) -> MeasuredRequest:
     return MeasuredRequest(
         queued_at=number(row, "queued_ts"),
         scheduled_at=number(row, "scheduled_ts"),

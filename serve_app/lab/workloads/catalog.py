@@ -1,4 +1,4 @@
-"""Catalog of workloads: resolves names and paths for simulator, benchmark and planner.
+"""Catalog of workloads: resolves names and paths for simulator, planner and load tests.
 
 Generators are built from published figures, for use if the traces themselves are not available:
 

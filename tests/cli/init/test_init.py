@@ -19,8 +19,8 @@ from serve_app.settings.application import ModelSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
 from tests.cli.pages import answering
+from tests.engines.emulated.endpoint import emulated_endpoint
 from tests.engines.servers import free_port
-from tests.lab.bench.live import emulated_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 120.0

@@ -70,7 +70,7 @@ def _measured(sequence: EngineSequence, origin: float) -> MeasuredRequest:
 
 def as_row(request: MeasuredRequest) -> dict[str, object]:
     return {
-        "request_id": "bench",
+        "request_id": "one",
         "input_toks": request.prompt_tokens,
         "output_toks": request.output_tokens,
         "queued_ts": request.queued_at,
@@ -85,18 +85,20 @@ def write_rows(path: Path, requests: list[MeasuredRequest], *more: str) -> Path:
     return path
 
 
-def as_record(request: MeasuredRequest, **changes: object) -> dict[str, object]:
-    """Return the request as `bench --records` writes it, with half a second of queue time added."""
-    return {
-        "request_id": "bench-1",
-        "arrived_at": request.queued_at - 0.5,
-        "sent_at": request.queued_at - 0.5,
-        "dispatched_at": request.queued_at,
-        "first_token_at": request.first_token_at,
-        "finished_at": request.last_token_at,
-        "outcome": "completed",
-        "prompt_tokens": request.prompt_tokens,
-        "output_tokens": request.output_tokens,
-        "replica": "s1",
-        **changes,
+def as_result(requests: list[MeasuredRequest], **changes: object) -> str:
+    """Return the requests as `vllm bench serve --save-result --save-detailed` writes them."""
+    gaps_s = [
+        [(one.last_token_at - one.first_token_at) / (one.output_tokens - 1)] * (one.output_tokens - 1)
+        for one in requests
+    ]
+    result: dict[str, object] = {
+        "backend": "vllm",
+        "request_throughput": 1.0,
+        "start_times": [one.queued_at for one in requests],
+        "ttfts": [one.first_token_at - one.queued_at for one in requests],
+        "itls": gaps_s,
+        "input_lens": [one.prompt_tokens for one in requests],
+        "output_lens": [one.output_tokens for one in requests],
+        "errors": [""] * len(requests),
     }
+    return json.dumps(result | changes)

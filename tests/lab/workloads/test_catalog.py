@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from serve_app.cli import main
-from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.lab.workloads.catalog import RECIPES, TRACES_VARIABLE, WorkloadSettings, resolve
 from serve_app.lab.workloads.trace import Trace, TraceError
-from tests.lab.bench.live import emulated_endpoint
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:{second:02}.9799600,{100 + second},10\n" for second in range(0, 60, 2)
@@ -151,15 +149,6 @@ def test_generated_lengths_are_named_in_caption_note_and_provenance(
     assert note.startswith("azure-conv: its file is missing, so lengths and arrivals are generated")
     trace = json.loads(out.read_text())["provenance"]["trace"]
     assert trace["generated_without_file"] == ["azure-conv"]
-
-
-@pytest.mark.usefixtures("no_trace_files")
-def test_a_load_test_reports_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    with emulated_endpoint(EmulatedEngineSettings(served_model_names=("m",), max_model_len=32_768)) as url:
-        assert main(["bench", "--url", url, "--trace", "azure-code", "--requests", "3", "--rate", "20"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("azure-code (generated lengths)")
-    assert "scripts/fetch_traces" in shown.err
 
 
 @pytest.mark.usefixtures("no_trace_files")

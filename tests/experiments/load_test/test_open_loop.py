@@ -1,12 +1,13 @@
-import asyncio
 from collections import Counter
 
 import pytest
 
+from experiments.common.errors import ExperimentError
+from experiments.common.load_test.open_loop import BodyFactory, BodySettings, OpenLoop, all_completed
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
 from serve_app.lab.workloads.trace import Trace, TraceRequest
-from tests.lab.bench.scripted import (
+from tests.experiments.load_test.scripted import (
     Script,
     document,
     raw,
@@ -25,17 +26,16 @@ def trace(*arrivals_s: float) -> Trace:
     return Trace(name="t", source="made for a test", requests=requests)
 
 
-async def drive(url: str, of: Trace, **settings: float) -> LoadResult:
-    limits = LoadSettings(**settings)  # type: ignore[arg-type]
-    return await OpenLoop(url, BodyFactory(BodySettings(model="m")), limits).run(of)
+async def drive(url: str, of: Trace, timeout_s: float = 600.0) -> list[RequestRecord]:
+    return await OpenLoop(url, BodyFactory(BodySettings(model="m")), timeout_s).run(of)
 
 
 async def test_a_record_has_counts_times_and_the_gateways_headers() -> None:
     headers = b"x-pool: short\r\nx-replica: r1\r\nx-queue-wait-ms: 12.5\r\n"
     headers += b"x-length-queue: q0\r\nx-estimated-tokens: 31\r\n"
     async with scripted(streaming(stream_of(20, 3), headers=headers)) as server:
-        result = await drive(server.url, trace(0.0))
-    (record,) = result.records
+        records = await drive(server.url, trace(0.0))
+    (record,) = records
     assert record.completed
     assert (record.prompt_tokens, record.output_tokens, record.estimated_tokens) == (20, 3, 31)
     assert (record.pool, record.replica, record.length_queue) == ("short", "r1", "q0")
@@ -58,77 +58,52 @@ async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> 
     ]
     async with scripted(*[script for script, _ in scripts]) as server:
         # Far enough apart that the n-th request gets the n-th script.
-        result = await drive(server.url, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
-    ended = {record.request_id: record.outcome for record in result.records}
-    assert len(result.records) == len(ended) == 8
+        records = await drive(server.url, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
+    ended = {record.request_id: record.outcome for record in records}
+    assert len(records) == len(ended) == 8
     assert ended == {f"bench-{place}": outcome for place, (_, outcome) in enumerate(scripts)}
 
 
 async def test_connections_are_kept_alive_and_reused() -> None:
     async with scripted(streaming(stream_of())) as server:
-        result = await drive(server.url, trace(*[0.02 * place for place in range(10)]))
-    assert Counter(record.outcome for record in result.records) == {Outcome.COMPLETED: 10}
+        records = await drive(server.url, trace(*[0.02 * place for place in range(10)]))
+    assert Counter(record.outcome for record in records) == {Outcome.COMPLETED: 10}
     assert server.connections < 10
 
 
 async def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     closing = then_closed(streaming(stream_of(), headers=b"connection: close\r\n"))
     async with scripted(closing) as server:
-        result = await drive(server.url, trace(*[0.02 * place for place in range(5)]))
-    assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
+        records = await drive(server.url, trace(*[0.02 * place for place in range(5)]))
+    assert {record.outcome for record in records} == {Outcome.COMPLETED}
     assert server.connections == 5
 
 
 async def test_arrivals_do_not_wait_for_answers() -> None:
     async with scripted(silence) as server:
-        result = await drive(server.url, trace(*[0.0] * 20), timeout_s=3.0)
+        records = await drive(server.url, trace(*[0.0] * 20), timeout_s=3.0)
         assert len(server.heads) == 20
-    assert result.client.peak_in_flight == 20
-
-
-async def test_requests_over_the_cap_wait_are_counted_and_count_their_wait() -> None:
-    async def slow(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.1)
-        await streaming(stream_of())(writer)
-
-    async with scripted(slow) as server:
-        result = await drive(server.url, trace(0.0, 0.0, 0.0), max_in_flight=1)
-    assert result.client.throttled == 2
-    assert result.client.peak_in_flight == 1
-    assert result.client.late == 2
-    last = result.records[-1]
-    assert last.schedule_lag_s > 0.15
-    assert last.ttft_s is not None
-    assert last.ttft_s > last.schedule_lag_s
+    assert len(records) == 20
 
 
 async def test_an_endpoint_that_is_not_there_fails_every_request() -> None:
     async with scripted(silence) as server:
         url = server.url
-    result = await drive(url, trace(0.0, 0.0))
-    assert [record.outcome for record in result.records] == [Outcome.FAILED] * 2
-    assert "cannot connect" in result.records[0].detail
+    records = await drive(url, trace(0.0, 0.0))
+    assert [record.outcome for record in records] == [Outcome.FAILED] * 2
+    assert "cannot connect" in records[0].detail
 
 
-async def test_an_interrupted_run_concludes_its_sent_requests() -> None:
-    met = asyncio.Event()
-
-    async def silent(writer: asyncio.StreamWriter) -> None:
-        met.set()
-        await silence(writer)
-
-    async with scripted(streaming(stream_of()), silent) as server:
-        running = asyncio.ensure_future(drive(server.url, trace(0.0, 0.1, 3600.0)))
-        await met.wait()
-        running.cancel()
-        result = await running
-    assert result.client.interrupted
-    assert [record.outcome for record in result.records] == [Outcome.COMPLETED, Outcome.CANCELLED]
-
-
-async def test_answers_of_another_length_and_without_usage_are_counted() -> None:
+async def test_an_answer_without_usage_has_the_length_in_the_trace() -> None:
     without = [role_event(), token_event(), b"data: [DONE]\n\n"]
     async with scripted(streaming(stream_of(20, 2)), streaming(without)) as server:
-        result = await drive(server.url, trace(0.0, 0.1))
-    assert (result.client.wrong_length, result.client.without_usage) == (1, 1)
-    assert result.records[1].output_tokens == 3
+        records = await drive(server.url, trace(0.0, 0.1))
+    assert [record.output_tokens for record in records] == [2, 3]
+
+
+async def test_a_measurement_with_a_failed_request_is_rejected_with_its_reason() -> None:
+    async with scripted(streaming(stream_of()), streaming([role_event()])) as server:
+        records = await drive(server.url, trace(0.0, 0.1))
+    assert all_completed(records[:1]) == records[:1]
+    with pytest.raises(ExperimentError, match=r"1 requests did not complete, the first: .*without \[DONE\]"):
+        all_completed(records)

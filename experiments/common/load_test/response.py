@@ -1,8 +1,8 @@
-"""Outcome of a request, parsed from the bytes of its response as they arrive.
+"""Outcome of a streamed request, parsed from the bytes of its response as they arrive.
 
 Each event is decoded until the first generated token. Afterwards only the last bytes are parsed, which have
 the usage, an error and the end marker. A response counts as completed only with a complete HTTP message,
-status 200, `[DONE]` for a stream, and no error in the body. Times are from `time.monotonic`.
+status 200, `[DONE]`, and no error in the body. Times are from `time.monotonic`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from serve_app.errors import HTTP_STATUS, Outcome
 
 # Enough for the last events (usage, error, end marker). An engine's error message may be long.
 _TAIL_BYTES = 8192
-# Maximum bytes buffered of an error or a response that is not a stream.
+# Maximum bytes buffered of a response with another status.
 _WHOLE_BYTES = 16 * 1024 * 1024
 
 _OUTCOME_OF_CODE = {
@@ -65,9 +65,6 @@ _decode = msgspec.json.Decoder(_Event).decode
 class ResponseParser:
     """A response while it arrives.
 
-    Args:
-        stream: whether the request is for a stream.
-
     Attributes:
         status: HTTP status, 0 before it is known.
         headers: the response's, looked up in any case.
@@ -80,7 +77,6 @@ class ResponseParser:
 
     __slots__ = (
         "_bytes",
-        "_stream",
         "detail",
         "finished_at",
         "first_token_at",
@@ -91,7 +87,7 @@ class ResponseParser:
         "status",
     )
 
-    def __init__(self, *, stream: bool) -> None:
+    def __init__(self) -> None:
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.first_token_at: float | None = None
@@ -100,12 +96,11 @@ class ResponseParser:
         self.output_tokens: int | None = None
         self.outcome: Outcome | None = None
         self.detail = ""
-        self._stream = stream
         self._bytes = b""
 
     def on_body(self, piece: bytes, now: float) -> None:
         """Process bytes of the body."""
-        if not self._stream or self.status != 200:
+        if self.status != 200:
             self._bytes = (self._bytes + piece)[:_WHOLE_BYTES]
         elif self.first_token_at is not None:
             self._bytes = (self._bytes + piece)[-_TAIL_BYTES:]
@@ -119,10 +114,8 @@ class ResponseParser:
         """Process the end of the HTTP message."""
         if self.status != 200:
             self._rejected(now)
-        elif self._stream:
-            self._stream_ended(now)
         else:
-            self._document_ended(now)
+            self._stream_ended(now)
 
     def fail(self, detail: str, now: float, outcome: Outcome = Outcome.FAILED) -> None:
         """End the response as not completed. Only the first end counts."""
@@ -162,14 +155,6 @@ class ResponseParser:
                 return
         if not events or events[-1].strip() != b"data: [DONE]":
             self._end(Outcome.FAILED, now, f"the stream ended without [DONE] after {rest[-80:]!r}")
-            return
-        self._end(Outcome.COMPLETED, now)
-
-    def _document_ended(self, now: float) -> None:
-        event = _event(b"data: " + self._bytes)
-        self._note_usage(event)
-        if event.error is not None or not event.choices:
-            self._end(Outcome.FAILED, now, f"status 200 without a valid response: {self._bytes[:200]!r}")
             return
         self._end(Outcome.COMPLETED, now)
 

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
+from experiments.common.load_test.response import ResponseParser
 from serve_app.errors import Outcome
-from serve_app.lab.bench.response import ResponseParser
-from tests.lab.bench.scripted import DONE, event, role_event, stream_of, token_event, usage_event
+from tests.experiments.load_test.scripted import DONE, event, role_event, stream_of, token_event, usage_event
 
 
-def answer(*pieces: bytes, status: int = 200, stream: bool = True, complete: bool = True) -> ResponseParser:
+def answer(*pieces: bytes, status: int = 200, complete: bool = True) -> ResponseParser:
     """Return an answer that received these pieces at 1 s, 2 s and so on, and completed at 99 s."""
-    one = ResponseParser(stream=stream)
+    one = ResponseParser()
     one.status = status
     for second, piece in enumerate(pieces, start=1):
         one.on_body(piece, float(second))
@@ -114,19 +114,8 @@ def test_a_rejection_that_is_no_json_is_still_a_rejection() -> None:
     assert "Bad gateway" in read.detail
 
 
-def test_a_whole_answer_is_read_at_its_end() -> None:
-    body = json.dumps(
-        {"choices": [{"message": {"content": "hi"}}], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-    )
-    read = answer(body[:20].encode(), body[20:].encode(), stream=False)
-    assert (read.outcome, read.first_token_at) == (Outcome.COMPLETED, None)
-    assert (read.prompt_tokens, read.output_tokens) == (3, 4)
-    assert answer(b"", stream=False).outcome is Outcome.FAILED
-    assert answer(b'{"choices": []}', stream=False).outcome is Outcome.FAILED
-
-
 def test_the_first_end_counts() -> None:
-    one = ResponseParser(stream=True)
+    one = ResponseParser()
     one.fail("client gave up", 5.0, Outcome.CANCELLED)
     one.fail("connection closed", 6.0)
     assert (one.outcome, one.finished_at) == (Outcome.CANCELLED, 5.0)
