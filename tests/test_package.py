@@ -15,7 +15,7 @@ def test_every_data_file_is_installed() -> None:
     installed = {path for pattern in patterns for path in ROOT.glob(pattern)}
     there = {path for path in ROOT.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc", ".md"}}
     assert there - installed == set()
-    assert {"serve.env", "local.yaml", "laptop.yaml"} <= {path.name for path in installed}
+    assert {"serve.env", "local.yaml", "gpu_1x.yaml", "laptop.yaml"} <= {path.name for path in installed}
 
 
 def test_the_program_is_the_command_line() -> None:

@@ -28,7 +28,7 @@ _SHOWN = frozenset(
         ),
         *("SettingsError", "ServeAppError", "KeysFileError", "PortError", "StateError"),
         *("EngineError", "EndpointUnreachableError", "ApiError", "ApplicationError"),
-        *("ArgumentTypeError", "TraceError", "BenchError", "RecordingError"),
+        *("ArgumentTypeError", "TraceError", "RecordingError"),
     }
 )
 _CHECKS_SETTINGS = ("settings", "settings_base", "application", "loading", "routes", "spending")

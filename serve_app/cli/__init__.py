@@ -43,7 +43,7 @@ class CommandEntry:
 
 
 COMMANDS: tuple[CommandEntry, ...] = (
-    CommandEntry("init", "write a first configuration", "init.command"),
+    CommandEntry("init", "write a first configuration"),
     CommandEntry("check", "validate a configuration before anything starts, with line numbers"),
     CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
     CommandEntry("deploy", "apply a changed configuration to a running application, or roll back"),

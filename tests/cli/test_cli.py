@@ -47,7 +47,6 @@ def test_the_help_lists_the_commands() -> None:
     [
         (("plan", "--rate", "1"), "the following arguments are required: --trace", " plan"),
         (("simulate", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " simulate"),
-        (("init", "--port", "99999"), "argument --port: must be at most 65535, got '99999'", " init"),
         (("serve", "--port", "99999"), "argument --port: must be at most 65535, got '99999'", " serve"),
         (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),
         (("fly",), "invalid choice: 'fly'", ""),

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli import application, main, status
+from serve_app.cli import application, main, status, templates
 from serve_app.cli.command import program
-from serve_app.cli.init.document import PACKAGED_CONFIG
 from serve_app.cli.serve.instance import Instance
 from serve_app.core import SchedulerSettings
 from serve_app.serving.channel.settings import ChannelSettings
@@ -200,7 +199,7 @@ def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
         "(EngineCore_DP0 pid=7) ERROR 11-22 21:00:00 [core.py:1] ValueError: weights are missing\n"
     )
     with running(has_no_replica) as url:
-        runs(monkeypatch, instance(url, tmp_path, str(PACKAGED_CONFIG)))
+        runs(monkeypatch, instance(url, tmp_path, str(templates.EMULATED)))
         assert main(["status", "--url", url]) == 1
     output = capsys.readouterr().out
     assert "first error of its engine: ValueError: weights are missing" in output

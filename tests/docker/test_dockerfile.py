@@ -23,6 +23,7 @@ from serve_app.cli import COMMANDS
 from serve_app.cli.serve.command import HOST_VARIABLE
 from serve_app.cli.serve.instance import register
 from serve_app.settings.application import GatewayDeploymentSettings
+from serve_app.settings.checking import check_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker/Dockerfile"
@@ -87,6 +88,19 @@ def test_the_image_runs_a_command_as_a_user_without_rights() -> None:
 def test_the_image_listens_on_the_address_that_is_published() -> None:
     variables = [each for word, arguments in instructions() if word == "ENV" for each in arguments.split()]
     assert f"{HOST_VARIABLE}=0.0.0.0" in variables
+
+
+def test_the_default_configuration_listens_on_that_address_without_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = [line for word, line in instructions() if word == "RUN" and line.startswith("ewsjf init")]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    path = tmp_path / "config.yaml"
+    subprocess.run(command.replace("/etc/ewsjf/config.yaml", str(path)), shell=True, check=True, timeout=60)
+    found = check_file(path, on_this_machine=False)
+    assert (found.mistakes, found.content["http_options"]["host"]) == ([], "0.0.0.0")
+    assert found.settings is not None
+    assert found.settings.gateway.insecure
 
 
 class Application(BaseHTTPRequestHandler):

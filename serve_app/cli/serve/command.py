@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serve_app.cli import templates
 from serve_app.cli.check import print_findings
 from serve_app.cli.command import Command, port_number, print_result, program, warn, write_text
-from serve_app.cli.init.document import (
+from serve_app.cli.serve.environment import environment, instance_folder
+from serve_app.cli.serve.instance import register, running_instances, unregister
+from serve_app.cli.serve.messages import HostJob
+from serve_app.cli.serve.servers import (
     KEY_VARIABLE,
     ListenAddress,
     Servers,
     configuration,
-    default_config,
     discover_servers,
 )
-from serve_app.cli.serve.environment import environment, instance_folder
-from serve_app.cli.serve.instance import register, running_instances, unregister
-from serve_app.cli.serve.messages import HostJob
 from serve_app.cli.serve.supervisor import LaunchParameters, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
@@ -39,6 +39,8 @@ from serve_app.settings.checking import check_file
 
 # Wildcard addresses, which clients cannot connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
+
+_OF_A_CLONE = Path("configs/local.yaml")
 
 # Set by the container image: the address to listen on with `--endpoints`.
 HOST_VARIABLE = "EWSJF_HOST"
@@ -149,6 +151,11 @@ def _refresh(folder: Path) -> None:
 def _previous(folder: Path) -> Path:
     """Return the folder of the run before the one in `folder`."""
     return folder.with_name(f"{folder.name}.last")
+
+
+def default_config() -> Path:
+    """Return the default configuration: that of a clone in the working directory, else the packaged one."""
+    return _OF_A_CLONE if _OF_A_CLONE.is_file() else templates.EMULATED
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Command `serve --endpoints`: servers as arguments instead of a configuration."""
+"""Command `serve` without a configuration: the default one, and servers as arguments."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from experiments.common.application import free_port
-from serve_app.cli import main
-from serve_app.cli.init.document import KEY_VARIABLE
+from serve_app.cli import main, templates
 from serve_app.cli.serve import command
 from serve_app.cli.serve.command import HOST_VARIABLE
+from serve_app.cli.serve.servers import KEY_VARIABLE
 from serve_app.settings.checking import CheckResult, check_file
 from tests.cli.pages import answering
 from tests.cli.serve.application import ROOT, configuration, on_terminal
@@ -48,6 +48,22 @@ def checked(monkeypatch: pytest.MonkeyPatch, own_temp_folder: None) -> list[Chec
 
     monkeypatch.setattr(command, "serve", serve)
     return found
+
+
+def test_without_a_file_that_of_the_clone_or_the_installed_copy_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[Path] = []
+
+    def serve(config: Path, **_options: Any) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr(command, "serve", serve)
+    for folder in (ROOT, tmp_path):
+        monkeypatch.chdir(folder)
+        assert main(["serve"]) == 0
+    assert served == [Path("configs/local.yaml"), templates.EMULATED]
 
 
 @contextlib.contextmanager
