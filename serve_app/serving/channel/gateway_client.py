@@ -47,6 +47,17 @@ from serve_app.serving.channel.settings import ChannelSettings
 DISCONNECTED_RETRY_AFTER_S = 2.0
 NO_WAIT_REJECTED = "the scheduler is disconnected, and the request must not wait"
 
+logger = logging.getLogger("ray.serve")
+
+_SCRAPE_TIMEOUT_S = 1.0
+_CLOSING_MESSAGE = "this gateway is shutting down"
+# Replicas that are missing from the table for longer are gone; a reconnect takes one or two seconds.
+_DEPARTED_RETENTION_S = 10.0
+# A connected scheduler enforces queue timeouts itself; one that is this late is faulty.
+_EXPIRY_GRACE_S = 5.0
+# Queue timeout of requests without their own, until a scheduler has sent the defaults.
+_DEFAULT_QUEUE_TIMEOUT_S = 60.0
+
 
 def snapshot_entry(request: ChannelRequest, now: float) -> Submit | Running:
     """Return the request's entry in a snapshot."""
@@ -73,18 +84,6 @@ def rejection_without_scheduler(submission: Submission, pending: int, limit: int
         "retry after the delay in Retry-After"
     )
     return Conclusion(Outcome.REJECTED_QUEUE_FULL, message, DISCONNECTED_RETRY_AFTER_S)
-
-
-logger = logging.getLogger("ray.serve")
-
-_SCRAPE_TIMEOUT_S = 1.0
-_CLOSING_MESSAGE = "this gateway is shutting down"
-# Replicas that are missing from the table for longer are gone; a reconnect takes one or two seconds.
-_DEPARTED_RETENTION_S = 10.0
-# A connected scheduler enforces queue timeouts itself; one that is this late is faulty.
-_EXPIRY_GRACE_S = 5.0
-# Queue timeout of requests without their own, until a scheduler has sent the defaults.
-_DEFAULT_QUEUE_TIMEOUT_S = 60.0
 
 
 class _PendingQuery:

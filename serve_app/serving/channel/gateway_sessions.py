@@ -46,7 +46,7 @@ import contextvars
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -70,13 +70,13 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request, RequestTimes
+from serve_app.serving.channel.gateway_metrics import GatewayMetrics
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     Exposition,
     GatewayPage,
     Granted,
     Outlooks,
-    PageRequest,
     PutBack,
     Query,
     QueryResult,
@@ -90,46 +90,6 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.orphans import OrphanDetector
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-
-# Less than the second after which the requesting gateway gives up.
-_EXPOSITION_TIMEOUT_S = 0.6
-
-
-class GatewayMetrics:
-    """Collector of the metrics of other gateways; `links` returns the connected ones by id."""
-
-    def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
-        self._links = links
-        self._serial = 0
-        self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
-
-    def __repr__(self) -> str:
-        return f"<GatewayMetrics pending {len(self._answers)}>"
-
-    async def of_others(self, gateway_id: str) -> Iterable[str]:
-        """Return the metrics of all gateways but this one that arrive in time."""
-        loop = asyncio.get_running_loop()
-        self._serial += 1
-        pending: dict[tuple[str, int], asyncio.Future[str]] = {}
-        for name, link in self._links().items():
-            if name != gateway_id and link.send(PageRequest(self._serial)):
-                pending[name, self._serial] = loop.create_future()
-        if not pending:
-            return ()
-        self._answers |= pending
-        try:
-            done, _ = await asyncio.wait(pending.values(), timeout=_EXPOSITION_TIMEOUT_S)
-        finally:
-            for key in pending:
-                self._answers.pop(key, None)
-        return [answer.result() for answer in pending.values() if answer in done]
-
-    def on_metrics(self, gateway_id: str, message: GatewayPage) -> None:
-        """Handle the metrics of a gateway; late ones are dropped."""
-        answer = self._answers.get((gateway_id, message.serial))
-        if answer is not None and not answer.done():
-            answer.set_result(message.text)
-
 
 logger = logging.getLogger("ray.serve")
 

@@ -31,8 +31,9 @@ from typing import Any
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
+from serve_app.serving.channel.framing import decode_from_peer
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
-from serve_app.serving.channel.link import Link, decode_from_peer
+from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     VERSION,

@@ -17,12 +17,7 @@ from typing import Any
 from serve_app.core.admission.spending import TokenPrices
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.responses import (
-    RequestRejected,
-    encode,
-    send_body,
-    send_json,
-)
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json
 from serve_app.serving.gateway.audit import audit
 from serve_app.serving.gateway.budgets import tokens_of
 from serve_app.serving.gateway.request.incoming import IncomingRequest

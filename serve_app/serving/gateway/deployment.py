@@ -27,7 +27,7 @@ from serve_app.serving.gateway.batches.settings import default_folder
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.process import tune_memory
+from serve_app.serving.memory import tune_memory
 
 logger = logging.getLogger("ray.serve")
 

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import (
-    RequestRejected,
-    encode,
-    send_json,
-)
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
 from serve_app.serving.gateway.audit import audit
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest

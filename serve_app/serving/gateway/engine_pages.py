@@ -13,12 +13,7 @@ from typing import Any
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
-from serve_app.serving.gateway.answer.responses import (
-    RequestRejected,
-    encode,
-    send_body,
-    send_json,
-)
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json
 from serve_app.serving.gateway.request.headers import engine_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream.pool import UpstreamPool

@@ -16,9 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from serve_app.core.settings_base import settings
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import SchedulerClient
-from serve_app.serving.gateway.answer.responses import (
-    ForbiddenError,
-)
+from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.exposition import merge, merge_openmetrics
 from serve_app.serving.gateway.keys import Caller, Secret
 from serve_app.serving.gateway.telemetry import Telemetry

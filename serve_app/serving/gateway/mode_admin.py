@@ -11,11 +11,7 @@ import msgspec
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.responses import (
-    RequestRejected,
-    encode,
-    send_json,
-)
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
 from serve_app.serving.gateway.audit import audit
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.incoming import IncomingRequest

@@ -6,9 +6,7 @@ from typing import Any
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.responses import (
-    RequestRejected,
-)
+from serve_app.serving.gateway.answer.responses import RequestRejected
 
 # The caller is interactive, and a healthy scheduler answers sooner.
 QUERY_TIMEOUT_S = 5.0

@@ -22,7 +22,7 @@ from serve_app.request import Submission
 from serve_app.serving.gateway.gen_ai import GenAiMetrics, MetricExport
 from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
-from serve_app.serving.process import ProcessMetrics
+from serve_app.serving.process_metrics import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
 

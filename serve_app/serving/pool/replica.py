@@ -10,174 +10,19 @@ The classes do not depend on Ray; `deployment` wraps them in a Serve deployment.
 """
 
 import asyncio
-import hmac
 import logging
 import secrets
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.core.settings_base import INTERNAL, at_least, between, settings
-from serve_app.engines.engine import (
-    ASGIApp,
-    Engine,
-    EngineLimits,
-    Receive,
-    Scope,
-    Send,
-    require_http,
-    send_response,
-)
+from serve_app.engines.engine import Engine, EngineLimits
 from serve_app.errors import EngineError
-from serve_app.serving.asgi import asgi_application
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
-from serve_app.serving.listening import PortError, listening_socket
-from serve_app.serving.tls import Tls, TlsSettings
-
-TOKEN_HEADER = b"x-replica-token"
-# A 503 with this header makes gateways put the request back, because the engine has not received it.
-DRAINING_HEADER = b"x-replica-draining"
-# Endpoints whose requests are dispatched. The scheduler subtracts the received ones from its dispatches, so
-# counting any other request, or missing one, would falsify the load.
-_DISPATCHED = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
-        *("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v2/embed", "/pooling", "/classify"),
-        *("/v1/audio/transcriptions", "/v1/audio/translations"),
-    }
-)
-
-
-class ReplicaGuard:
-    """ASGI application that authenticates and counts requests before the engine's application.
-
-    Callers send the token in `x-replica-token`; gateways receive it with the replica table.
-    """
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        if not token:
-            raise ValueError(
-                "token must not be empty: callers of an open replica port would bypass the scheduler"
-            )
-        self._app = app
-        self._token = token.encode()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.received = 0
-        self.open_requests = 0
-        self.draining = False
-
-    def __repr__(self) -> str:
-        state = "draining" if self.draining else "open"
-        return f"ReplicaGuard({state}, received={self.received}, open_requests={self.open_requests})"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one HTTP request, or reject it."""
-        require_http(scope)
-        # Rejections do not read the body; the server closes a connection whose body is still being sent.
-        if not self._has_token(scope):
-            text = b"the x-replica-token header is missing or wrong: send requests to the gateway"
-            await send_response(send, 401, text, b"text/plain")
-        elif self.draining:
-            header = (DRAINING_HEADER, b"1")
-            await send_response(send, 503, b"this replica is draining", b"text/plain", [header])
-        else:
-            await self._forward(scope, receive, send)
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no request is open."""
-        await self._idle.wait()
-
-    def _has_token(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
-            if name == TOKEN_HEADER:
-                return hmac.compare_digest(value, self._token)
-        return False
-
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST" and scope["path"] in _DISPATCHED:
-            self.received += 1
-        self.open_requests += 1
-        self._idle.clear()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.open_requests -= 1
-            if self.open_requests == 0:
-                self._idle.set()
-
-
-# HTTP server of a replica's engine.
-
-
-@settings(block="server")
-class ReplicaServerSettings:
-    """The HTTP port of a replica."""
-
-    # First port for replicas, for firewalls; 0 uses any free port.
-    port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
-    # Number of ports from `port` on; each replica of a node uses the first free one.
-    ports: Annotated[int, at_least(1)] = 16
-    # Longer than gateways keep idle connections. The side that sends requests must close first; otherwise a
-    # request may meet a closing connection.
-    keep_alive_s: Annotated[int, at_least(1), INTERNAL] = 300
-    # Listen backlog; after a scheduler restart many connections open at once.
-    backlog: Annotated[int, at_least(1), INTERNAL] = 2048
-
-
-class ReplicaServer:
-    """HTTP server on one socket of the node's address, so that other nodes can reach it."""
-
-    def __init__(
-        self, app: ASGIApp, host: str, settings: ReplicaServerSettings, tls: TlsSettings | None = None
-    ) -> None:
-        self.host = host
-        self.port = 0
-        self._settings = settings
-        # Without a date header, because gateways write their own.
-        self._server = HttpServer(
-            "the replica",
-            asgi_application(app),
-            HttpServerOptions(
-                idle_s=settings.keep_alive_s,
-                send_date=False,
-                tls=None if tls is None else Tls(tls).server,
-                backlog=settings.backlog,
-            ),
-        )
-
-    def __repr__(self) -> str:
-        return f"ReplicaServer({self.host}:{self.port}, connections={self._server.connections})"
-
-    async def start(self) -> None:
-        """Listen; `port` is then the actual port.
-
-        Raises:
-            EngineError: the address or port is not available.
-        """
-        settings = self._settings
-        try:
-            sock = listening_socket(self.host, settings.port, settings.ports, settings.backlog)
-            self.port = sock.getsockname()[1]
-            await self._server.start(sock)
-        except PortError as exc:
-            raise EngineError(str(exc)) from exc
-
-    def check_health(self) -> None:
-        """Raise `EngineError` if the server is not running."""
-        try:
-            self._server.check_health()
-        except ServerNotRunningError as exc:
-            raise EngineError(f"{exc}, on {self.host}:{self.port}") from exc
-
-    async def stop(self, grace_s: float) -> None:
-        """Close idle connections, wait up to `grace_s` seconds for in-flight answers, then abort them."""
-        await self._server.stop(grace_s)
-
+from serve_app.serving.pool.guard import ReplicaGuard
+from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 
 logger = logging.getLogger("ray.serve")
 

@@ -8,8 +8,9 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
+from serve_app.serving.remote.choices import EndpointChoices
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
+from serve_app.serving.remote.watcher import EndpointWatcher
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
 

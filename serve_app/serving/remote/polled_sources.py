@@ -1,4 +1,4 @@
-"""Sources that are polled: DNS addresses, DNS service records, and files with one URL per line."""
+"""Sources that are polled: DNS addresses, DNS service records, and files."""
 
 import asyncio
 import socket
@@ -89,7 +89,10 @@ class ServiceRecordSource:
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """URLs in a file. If a line is not a URL, the file is ignored and its last content stays valid."""
+    """URLs in a file, one per line; `#` begins a comment.
+
+    If a line is not a URL, the file is ignored and its last content stays valid.
+    """
 
     path: Path
     is_fixed: bool = False

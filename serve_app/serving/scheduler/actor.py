@@ -25,7 +25,7 @@ from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.autoscaling import TUNER, statistics
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.process import precise_clock
+from serve_app.serving.event_loop import precise_clock
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ray import serve
 
-from serve_app.serving.process import tune_memory
+from serve_app.serving.memory import tune_memory
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings
 
 

@@ -35,7 +35,7 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.process import precise_clock
+from serve_app.serving.event_loop import precise_clock
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.decode_stalls import DecodeStalls
 from serve_app.serving.scheduler.documents import queue_document, replica_documents

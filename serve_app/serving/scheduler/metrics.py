@@ -19,7 +19,7 @@ from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
-from serve_app.serving.process import ProcessMetrics
+from serve_app.serving.process_metrics import ProcessMetrics
 from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
 from serve_app.serving.scheduler.journal import Entry
 

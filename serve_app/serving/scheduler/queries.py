@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serve_app.errors import ChannelError
-from serve_app.serving.process import run_in_parts
+from serve_app.serving.event_loop import run_in_parts
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.documents import (
     SUB_QUEUES_SHOWN,

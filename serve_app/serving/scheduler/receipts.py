@@ -22,7 +22,7 @@ from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.outlook.order import expected_order
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import EngineTimes, RequestTimes, stages
-from serve_app.serving.process import run_in_parts
+from serve_app.serving.event_loop import run_in_parts
 from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory, Stall
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 

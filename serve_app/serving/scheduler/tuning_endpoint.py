@@ -29,6 +29,8 @@ from serve_app.tuning.search_space import value_at, with_values
 _KEPT = 10_000
 """Lengths retained between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
 
+logger = logging.getLogger("ray.serve")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
@@ -118,9 +120,6 @@ class LearnedQueues:
             "lengths": update.lengths if update is not None else None,
             "distance": update.distance if update is not None else None,
         }
-
-
-logger = logging.getLogger("ray.serve")
 
 
 class TunedScheduler(Protocol):

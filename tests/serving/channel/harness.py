@@ -23,8 +23,8 @@ from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
 from serve_app.errors import Conclusion, EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission, Usage
+from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook

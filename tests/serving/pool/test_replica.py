@@ -18,7 +18,8 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from tests.serving.channel.harness import AwaitedClient, wait_until
 

@@ -120,7 +120,8 @@ def make_tracer(gateway_id: str) -> RequestTracer | None:
     if any(os.environ.get(name, "").strip().lower() == value for name, value in _OFF.items()):
         return None
     with _installed():
-        from serve_app.serving.gateway.tracing.tracer import GatewayTracer, otlp_exporter  # noqa: PLC0415
+        from serve_app.serving.gateway.tracing.exporter import otlp_exporter  # noqa: PLC0415
+        from serve_app.serving.gateway.tracing.tracer import GatewayTracer  # noqa: PLC0415
 
         return GatewayTracer(gateway_id, otlp_exporter())
 

@@ -1,4 +1,4 @@
-"""Tracer of a gateway: sampling decisions, spans of sampled requests, and their export.
+"""Tracer of a gateway: sampling decisions, and spans of sampled requests.
 
 OpenTelemetry's sampler, as configured by `OTEL_TRACES_SAMPLER`, decides. All of its standard samplers accept
 the trace ids below a bound, or follow the parent's decision. The bound is determined once at the start, so a
@@ -17,18 +17,16 @@ OpenTelemetry's batch processor exports spans over OTLP on its own thread, as th
 variables configure. Spans that exceed its queue are dropped if the collector is slow; requests never wait.
 """
 
-import logging
-import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler
 from opentelemetry.trace import (
@@ -46,7 +44,7 @@ from opentelemetry.trace import (
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
-from serve_app.errors import Outcome, SettingsError
+from serve_app.errors import Outcome
 from serve_app.request import Submission, TurnEnd
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.request_log import ConcludedRequest
@@ -57,6 +55,11 @@ NANOSECONDS = 1e9
 _ERROR = Status(StatusCode.ERROR)
 # An answer that ended at a limit or by a filter states neither to the scheduler.
 _FINISH_REASONS: Mapping[TurnEnd | None, str] = {TurnEnd.TOOLS: "tool_calls", TurnEnd.DONE: "stop"}
+
+_SERVICE = "ewsjf-gateway"
+_ROOT = Context()
+# The bits of a trace id by which samplers decide.
+_LOW_BITS = (1 << 64) - 1
 
 
 class SampledTrace(RequestTrace):
@@ -229,12 +232,6 @@ def _placement(dispatch: Dispatch) -> dict[str, Any]:
     }
 
 
-_SERVICE = "ewsjf-gateway"
-_ROOT = Context()
-# The bits of a trace id by which samplers decide.
-_LOW_BITS = (1 << 64) - 1
-
-
 class GatewayTracer:
     """Creator of the traces of a gateway's requests; the exporter runs on its own thread."""
 
@@ -342,64 +339,3 @@ def service_resource(gateway_id: str) -> Resource:
     if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: _SERVICE}))
     return found
-
-
-logger = logging.getLogger("ray.serve")
-
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
-def otlp_exporter() -> SpanExporter:
-    """Create the exporter that the environment configures; OTLP over HTTP by default.
-
-    Raises:
-        SettingsError: the configured protocol is not supported.
-        ImportError: its package is not installed.
-    """
-    variable = next((name for name in _PROTOCOLS if os.environ.get(name)), "")
-    protocol = os.environ.get(variable, "http/protobuf") if variable else "http/protobuf"
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-
-        return WatchedExporter(OTLPSpanExporter())
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
-            OTLPSpanExporter as GrpcExporter,
-        )
-
-        return WatchedExporter(GrpcExporter())
-    raise SettingsError(f"{variable} is {protocol!r}: use http/protobuf or grpc")
-
-
-class WatchedExporter(SpanExporter):
-    """Exporter that logs once when the collector becomes unreachable, and once when it recovers."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self._lost = 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export spans; runs on the processor's thread."""
-        try:
-            result = self._exporter.export(spans)
-        except Exception as error:  # noqa: BLE001 - tracing must not affect requests
-            result, reason = SpanExportResult.FAILURE, repr(error)
-        else:
-            reason = "the collector has not taken them"
-        if result is SpanExportResult.SUCCESS:
-            if self._lost:
-                logger.info("event=traces_exported lost_before=%d", self._lost)
-            self._lost = 0
-            return result
-        if not self._lost:
-            logger.warning("event=traces_lost spans=%d reason=%r", len(spans), reason)
-        self._lost += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        """Shut the exporter down."""
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Export buffered spans."""
-        return self._exporter.force_flush(timeout_millis)

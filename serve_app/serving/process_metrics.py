@@ -1,20 +1,14 @@
-"""Helpers for every process: its own metrics, memory tuning, a precise clock, and long loops that yield."""
+"""Metrics of the process itself, and its versions."""
 
-import asyncio
-import contextlib
-import ctypes
-import gc
 import os
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-import uvloop
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -111,59 +105,3 @@ def _resident_bytes() -> int | None:
     except OSError:
         return None
     return int(pages) * _PAGE_BYTES
-
-
-# Memory tuning for processes that serve many requests: return little memory, and collect cycles rarely.
-
-
-# Python collects cycles after this many net allocations. Its default of 700 is reached by two requests, which
-# hardly ever leave a cycle. Collections of older generations become rarer in the same way.
-_YOUNG_OBJECTS, _OLDER_PER_YOUNG, _OLDEST_PER_OLDER = 20_000, 20, 20
-# Parameters of glibc's `mallopt`, as its header numbers them.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# glibc would return the memory of a long body to the system, and fault it in page by page for the next one.
-_KEPT_BYTES = 64 * 1024 * 1024
-# Maximum of glibc for this parameter.
-_LONGEST_KEPT_BYTES = 32 * 1024 * 1024
-
-
-def tune_memory() -> None:
-    """Tune this process; call this once, after all modules have been imported.
-
-    The process may retain 64 MiB more than it needs. On systems without glibc only Python is tuned.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, _OLDER_PER_YOUNG, _OLDEST_PER_OLDER)
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_MMAP_THRESHOLD, _LONGEST_KEPT_BYTES)
-
-
-# Clock for durations.
-
-
-def precise_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the clock of a loop's timers, in seconds, with full precision also for uvloop.
-
-    uvloop's own clock has whole milliseconds; its timers follow the system's monotonic clock, like this one.
-    """
-    return time.monotonic if isinstance(loop, uvloop.Loop) else loop.time
-
-
-# Long computations in parts, so that other work on the event loop waits for one part at most.
-
-
-Found = TypeVar("Found")
-
-
-async def run_in_parts(look: Generator[None, None, Found]) -> Found:
-    """Run a computation that yields between its parts, and return its result."""
-    while True:
-        try:
-            next(look)
-        except StopIteration as end:
-            found: Found = end.value
-            return found
-        await asyncio.sleep(0)
