@@ -149,6 +149,7 @@ class FakeApiServer:
         self.paths: set[str] = set()
         self.tokens: set[str] = set()
         self.rejects = 0
+        self._changes: list[tuple[int, dict[str, Any]]] = []
         self._watches: dict[asyncio.Queue[str | None], web.Request] = {}
         (folder / "token").write_text("first")
         (folder / "namespace").write_text("models")
@@ -160,7 +161,10 @@ class FakeApiServer:
             del self.objects[item["metadata"]["name"]]
         elif kind != "BOOKMARK":
             self.objects[item["metadata"]["name"]] = item
-        self.say({"type": kind, "object": item})
+        event = {"type": kind, "object": item}
+        if kind != "BOOKMARK":
+            self._changes.append((self.version, event))
+        self.say(event)
 
     def say(self, event: dict[str, Any]) -> None:
         for queue, request in self._watches.items():
@@ -186,6 +190,10 @@ class FakeApiServer:
         response = web.StreamResponse()
         await response.prepare(request)
         queue: asyncio.Queue[str | None] = asyncio.Queue()
+        # What has changed since the client's version, as a real one sends first.
+        for version, event in self._changes:
+            if version > int(request.query["resourceVersion"]) and _is_of(event["object"], request):
+                queue.put_nowait(json.dumps(event) + "\n")
         self._watches[queue] = request
         try:
             while (line := await queue.get()) is not None:
