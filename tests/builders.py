@@ -14,6 +14,7 @@ from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Conclusion
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.request import (
     KeyLimits,
     KeyTerms,
@@ -157,7 +158,7 @@ class ManualDriver:
     """A scheduler on a manual clock."""
 
     def __init__(self, **changes: Any) -> None:
-        self.scheduler = Scheduler(settings(**changes))
+        self.scheduler = Scheduler(settings(**changes), policies=SIMULATED_POLICIES)
         self.now = 0.0
 
     def feed(self, event: Event, *, after_s: float = 0.0) -> list[Command]:

@@ -67,7 +67,7 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
     assert names(scheduler={"policy": "ewsjf"}) == tuned
     assert names(scheduler={"policy": "ewsjf"}, tuner={"mode": False}) == plain
     assert names(tuner={"mode": True}) == tuned
-    assert names(scheduler={"policy": "sjf"}) == plain
+    assert names(scheduler={"policy": "sjf-aging"}) == plain
 
 
 def test_a_scheduler_is_never_scaled() -> None:

@@ -68,7 +68,7 @@ class Scheduler:
 
     Args:
         now: start time, in seconds on the clock of its events.
-        policies: the policies that `settings.policy` may name; simulations add research baselines.
+        policies: the policies that `settings.policy` may name; simulations add baselines.
         estimator: replaces the estimator that the settings describe; simulations add noise to it.
 
     Attributes:

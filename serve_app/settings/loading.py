@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from serve_app.core.policies import POLICIES
 from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
 from serve_app.core.settings import SchedulerConfig, SchedulerSettings
 from serve_app.core.settings_base import read
@@ -61,6 +62,11 @@ def _completed(cls: type[Complete], config: Any, **known: object) -> Complete:
 
 
 def _model(where: str, model: ModelConfig) -> ModelSettings:
+    if model.scheduler.policy not in POLICIES:
+        raise SettingsError(
+            f"{where}.scheduler.policy must be one of {', '.join(POLICIES)}, got {model.scheduler.policy!r}; "
+            "`simulate --policy` plays further policies, for comparisons"
+        )
     with _located(f"{where}.scheduler.routing"):
         routing = _routing(model)
     with _located(f"{where}.scheduler"):

@@ -22,6 +22,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.policies import learns_queues
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings, share_below
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.partitions import FixedPartition
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
@@ -118,7 +119,7 @@ class DigitalTwin:
         plan = self._plan
         tunable = plan.tunable.with_values(values, plan.space)
         learner = None
-        if learns_queues(tunable.scheduler.policy):
+        if learns_queues(tunable.scheduler.policy, SIMULATED_POLICIES):
             learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
         simulation = Simulation(tunable.scheduler, plan.engines, plan.simulation, learner=learner)
         self._transfer_state(simulation)

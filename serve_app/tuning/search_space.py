@@ -35,8 +35,9 @@ from typing import Any, TypeVar
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
-from serve_app.core.policies.ewsjf import EwsjfPaper
+from serve_app.core.policies.ewsjf import Ewsjf
 from serve_app.errors import SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 
 Settings = TypeVar("Settings")
@@ -350,10 +351,10 @@ class Tunable:
 
 def parameters_of(settings: SchedulerSettings) -> tuple[Parameter, ...]:
     """Return the parameters that have an effect with these settings."""
-    policy = make_policy(settings.policy)
+    policy = make_policy(settings.policy, table=SIMULATED_POLICIES)
     engine_orders = settings.engine_priority.enabled
     return (
-        *(_WEIGHTS if isinstance(policy, EwsjfPaper) else ()),
+        *(_WEIGHTS if isinstance(policy, Ewsjf) else ()),
         *((_ALPHA,) if policy.learns_queues else ()),
         *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
         *((_DELAY_BOUND,) if policy.bounds_delay and settings.delay_bound.wait_ratio else ()),

@@ -115,12 +115,12 @@ def test_a_simulated_log_replays_through_the_command(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "out" / "decisions.jsonl"
-    run = ["simulate", "--trace", trace, "--policy", "direct,fcfs,ewsjf", "--requests", "150"]
+    run = ["simulate", "--trace", trace, "--policy", "direct,fcfs,ewsjf,hrrn", "--requests", "150"]
     more = ["--pools", "short:1,long:1", "--b-short", "4096", "--load", "1.1", "--tenants", "3"]
     assert cli.main([*run, *more, "--jobs", "1", "--log", str(log)]) == 0
     assert cli.main(["replay", str(log), "--json", str(tmp_path / "replay.json")]) == 0
     rows = json.loads((tmp_path / "replay.json").read_text())["runs"]
-    assert [row["run"]["policy"] for row in rows] == ["fcfs", "ewsjf"]
+    assert [row["run"]["policy"] for row in rows] == ["fcfs", "ewsjf", "hrrn"]
     assert all(row["same"] and row["commands"] >= 300 for row in rows)
 
     log.write_text(log.read_text().replace('"pool":"short"', '"pool":"long"', 1))

@@ -125,7 +125,7 @@ def test_unusual_values_survive_the_way_into_a_process() -> None:
     scheduler = {
         "queue_timeout_s": {"batch": float("inf")},
         "fairness": {"mode": "requests", "weights": {"a": 2.5}},
-        "policy": "wspt-drr",
+        "policy": "sjf-aging",
         "advanced": {
             "class_floors": {},
             "no_replica_grace_s": float("inf"),

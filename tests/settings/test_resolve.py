@@ -71,6 +71,16 @@ def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
     return model(pools=pools, scheduler={"engine_priority": {"enabled": True}})
 
 
+@pytest.mark.parametrize("policy", ["hrrn", "lifo"])
+def test_a_policy_for_comparisons_is_rejected_with_the_choices_and_the_command_that_plays_it(
+    policy: str,
+) -> None:
+    assert rejection(model(scheduler={"policy": policy})) == (
+        "models[0].scheduler.policy must be one of ewsjf, fcfs, fcfs-isolated, sjf-aging, "
+        f"got {policy!r}; `simulate --policy` plays further policies, for comparisons"
+    )
+
+
 def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
     ready = emulated(max_model_len=2_048, advanced={"scheduling_policy": "priority"})
     args = {"max_model_len": 4_096}

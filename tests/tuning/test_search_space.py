@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from serve_app.core import SchedulerSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.isolation import IsolationSettings
-from serve_app.core.policies import POLICIES
 from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.tuning.search_space import (
     Parameter,
     Scale,
@@ -144,7 +144,7 @@ def test_given_weights_stay() -> None:
     assert space_of(Tunable(scheduler=SchedulerSettings(model="m", ewsjf=given))).current["b_u"] == 3.0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> None:
     tunable = Tunable(scheduler=SchedulerSettings(model="m", policy=policy))
     space = space_of(tunable)

@@ -7,28 +7,19 @@ tests every policy against it. A new policy needs one file and one line in the t
 
 from collections.abc import Callable, Mapping
 
-from serve_app.core.policies.classic import Fcfs, FcfsIsolated, Hrrn, Sjf, SjfAging
-from serve_app.core.policies.ewsjf import Ewsjf, EwsjfPaper
-from serve_app.core.policies.ewsjf_released import EwsjfReleased
+from serve_app.core.policies.classic import Fcfs, FcfsIsolated, SjfAging
+from serve_app.core.policies.ewsjf import Ewsjf
 from serve_app.core.policies.protocol import OrderingPolicy, PolicyInputs
-from serve_app.core.policies.two_queue import TwoQueues
-from serve_app.core.policies.wspt_drr import WsptDrr
 
 MakePolicy = Callable[[PolicyInputs], OrderingPolicy]
 
 POLICIES: Mapping[str, MakePolicy] = {
+    "ewsjf": Ewsjf,
     "fcfs": lambda _: Fcfs(),
     "fcfs-isolated": lambda _: FcfsIsolated(),
-    "sjf": lambda _: Sjf(),
     "sjf-aging": lambda _: SjfAging(),
-    "hrrn": Hrrn,
-    "wspt-drr": lambda _: WsptDrr(),
-    "two-queue": lambda _: TwoQueues(),
-    "ewsjf-released": lambda _: EwsjfReleased(),
-    "ewsjf-paper": EwsjfPaper,
-    "ewsjf": Ewsjf,
 }
-"""The policies by name; `serve_app.lab.simulation.baselines` adds research baselines."""
+"""The policies by name; `serve_app.lab.simulation.baselines` adds those for comparisons."""
 
 
 def make_policy(

@@ -1,4 +1,4 @@
-"""EWSJF: learned length queues with density-weighted scores, and our variant with prefill isolation.
+"""EWSJF: learned length queues with density-weighted scores, and prefill isolation.
 
 Order: the head with the highest score, which weighs its shortness, its wait relative to its own prefill, and
 its length.
@@ -6,7 +6,8 @@ Inputs: prompt length, time of arrival, the learned queues, the learned prefill 
 Ties: the order of arrival.
 Starvation: long prompts. With the paper's weights a 4,096-token head waits more than an hour before it
 precedes a fresh 32-token head over 30 queues. `promotion` bounds that.
-Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, Eq 4 and Algorithm 1.
+Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1 and Eq 4. The class `EwsjfPaper` in
+`serve_app.lab.simulation.baselines` also has Algorithm 1.
 """
 
 import math
@@ -57,16 +58,18 @@ def density_weighted_score(weights: QueueWeights, tokens: int, waited_s: float, 
     return weights.queue_weight / (tokens + 1) * value
 
 
-class EwsjfPaper(OrderingPolicy):
-    """The paper's policy: Algorithm 1 fills from the best queue, then from its neighbours, nearest first."""
+class Ewsjf(OrderingPolicy):
+    """Our variant: scored before each dispatch, with prefill isolation, a delay bound, and promotion."""
 
+    isolates = True
+    promotes = True
+    bounds_delay = True
     learns_queues = True
 
     def __init__(self, inputs: PolicyInputs) -> None:
         self._weights = inputs.ewsjf.weights
         self._prefill_costs = inputs.prefill_costs
         self.queues = QueueMap(prior_partition())
-        self._filling_from: int | None = None
         # A cache of weights by queue, valid for one value of `queues.changes`: tens of heads are scored for
         # each dispatch.
         self._weights_of: dict[str, QueueWeights] = {}
@@ -102,22 +105,6 @@ class EwsjfPaper(OrderingPolicy):
         prefill_s = self._prefill_costs.of(head.pools[0]).seconds(tokens)
         return density_weighted_score(weights, tokens, now - head.request.arrived_at, prefill_s)
 
-    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """Sort by score. Once a round fills from a queue, that queue is first, then its neighbours."""
-        super().rank(heads, now)
-        index = self._filling_from
-        if index is not None:
-            heads.sort(key=lambda head: abs(self.queues.index(head.length_queue) - index))
-
-    def on_round_start(self) -> None:
-        """Reset the queue of the previous round."""
-        self._filling_from = None
-
-    def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """Select the queue of the first dispatch for the rest of the round."""
-        if self._filling_from is None:
-            self._filling_from = self.queues.index(scheduled.length_queue)
-
     def on_round_end(self, waiting_queues: set[str]) -> None:
         """Remove bubble queues that have been empty for too long."""
         self.queues.retire_bubbles(waiting_queues)
@@ -135,15 +122,3 @@ class EwsjfPaper(OrderingPolicy):
     def _reset_weights(self) -> None:
         self._weights_of.clear()
         self._weights_as_of = self.queues.changes
-
-
-class Ewsjf(EwsjfPaper):
-    """Our variant: scored before each dispatch, with prefill isolation, a delay bound, and promotion."""
-
-    isolates = True
-    promotes = True
-    bounds_delay = True
-
-    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """Sort by score alone."""
-        OrderingPolicy.rank(self, heads, now)

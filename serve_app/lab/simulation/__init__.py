@@ -6,5 +6,5 @@ and returns decisions and records. The simulator decides nothing: every decision
 
 `run.simulate` composes one run from a `fleet`, a `workload`, `scheduler_settings` and a source of length
 queues (`partitions`). `batch` defines load 1.0 and plays many runs in several processes. `direct` is the
-baseline without a gateway, `baselines` has research policies, and `report` writes results.
+baseline without a gateway, `baselines` has policies for comparisons, and `report` writes results.
 """

@@ -38,7 +38,7 @@ def partition(*bounds: tuple[int, int]) -> Partition:
     )
 
 
-def saturated(policy: str, **changes: Any) -> ManualDriver:
+def saturated(policy: str = "ewsjf", **changes: Any) -> ManualDriver:
     """Return one replica whose engine queue is full, so every arrival waits."""
     driver = one_replica(limits={"max_model_len": 8_000, "kv_tokens": 50_000}, policy=policy, **changes)
     for number in range(3):
@@ -57,31 +57,19 @@ def in_order(driver: ManualDriver, count: int) -> list[str]:
     return sent
 
 
-@pytest.mark.parametrize("policy", ["ewsjf-paper", "ewsjf"])
-def test_short_heads_are_dispatched_first_while_none_has_waited(policy: str) -> None:
-    driver = saturated(policy)
+def test_short_heads_are_dispatched_first_while_none_has_waited() -> None:
+    driver = saturated()
     for tokens in (900, 100, 40):
         driver.arrive(f"r{tokens}", prompt_tokens=tokens)
     assert in_order(driver, 3) == ["r40", "r100", "r900"]
 
 
-def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() -> None:
-    driver = saturated("ewsjf-paper")
-    driver.feed(PartitionChanged(partition((1, 50), (51, 100), (101, 500))))
-    for name, tokens in (("c", 200), ("b", 80), ("a1", 40), ("a2", 45)):
-        driver.arrive(name, prompt_tokens=tokens)
-    # All three starts are in one report, so one round dispatches three.
-    sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.2))
-    assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
-
-
-ORDER = ("best", "near", "far")
 FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
 
 
 def head_score(tokens: int, waited_s: float = 0.0) -> float:
     """Return the score of a head among `FOUR_QUEUES`."""
-    policy = make_policy("ewsjf-paper")
+    policy = make_policy("ewsjf")
     policy.replace_partition(FOUR_QUEUES)
     head = scheduled_request(prompt_tokens=tokens)
     head.length_queue = policy.queue_of(head)
@@ -92,7 +80,7 @@ def head_score(tokens: int, waited_s: float = 0.0) -> float:
 def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: float, first: str) -> None:
     # Twice as long and 0.14 s old, the longer head would win in queues of equal weight: a value of 6.9 / 81
     # against 2.9 / 41. With 4 and 3 queues from the end it does not, but after 0.4 s it does.
-    driver = saturated("ewsjf-paper")
+    driver = saturated()
     driver.feed(PartitionChanged(FOUR_QUEUES))
     driver.arrive("longer", prompt_tokens=80)
     driver.now += waited_s
@@ -107,21 +95,8 @@ def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
         assert head_score(tokens) == pytest.approx((4 - place) / (tokens + 1) * value), tokens
 
 
-def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_higher_score() -> None:
-    driver = saturated("ewsjf-paper")
-    driver.feed(PartitionChanged(FOUR_QUEUES))
-    driver.arrive("far", prompt_tokens=900)
-    driver.now += 20.0
-    driver.arrive("best", prompt_tokens=40)
-    driver.arrive("near", prompt_tokens=80)
-    assert head_score(40) > head_score(900, waited_s=20.0) > head_score(80), "by score alone, far is second"
-    # All three starts are in one report, so one round dispatches three.
-    sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.01))
-    assert tuple(request_id for request_id, _ in sent) == ORDER
-
-
 def test_a_new_partition_loses_no_request_and_preserves_arrival_order_in_a_queue() -> None:
-    driver = saturated("ewsjf")
+    driver = saturated()
     for number in range(20):
         driver.arrive(f"r{number}", prompt_tokens=60 + number % 3, arrived_at=driver.now)
         driver.now += 0.001
@@ -136,7 +111,7 @@ def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(length_queues, "_BUBBLE_ROUNDS", 3)
-    driver = saturated("ewsjf")
+    driver = saturated()
     driver.feed(PartitionChanged(partition((1, 100), (2_000, 3_000))))
     driver.arrive("gap", prompt_tokens=1_000)
     (scheduled,) = driver.scheduler.queue
