@@ -1,8 +1,10 @@
 """Reference of endpoints: paths of the gateway, and the treatment of their requests."""
 
+from unittest.mock import Mock
+
 from docs_reference.markdown import code, document, table
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
-from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.endpoints import FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.stored import STORED_PATHS
 
@@ -10,8 +12,7 @@ _INTRODUCTION = """
 # Endpoints
 
 Keys apply to every path except probes; tenants, classes, deadlines and limits apply to scheduled ones.
-`GET /openapi.json` describes the fields that the gateway reads. If an engine does not have an endpoint,
-clients receive its 404.
+If an engine does not have an endpoint, clients receive its 404.
 
 Send the API key as `Authorization: Bearer KEY`, or as `x-api-key` like Anthropic's clients.
 """
@@ -61,11 +62,13 @@ def endpoints_page() -> str:
     unscheduled += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUERY_ROUTES.items()]
     stored = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
     with_engines = {*SCHEDULED, *FORMS, *UNSCHEDULED, *QUERY_ROUTES, *STORED_PATHS}
+    # Routes do not depend on models and schedulers, but a gateway needs one of each.
+    settings = GatewaySettings(models=(ServedModel(name="any", max_model_len=1),))
+    gateway = Gateway(settings, {"any": Mock()}, "reference")
     own = [
-        (f"{method.upper()} {code(path)}", operation["summary"])
-        for path, operations in openapi_document()["paths"].items()
-        if path not in with_engines
-        for method, operation in operations.items()
+        (f"{route.method} {code(route.path)}", route.summary)
+        for route in gateway.router.routes
+        if route.summary and route.path not in with_engines
     ]
     return document(
         _INTRODUCTION,

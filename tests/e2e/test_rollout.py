@@ -1,6 +1,7 @@
 """Redeployments with other settings, and replaced gateways, under requests that must not be affected."""
 
 import asyncio
+import json
 import statistics
 import time
 from typing import Any
@@ -113,7 +114,7 @@ async def test_a_second_gateway_starts_under_load_and_completes_its_streams_when
     with serve(args, {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}) as app:
         ending = asyncio.Event()
         async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
-            # Small requests that the gateway answers itself, as fast as it can.
+            # Requests that the gateway reads and rejects itself, as fast as it can.
             busy = [asyncio.create_task(keep_gateway_busy(http, ending)) for _ in range(24)]
             await gateways(app, 2)
             streams = [asyncio.create_task(asked(http, f"stream-{number}", 3_000)) for number in range(20)]
@@ -126,8 +127,11 @@ async def test_a_second_gateway_starts_under_load_and_completes_its_streams_when
 
 
 async def keep_gateway_busy(http: httpx.AsyncClient, ending: asyncio.Event) -> None:
+    turns = [{"role": "user", "content": "a"}] * 10_000
+    body = json.dumps({"model": "absent", "messages": turns}).encode()
     while not ending.is_set():
-        assert (await http.get("/openapi.json")).status_code == 200
+        answer = await http.post("/v1/chat/completions", content=body)
+        assert answer.status_code == 404
 
 
 async def gateways(app: Served, count: int) -> None:

@@ -1,8 +1,8 @@
-"""The gateway's data plane: an ASGI application between OpenAI clients and replicas.
+"""The gateway's data plane: an HTTP application between OpenAI clients and replicas.
 
 It parses only what scheduling needs, sends the raw body to the granted replica's own port and passes the raw
-answer back. Reading order: `app` (routes), `request.reader` (from body to submission and job), `forward`
-(life of a job), `upstream` (HTTP to a replica), `answer` (the way back), `listener` (the gateway's own port).
+answer back. Reading order: `app` (routes), `request.reader` (from body to submission), `path` (the states of
+a request), `upstream` (HTTP to a replica), `answer` (the way back), `listener` (the gateway's own port).
 """
 
 from serve_app.serving.gateway.app import Gateway

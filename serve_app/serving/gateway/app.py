@@ -32,7 +32,6 @@ from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.metrics_page import MetricsEndpoint
 from serve_app.serving.gateway.mode_admin import ModeAdmin
 from serve_app.serving.gateway.models import ServedModels
-from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.path import GatewayRequest, Services
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import (
@@ -181,22 +180,23 @@ class Gateway:
         logger.info("event=audit action=settings_changed by=deploy settings=%s", ",".join(differing))
 
     def _routes(self, watchers: Mapping[tuple[str, str], PoolWatcher]) -> Iterator[HttpRoute]:
-        for path in (*SCHEDULED, *FORMS):
-            yield HttpRoute("POST", path, self._scheduled)
-        for path in UNSCHEDULED:
-            yield HttpRoute("POST", path, self._forward_unscheduled)
-        for path in QUERY_ROUTES:
-            yield HttpRoute("GET", path, self._forward_query)
+        for path, route in (*SCHEDULED.items(), *FORMS.items()):
+            yield HttpRoute("POST", path, self._scheduled, route.summary)
+        for path, unscheduled in UNSCHEDULED.items():
+            yield HttpRoute("POST", path, self._forward_unscheduled, unscheduled.summary)
+        for path, summary in QUERY_ROUTES.items():
+            yield HttpRoute("GET", path, self._forward_query, summary)
         engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)
-        yield HttpRoute("GET", "/v1/models", self._list_models)
-        yield HttpRoute("GET", "/v1/models/{name}", self._show_model)
-        yield HttpRoute("GET", "/load", self._load)
-        yield HttpRoute("GET", "/ping", self._health)
-        yield HttpRoute("GET", "/health", self._health)
-        yield HttpRoute("GET", "/ready", self._ready)
-        yield HttpRoute("GET", "/metrics", self._metrics)
-        yield HttpRoute("GET", ENGINES_PATH, engine_pages.serve)
-        yield HttpRoute("GET", "/openapi.json", self._openapi)
+        yield HttpRoute("GET", "/v1/models", self._list_models, "available models")
+        yield HttpRoute("GET", "/v1/models/{model}", self._show_model, "one model")
+        yield HttpRoute("GET", "/load", self._load, "number of requests in this gateway")
+        yield HttpRoute("GET", "/ping", self._health, "liveness of the gateway")
+        yield HttpRoute("GET", "/health", self._health, "liveness of the gateway")
+        readiness = "readiness: every model has a replica, or starts one on demand"
+        yield HttpRoute("GET", "/ready", self._ready, readiness)
+        yield HttpRoute("GET", "/metrics", self._metrics, "metrics for Prometheus")
+        targets = "the engines as Prometheus targets, or with `?replica=` the metrics of one engine"
+        yield HttpRoute("GET", ENGINES_PATH, engine_pages.serve, targets)
         yield from batch_routes(self._batch_handler)
         yield from self._stored.routes()
         yield from EndpointAdmin(watchers, self._reader).routes()
@@ -406,9 +406,6 @@ class Gateway:
     def _can_serve(self, model: ServedModel) -> bool:
         scheduler = self._schedulers[model.name]
         return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
-
-    async def _openapi(self, incoming: IncomingRequest) -> None:
-        await send_json(incoming.send, 200, encode(openapi_document()), [])
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """Serve the metrics of this gateway and of its schedulers."""

@@ -61,23 +61,29 @@ class DebugPages:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of all pages."""
-        pages: tuple[tuple[str, str, Query], ...] = (
-            ("GET", "/debug/queue", lambda _model, scheduler: scheduler.query("queue")),
-            ("GET", "/debug/status", lambda _model, scheduler: scheduler.query("status")),
-            ("GET", "/debug/scaling", lambda _model, scheduler: scheduler.query("scaling")),
-            ("GET", "/debug/usage", self._usage),
-            ("GET", "/debug/costs", lambda _model, scheduler: scheduler.query("costs")),
-            ("GET", "/debug/tuner", _tuner),
-            ("POST", "/debug/tuner/freeze", partial(_set_frozen, "frozen by an admin")),
-            ("POST", "/debug/tuner/thaw", partial(_set_frozen, "")),
+        pages: tuple[tuple[str, str, Query, str], ...] = (
+            ("GET", "queue", _named("queue"), "queued requests by sub-queue, with wait causes"),
+            ("GET", "status", _named("status"), "replicas, learned queues and the tuner"),
+            ("GET", "scaling", _named("scaling"), "desired replicas of each pool, with reasons"),
+            ("GET", "usage", self._usage, "usage by API key"),
+            ("GET", "costs", _named("costs"), "engine time and imposed delay by pool, class and tenant"),
+            ("GET", "tuner", _tuner, "state and history of the tuner"),
+            ("POST", "tuner/freeze", partial(_set_frozen, "frozen by an admin"), "freeze the tuner"),
+            ("POST", "tuner/thaw", partial(_set_frozen, ""), "thaw the tuner"),
         )
-        for method, path, query in pages:
-            yield HttpRoute(method, path, partial(self._show, query))
-        yield HttpRoute("GET", "/debug/capture", self._capture)
-        yield HttpRoute("GET", "/debug/costs.csv", self._cost_table)
-        yield HttpRoute("GET", "/debug/usage.csv", self._usage_table)
-        yield HttpRoute("GET", RECEIPTS_PATH, self._receipt)
-        yield HttpRoute("GET", PROGRAMS_PATH, self._program)
+        for method, name, query, summary in pages:
+            yield HttpRoute(method, f"/debug/{name}", partial(self._show, query), f"{summary}; for admins")
+        recent = (
+            "trace of the requests of the last ten minutes, without text; with full=true also tenants, "
+            "outcomes and times; for admins"
+        )
+        yield HttpRoute("GET", "/debug/capture", self._capture, recent)
+        yield HttpRoute("GET", "/debug/costs.csv", self._cost_table, "`/debug/costs` as CSV; for admins")
+        yield HttpRoute("GET", "/debug/usage.csv", self._usage_table, "usage by API key as CSV; for admins")
+        receipt = "receipt of a request (times and wait causes), until ten minutes after its end; for admins"
+        yield HttpRoute("GET", RECEIPTS_PATH, self._receipt, receipt)
+        program = "where the time of an agent program went, with its last turns; for admins"
+        yield HttpRoute("GET", PROGRAMS_PATH, self._program, program)
 
     async def _receipt(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the receipt of a request of any model.
@@ -157,6 +163,10 @@ class DebugPages:
         if incoming.method == "POST":
             audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
         await send_json(incoming.send, 200, encode({"models": models}), [])
+
+
+def _named(query: str) -> Query:
+    return lambda _model, scheduler: scheduler.query(query)
 
 
 async def _tuner(model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:

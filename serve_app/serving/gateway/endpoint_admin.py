@@ -56,8 +56,11 @@ class EndpointAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        for method in ("GET", *_ACTIONS):
-            yield HttpRoute(method, ENDPOINTS_PATH, self._serve)
+        listed = "endpoints of pools with external engines; for admins"
+        yield HttpRoute("GET", ENDPOINTS_PATH, self._serve, listed)
+        added = "add an endpoint, or restore a removed one; for admins"
+        yield HttpRoute("POST", ENDPOINTS_PATH, self._serve, added)
+        yield HttpRoute("DELETE", ENDPOINTS_PATH, self._serve, "remove an endpoint; for admins")
 
     async def _serve(self, incoming: IncomingRequest) -> None:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""

@@ -57,8 +57,11 @@ class KeyAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        for method, path in (("GET", KEYS_PATH), ("POST", KEYS_PATH), ("POST", _KEY), ("DELETE", _KEY)):
-            yield HttpRoute(method, path, self._serve)
+        listed = "API keys of the file, with what they have used; for admins"
+        yield HttpRoute("GET", KEYS_PATH, self._serve, listed)
+        yield HttpRoute("POST", KEYS_PATH, self._serve, "create an API key; for admins")
+        yield HttpRoute("POST", _KEY, self._serve, "change an API key; for admins")
+        yield HttpRoute("DELETE", _KEY, self._serve, "revoke an API key; for admins")
 
     async def _serve(self, incoming: IncomingRequest, key_id: str = "") -> None:
         """List, create, change or revoke keys."""

@@ -38,8 +38,9 @@ class ModeAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        for method in ("GET", "POST"):
-            yield HttpRoute(method, MODE_PATH, self._serve)
+        share = "share of the traffic that is scheduled; for admins"
+        yield HttpRoute("GET", MODE_PATH, self._serve, share)
+        yield HttpRoute("POST", MODE_PATH, self._serve, f"change the {share}")
 
     async def _serve(self, incoming: IncomingRequest) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""

@@ -24,12 +24,14 @@ class HttpRoute(NamedTuple):
 
     Attributes:
         handler: receives the request and, if the path has one, the parameter.
+        summary: description of the answer for the reference of endpoints; empty for files of a page.
         parameter: regular expression for the parameter.
     """
 
     method: str
     path: str
     handler: Handler
+    summary: str
     parameter: str = ANY
 
 
@@ -48,16 +50,14 @@ class Router:
     """Routes by path and method."""
 
     def __init__(self, routes: Iterable[HttpRoute]) -> None:
+        self.routes = tuple(routes)
         paths: dict[str, _Path] = {}
-        for route in routes:
+        for route in self.routes:
             found = paths.setdefault(route.path, _Path(route))
             if found.handlers.setdefault(route.method, route.handler) is not route.handler:
                 raise ValueError(f"two routes for {route.method} {route.path}")
         self._literal = {path: found for path, found in paths.items() if found.is_literal}
         self._with_parameter = [found for found in paths.values() if not found.is_literal]
-        self.methods: Mapping[str, tuple[str, ...]] = {
-            path: tuple(found.handlers) for path, found in paths.items()
-        }
 
     def is_literal(self, path: str) -> bool:
         """Return whether a path is declared without a parameter. Clients cannot choose such a path."""

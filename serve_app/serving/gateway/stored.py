@@ -22,7 +22,7 @@ from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 RESPONSES_PATH = "/v1/responses"
-# Method and summary by path, for the API description.
+# Method and summary by path.
 STORED_PATHS: Mapping[str, tuple[str, str]] = {
     RESPONSES_PATH + "/{response_id}": ("GET", "stored response, or its events with `stream=true`"),
     RESPONSES_PATH + "/{response_id}/cancel": ("POST", "cancelled background response"),
@@ -53,8 +53,8 @@ class StoredResponses:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of stored responses."""
-        for path, (method, _) in STORED_PATHS.items():
-            yield HttpRoute(method, path, self._serve, _RESPONSE_ID)
+        for path, (method, summary) in STORED_PATHS.items():
+            yield HttpRoute(method, path, self._serve, summary, _RESPONSE_ID)
 
     def bind(self, request: IncomingRequest) -> None:
         """Bind a request that continues an earlier response to the replica that stores it.

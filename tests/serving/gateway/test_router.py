@@ -16,12 +16,12 @@ async def cancel(*_: Any) -> None:
 
 ROUTER = Router(
     (
-        HttpRoute("GET", "/v1/jobs", show),
-        HttpRoute("POST", "/v1/jobs/{job}/cancel", cancel, "[a-z]+"),
-        HttpRoute("GET", "/v1/jobs/{job}", show, "[a-z]+"),
-        HttpRoute("DELETE", "/v1/jobs/{job}", cancel, "[a-z]+"),
-        HttpRoute("GET", "/v1/jobs/all", cancel),
-        HttpRoute("GET", "/names/{name}", show),
+        HttpRoute("GET", "/v1/jobs", show, ""),
+        HttpRoute("POST", "/v1/jobs/{job}/cancel", cancel, "", "[a-z]+"),
+        HttpRoute("GET", "/v1/jobs/{job}", show, "", "[a-z]+"),
+        HttpRoute("DELETE", "/v1/jobs/{job}", cancel, "", "[a-z]+"),
+        HttpRoute("GET", "/v1/jobs/all", cancel, ""),
+        HttpRoute("GET", "/names/{name}", show, ""),
     )
 )
 
@@ -69,7 +69,7 @@ def test_another_method_is_rejected_with_those_of_the_path() -> None:
 
 def test_two_handlers_of_one_method_and_path_are_a_mistake() -> None:
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Router((HttpRoute("GET", "/a", show), HttpRoute("GET", "/a", cancel)))
+        Router((HttpRoute("GET", "/a", show, ""), HttpRoute("GET", "/a", cancel, "")))
 
 
 def test_only_paths_without_a_parameter_are_literal() -> None:

@@ -316,8 +316,8 @@ BATCH_ROUTES: tuple[tuple[str, str, str, BatchHandler], ...] = (
 
 def batch_routes(serve: Callable[[BatchHandler], Handler]) -> Iterator[HttpRoute]:
     """Yield the routes of this API; `serve` adds what all handlers have in common."""
-    for method, path, _, handler in BATCH_ROUTES:
-        yield HttpRoute(method, path, serve(handler), _ID)
+    for method, path, summary, handler in BATCH_ROUTES:
+        yield HttpRoute(method, path, serve(handler), summary, _ID)
 
 
 def storage_rejection(error: StoreError) -> RequestRejected:

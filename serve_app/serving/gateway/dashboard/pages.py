@@ -190,10 +190,13 @@ class Dashboard:
         """Yield the routes of the page, its files and its data."""
         files = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in _TYPES)
         for each in files:
-            path = DASHBOARD_PATH if each.name == _INDEX else f"{DASHBOARD_PATH}/{each.name}"
-            yield HttpRoute("GET", path, partial(_send_file, _File(each)))
-        yield HttpRoute("GET", f"{DASHBOARD_PATH}/", _redirect)
-        yield HttpRoute("GET", EVENTS_PATH, self._watch)
+            path, summary = f"{DASHBOARD_PATH}/{each.name}", ""
+            if each.name == _INDEX:
+                path, summary = DASHBOARD_PATH, "dashboard page (HTML, without data)"
+            yield HttpRoute("GET", path, partial(_send_file, _File(each)), summary)
+        yield HttpRoute("GET", f"{DASHBOARD_PATH}/", _redirect, "")
+        data = "data of the dashboard as server-sent events; for admins"
+        yield HttpRoute("GET", EVENTS_PATH, self._watch, data)
 
     def close(self) -> None:
         """End all streams."""
