@@ -6,4 +6,4 @@ engines of pools, and their performance model), `serving` (the processes in Ray 
 folder for each command).
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
