@@ -362,8 +362,10 @@ def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str
 
 
 def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
-    """Add replicas to the pool that misses its limits by most; None beyond the multiple of the guess."""
-    pool = max(counts, key=lambda name: max(_excess(run, name, last.demand.slo) for run in last.runs))
+    """Add replicas to the pool that makes the fleet miss a limit; None beyond the multiple of the guess."""
+    slo = last.demand.slo
+    missing = [run for run in last.runs if not run.meets(slo)]
+    pool = max(counts, key=lambda name: max(_excess(run, name, slo) for run in missing))
     if counts[pool] >= _MAX_OVER_GUESS * guess[pool] + 1:
         return None
     stride = _stride(counts[pool])
@@ -372,12 +374,22 @@ def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
 
 
 def _excess(run: RunFigures, pool: str, slo: Slo) -> float:
-    """Return the factor by which a pool's own tail latencies exceed the limits."""
+    """Return the factor by which a pool's own tails exceed the limits that the whole run misses.
+
+    A pool of few requests may exceed a limit by far that the fleet meets. A run that only loses requests
+    misses none, and then all limits count.
+    """
     figures = run.by_pool.get(pool)
     if figures is None:
         return 0.0
-    tails = ((figures.p99_ttft_s, slo.ttft_s), (figures.p99_tpot_s, slo.tpot_s))
-    return max((tail / limit for tail, limit in tails if tail is not None and limit is not None), default=0.0)
+    tails = (
+        (figures.p99_ttft_s, run.p99_ttft_s, slo.ttft_s),
+        (figures.p99_tpot_s, run.p99_tpot_s, slo.tpot_s),
+    )
+    missed = [each for each in tails if not _within(each[1], each[2])] or tails
+    return max(
+        (own / limit for own, _, limit in missed if own is not None and limit is not None), default=0.0
+    )
 
 
 def _down(meets: Callable[[int], bool], high: int) -> int:

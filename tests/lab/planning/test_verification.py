@@ -184,3 +184,33 @@ def test_with_spill_no_further_replica_can_be_removed() -> None:
         if count > 1:
             fewer = {**found.counts, pool: count - 1}
             assert not verifier.measure(TWO, fewer, range(2)).meets
+
+
+class SlowTail(ScriptedVerifier):
+    """Verifier whose few long requests never meet the TTFT limit by themselves; TPOT needs short replicas."""
+
+    def _run(self, counts: Counts, seed: int) -> RunFigures:
+        tpot_s = self.demand.slo.tpot_s or 0.0
+        short_tpot_s = tpot_s * self.need["short"] / counts["short"]
+        return RunFigures(
+            seed=seed,
+            requests=100,
+            lost=0,
+            preemptions=0,
+            p99_ttft_s=0.5,
+            p99_tpot_s=short_tpot_s,
+            long_p99_ttft_s=30.0,
+            by_pool={
+                "short": PoolFigures(0.8, 0.3, 0.5, short_tpot_s),
+                "long": PoolFigures(0.2, 0.7, 30.0 / counts["long"], 0.01),
+            },
+        )
+
+
+def test_the_pool_that_makes_the_fleet_miss_its_limit_gets_the_replica() -> None:
+    verifier = SlowTail(need={"short": 7, "long": 1})
+    verifier.demand = demand(10.0, tpot_s=0.05)
+    found = smallest_fleet(verifier, TWO, {"short": 4, "long": 2}, costs=CostTable.load(), seeds=range(2))
+    assert found is not None
+    assert found.counts == {"short": 7, "long": 1}
+    assert all(counts["long"] <= 2 for counts, _ in verifier.calls)
