@@ -114,7 +114,8 @@ class GatewayDeployment:
         return self._gateway.open_requests
 
     async def begin_drain(self, drain_s: float, retry_after_s: float) -> None:
-        """Start to drain; see `Gateway.drain`. Idempotent."""
+        """Fail the health check of load balancers, and start to drain; see `Gateway.drain`. Idempotent."""
+        self._listener.deregister()
         if self._drain is None:
             # In an empty context, because Serve cancels the tasks of a call's context with the call.
             drain = self._gateway.drain(drain_s, retry_after_s)

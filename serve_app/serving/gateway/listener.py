@@ -1,8 +1,8 @@
 """The gateway's port: the address of the application, where otherwise a proxy of Ray Serve would listen.
 
 It serves the gateway below the application's route prefix, and the endpoints of such a proxy, `/-/healthz`
-and `/-/routes`. A stopping gateway first fails `/-/healthz` while it serves on, so that load balancers choose
-another node; then it stops as `serving.http_server` describes.
+and `/-/routes`. A gateway that drains or stops first fails `/-/healthz` while it serves on, so that load
+balancers choose another node; then it stops as `serving.http_server` describes.
 """
 
 import asyncio
@@ -79,6 +79,10 @@ class GatewayListener:
         """Raise `ServerNotRunningError` if no connections are accepted."""
         self._server.check_health()
 
+    def deregister(self) -> None:
+        """Fail `/-/healthz` from now on, and serve all else."""
+        self._mounted.leaving = True
+
     async def stop(self, grace_s: float, deregister_s: float = 0.0) -> None:
         """Shut down gracefully.
 
@@ -86,7 +90,7 @@ class GatewayListener:
             grace_s: time for in-flight responses; longer ones are aborted.
             deregister_s: time before that in which `/-/healthz` fails while requests are served.
         """
-        self._mounted.leaving = True
+        self.deregister()
         await asyncio.sleep(deregister_s)
         await self._server.stop(grace_s)
 

@@ -205,6 +205,10 @@ async def new_requests_are_rejected_while_an_answer_is_completed(url: str, opene
         while not answer.done():
             async with session.post(f"{url}/v1/chat/completions", json={**LONG, "max_tokens": 1}) as asked:
                 new[f"{asked.status}" if asked.status != 503 else asked.headers["retry-after"]] += 1
+            if asked.status == 503:
+                # Load balancers must choose another gateway.
+                async with session.get(f"{url}/-/healthz") as health:
+                    assert health.status == 503
             opened.read()
             await asyncio.sleep(0.2)
         assert answer.result() == "complete"
