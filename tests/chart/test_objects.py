@@ -272,10 +272,9 @@ def test_one_pod_of_the_chart_is_that_of_the_plain_file() -> None:
     plain = standalone_file()
     config = only(plain, "ConfigMap")["data"]["config.yaml"]
     args = yaml.safe_load(config)["applications"][0]["args"]
-    gateway = {**args["gateway"], "advanced": None}
     gateways = {**args["gateways"], "advanced": None}
     values = {
-        "application": {**args, "gateway": gateway, "gateways": gateways},
+        "application": {**args, "gateways": gateways},
         "head": {"cpus": 2, "memory": "4Gi"},
         "discoverEndpoints": True,
         "image": {"tag": "latest"},

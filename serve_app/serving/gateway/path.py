@@ -594,7 +594,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         Raises:
             NotContinuedError: the engine cannot continue an answer of which the client has a part.
         """
-        # Only vLLM has these fields, and it is also the only engine that names responses.
+        # Only engines like vLLM have these fields: those that name responses.
         if not (self._continues and grant.address.names_responses):
             if self.has_begun:
                 raise NotContinuedError("the next engine cannot continue it")
