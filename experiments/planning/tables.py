@@ -128,7 +128,9 @@ _CASES_NOTE = "Simulated; ± is the resolution of the search, one simulated repl
 
 TABLES = {
     "headline": Table(
-        text=_headline, where={"case": ("lmsys-a100", "azure-a100", "lmsys-mi300x")}, note=_CASES_NOTE
+        text=_headline,
+        where={"case": ("lmsys-8b", "lmsys-a100", "azure-a100", "lmsys-mi300x")},
+        note=_CASES_NOTE,
     ),
     "cases": Table(text=_cases, where={"case": ANY}, note=_CASES_NOTE),
     "dollars": Table(

@@ -6,13 +6,11 @@ from experiments.common.application import serve_config
 from experiments.late_users.run import model as late_users_model
 from experiments.overhead.ours import application, remote_model
 from experiments.overhead.system import Endpoints
-from experiments.tuner_cost.run import model as tuner_cost_model
 from serve_app.settings.loading import settings_of
 
 MODELS = {
     "late users": late_users_model("tokens", "fcfs"),
     "overhead, light engines": remote_model(Endpoints((9_001, 9_002))),
-    "tuner cost": tuner_cost_model(0.25),
 }
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from experiments.common.processes import role_of_title
 from experiments.late_users.run import LateUsersSettings, figures_of, scenario
-from experiments.tuner_cost.run import waits_ms
 from tests.core.metrics.builders import record
 
 
@@ -41,12 +40,3 @@ def test_times_of_the_late_user_are_separate_from_those_of_the_first() -> None:
 )
 def test_a_process_is_known_by_the_part_that_it_plays(title: str, role: str) -> None:
     assert role_of_title(title) == role
-
-
-def test_waits_are_those_of_answered_requests() -> None:
-    lines = [
-        "x event=concluded outcome=completed model=m queue_wait_s=0.004 ttft_s=0.1",
-        "x event=concluded outcome=queue_full model=m queue_wait_s=9.0",
-        "x event=replica_joined",
-    ]
-    assert waits_ms(lines) == [4.0]

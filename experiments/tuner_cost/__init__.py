@@ -1,1 +1,0 @@
-"""Cost of a live search for the application beside it."""
