@@ -29,6 +29,7 @@ from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Ro
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.listening import drop_new_connections
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -47,6 +48,13 @@ FAST = ChannelSettings(
 )
 PATIENCE_S = 30.0
 _SO_ATTACH_FILTER = 26
+
+
+def permits_socket_filters() -> bool:
+    """Return whether this user may filter the packets of a socket; some kernels let only root."""
+    with socket.socket() as sock:
+        return drop_new_connections(sock)
+
 
 M = TypeVar("M")
 E = TypeVar("E")

@@ -1,5 +1,4 @@
 import asyncio
-import sys
 
 import pytest
 
@@ -14,7 +13,15 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Welcome,
 )
-from tests.serving.channel.harness import FAST, ControlPlane, FakeReplica, RawPeer, hello, wait_until
+from tests.serving.channel.harness import (
+    FAST,
+    ControlPlane,
+    FakeReplica,
+    RawPeer,
+    hello,
+    permits_socket_filters,
+    wait_until,
+)
 
 
 async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(control_plane: ControlPlane) -> None:
@@ -128,7 +135,7 @@ async def test_a_busy_peer_is_borne_for_a_while(control_plane: ControlPlane) -> 
     assert loop.time() - began > FAST.stuck_after_s - 0.3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a socket's filter is Linux'")
+@pytest.mark.skipif(not permits_socket_filters(), reason="this user may not filter the packets of a socket")
 async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
     control_plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:

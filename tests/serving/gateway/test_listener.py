@@ -26,6 +26,7 @@ from serve_app.serving.http_server import ServerNotRunningError
 from serve_app.serving.listening import PortError
 from serve_app.serving.tls import TlsSettings
 from tests.serving.certificates import Authority
+from tests.serving.channel.harness import permits_socket_filters
 
 from .builders import Engine, FakeDispatcher, chat, exchange, gateway, http_post, serving
 
@@ -144,6 +145,7 @@ class Clients:
         return b"connection: close" not in answer
 
 
+@pytest.mark.skipif(not permits_socket_filters(), reason="this user may not filter the packets of a socket")
 async def test_replacing_a_gateway_has_no_effect_on_clients() -> None:
     app = gateway(FakeDispatcher([1]))
     port = free_port()
