@@ -57,7 +57,6 @@ from serve_app.serving.gateway.answer.receipt import receipt_comment, receipt_li
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
     EngineTimedOut,
-    HeaderList,
     RequestRejected,
     as_rejection,
     stopping,
@@ -86,7 +85,12 @@ from serve_app.serving.gateway.response_holders import EngineResponse, ResponseH
 from serve_app.serving.gateway.routes import Fallbacks
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import (
+    EngineSilentError,
+    HeaderList,
+    UpstreamError,
+    UpstreamResponse,
+)
 from serve_app.serving.metric_cells import HistogramCell
 
 logger = logging.getLogger("ray.serve")

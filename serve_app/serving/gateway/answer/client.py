@@ -14,8 +14,7 @@ from typing import Protocol, Self
 
 from serve_app.engines.engine import Message
 from serve_app.errors import ServeAppError
-
-HeaderList = list[tuple[bytes, bytes]]
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 
 class ClientGone(ServeAppError):  # noqa: N818 - a client's choice, not an error

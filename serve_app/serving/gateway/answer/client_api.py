@@ -17,11 +17,11 @@ from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     ErrorDetail,
-    HeaderList,
     RequestRejected,
     data_event,
     encode,
 )
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 _MESSAGE_CHARACTERS = 500
 _CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -14,7 +14,7 @@ from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.gateway.answer.engine_answer import TooLongError
-from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{figure}-{unit}"
@@ -50,8 +50,6 @@ def duration(seconds: float) -> bytes:
     text = f"{rest / 10:g}s".encode()
     return b"%dm" % minutes + text if minutes else text
 
-
-HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 

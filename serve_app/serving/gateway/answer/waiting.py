@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.gateway.answer.client import ClientExchange
-from serve_app.serving.gateway.answer.responses import HeaderList, encode
+from serve_app.serving.gateway.answer.responses import encode
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 _COMMENT = b": queued\n\n"
 _HEADERS: HeaderList = [

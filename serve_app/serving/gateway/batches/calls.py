@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 
 from serve_app.engines.engine import Message
-from serve_app.serving.gateway.answer.client import ClientExchange, HeaderList
+from serve_app.serving.gateway.answer.client import ClientExchange
 from serve_app.serving.gateway.keys import Caller
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 logger = logging.getLogger("ray.serve")
 

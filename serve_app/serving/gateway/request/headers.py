@@ -12,12 +12,12 @@ from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,
-    HeaderList,
     RequestRejected,
     header_text,
     rate_limit_headers,
 )
 from serve_app.serving.gateway.answer.waiting import QueueForm
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Requests the receipt of the request; also the name of the header that returns it."""

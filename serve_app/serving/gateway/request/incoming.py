@@ -19,13 +19,14 @@ from serve_app.request import EngineTimes, Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.client import ClientExchange, DisconnectWatch
 from serve_app.serving.gateway.answer.client_api import OPENAI, ClientApi
-from serve_app.serving.gateway.answer.responses import JSON_TYPE, HeaderList, RequestRejected
+from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRejected
 from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.body import NO_BODY, HeldBody
 from serve_app.serving.gateway.request.endpoints import APIS
 from serve_app.serving.gateway.request.headers import request_id
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
+from serve_app.serving.gateway.upstream.response import HeaderList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
