@@ -222,6 +222,7 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
             key.tenant,
             key.name,
             key.status(),
+            "" if key.weight is None else f"{key.weight:g}",
             key.highest_class.value,
             ", ".join(key.models) or "all",
             ", ".join(
@@ -232,7 +233,18 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
         )
         for key in keys
     ]
-    heads = ("id", "tenant", "name", "status", "highest class", "models", "limits", "expires", "may")
+    heads = (
+        "id",
+        "tenant",
+        "name",
+        "status",
+        "weight",
+        "highest class",
+        "models",
+        "limits",
+        "expires",
+        "may",
+    )
     print_result(table_text(heads, rows, text_columns=len(heads)))
     return 0
 

@@ -1,6 +1,7 @@
 """`ewsjf keys`: the life of a key, from creation to revocation."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +67,9 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert (listed["status"], listed["requests_per_minute"], listed["name"]) == ("valid", 60, "night")
     assert "hash" not in listed
     assert main(["keys", "list", "--file", str(path)]) == 0
-    assert "requests_per_minute=60" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "requests_per_minute=60" in table
+    assert re.search(r"\| valid +\| 2 +\| batch", table)
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
     with pytest.raises(RequestRejected, match="was revoked"):
