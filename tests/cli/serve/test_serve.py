@@ -206,6 +206,7 @@ def test_a_start_that_is_interrupted_leaves_its_logs_until_the_one_after_the_nex
     assert (folder / "serve.log").read_text(encoding="utf-8") != "first"
 
 
+@pytest.mark.application
 def test_ray_is_started_again_if_one_of_its_processes_dies_in_the_start(tmp_path: Path) -> None:
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=1.0)) as opened:
@@ -219,6 +220,7 @@ def test_ray_is_started_again_if_one_of_its_processes_dies_in_the_start(tmp_path
         assert opened.processes_left() == []
 
 
+@pytest.mark.application
 def test_a_second_failure_of_ray_ends_the_start(tmp_path: Path) -> None:
     with terminal(configuration(tmp_path, free_port(), drain_s=1.0)) as opened:
         kill_ray(opened)
