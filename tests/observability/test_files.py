@@ -129,6 +129,8 @@ def test_every_alert_leads_to_its_runbook() -> None:
         assert (file, anchor) == ("docs/alerts.md", rule["alert"].lower())
         assert anchor in headings
         assert rule["annotations"]["summary"].endswith(".")
+    critical = [rule["alert"] for rule in rules() if rule["labels"]["severity"] == "critical"]
+    assert re.findall(r"`(\w+)`", text.partition(" have severity")[0].rpartition(". ")[2]) == critical
     alerts = text.partition("## Runbook")[2].partition("\n## ")[0]
     assert re.findall(r"\n### (.*)", alerts) == [rule["alert"] for rule in rules()]
 
