@@ -41,7 +41,8 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
         return draw_up(metrics, figures)
 
     monkeypatch.setattr(SchedulerMetrics, "exposition", counted)
-    # A flood on a busy machine delays heartbeats.
+    # A flood on a busy machine delays heartbeats and pages.
+    monkeypatch.setattr("serve_app.serving.channel.gateway_client._SCRAPE_TIMEOUT_S", 30.0)
     patient = replace(FAST, dead_after_s=30.0, stuck_after_s=60.0)
     control_plane = ControlPlane(scheduler_settings(), patient)
     await control_plane.begin()

@@ -1,5 +1,6 @@
 """Span export: a missing, slow or rejecting collector harms no request; impossible settings fail early."""
 
+import asyncio
 import importlib
 import logging
 import sys
@@ -31,8 +32,11 @@ async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
             assert answer.text.endswith("data: [DONE]\n\n")
         await wait_until(lambda: "event=traces_lost" in caplog.text)
         collector.status = 200
-        await fleet.http.post(CHAT, json=chat())
-        await wait_until(lambda: "event=traces_exported" in caplog.text)
+        # On a busy machine, a collector that is back may still exceed the exporter's timeout.
+        async with asyncio.timeout(30):
+            while "event=traces_exported" not in caplog.text:
+                await fleet.http.post(CHAT, json=chat())
+                await asyncio.sleep(0.05)
     assert caplog.text.count("event=traces_lost") == 1
 
 
