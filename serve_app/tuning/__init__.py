@@ -10,7 +10,7 @@ In reading order:
 - `outcome_window` collects outcomes in the scheduler, `traffic` stores them, and `digital_twin` plays windows
   of them on simulated engines. `engine_fit` fits those engines to the real ones, driven by
   `twin_calibration`.
-- `rollout` brings a winner into production in guarded steps, each a `trial` with one sequential test, and
+- `rollout` brings a winner into production, if it proves better in a `trial` with one sequential test, and
   `parameter_loop` connects all of it to a running scheduler.
 - `settings` has all settings.
 

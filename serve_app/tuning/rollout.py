@@ -1,16 +1,19 @@
-"""Rollout of a candidate into production: in bounded steps, on trial, with rollback.
+"""Rollout of a candidate into production: on trial, with rollback.
 
-The rollout is a state machine without a clock. A candidate that won in the twin is proposed. A step towards
-it, no longer than allowed, is tried against the incumbent (`trial`), and adopted or rolled back. Every call
-returns the values to apply now, often none. Every decision is recorded with its reason and figures (`audit`).
+The rollout is a state machine without a clock. A candidate that won in the twin is proposed, tried against
+the incumbent (`trial`), and adopted or rolled back. Every call returns the values to apply now, often none.
+Every decision is recorded with its reason and figures (`audit`).
+
+A candidate is tried as a whole. Part of the way to it gains less, while the noise of a trial stays the same,
+so smaller changes are not safer: they are never proven, and a bad candidate is detected later.
 
 Rules:
 
-- At any time, either the incumbent is active or values one step away from it, within all bounds.
-- The values of a step are valid for slightly longer than a slice. The receiver returns to the incumbent when
-  the time has expired without another command.
-- A trial ends by a verdict, a freeze or a restart. The same call applies the incumbent, unless the step was
-  adopted.
+- At any time, either the incumbent is active or the candidate on trial, within all bounds.
+- The values of a candidate are valid for slightly longer than a slice. The receiver returns to the incumbent
+  when the time has expired without another command.
+- A trial ends by a verdict, a freeze or a restart. The same call applies the incumbent, unless the candidate
+  was adopted.
 - After a trial nothing is tried for a cool-down, which is longer after harm. Nothing is tried while frozen.
 """
 
@@ -24,7 +27,6 @@ from serve_app.core.routing.snapshot import Snapshot, number, section, text
 from serve_app.core.settings_base import (
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
-    POSITIVE_SHARE,
     at_least,
     settings,
 )
@@ -34,7 +36,7 @@ from serve_app.tuning.trial import RewardOf, Trial, Verdict
 
 _VERSION = 1
 _MAX_AUDITS = 1_000
-# Validity of a step's values in slices. A slice may end slightly late, because the driver calls periodically.
+# Validity of a candidate's values, in slices. A slice may end slightly late: the driver calls periodically.
 _VALID_SLICES = 1.5
 # Length of the pause after harm, in normal cool-downs, because the next candidate comes from the same twin.
 _HARM_COOL_DOWNS = 3.0
@@ -49,14 +51,11 @@ class RolloutSettings:
     Attributes:
         mode: `off` accepts no candidate; `advise` records what it would try without changing anything; `on`
             tries it.
-        max_step: maximum change of a parameter in one step, as a share of its range; an integer may always
-            change by 1. A more distant candidate is reached in several steps, each of which has to win.
         slice_s, settle_s, judge_limit_s, pairs: see `trial.Trial`.
         cool_down_s: seconds without trials after one.
     """
 
     mode: Mode = "on"
-    max_step: Annotated[float, POSITIVE_SHARE] = 0.25
     slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
     settle_s: Annotated[float, FINITE_NOT_NEGATIVE] = 10.0
     judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
@@ -137,7 +136,7 @@ class Rollout:
 
     Attributes:
         incumbent: the values to return to.
-        target: the step on trial; None between trials.
+        target: the candidate on trial; None between trials.
         frozen: reason for the freeze; empty if not frozen.
         decisions: number of decisions by kind.
     """
@@ -181,16 +180,16 @@ class Rollout:
         if rejection := self.obstacle(now):
             return self._note(now, DecisionKind.REJECTED, rejection, candidate)
         try:
-            step = self._space.step(self.incumbent, candidate, self._settings.max_step)
+            candidate = self._space.clipped(candidate)
         except SettingsError as error:
             return self._note(now, DecisionKind.REJECTED, str(error))
-        if step == self.incumbent:
-            return self._note(now, DecisionKind.REJECTED, "these are the current values", step)
+        if candidate == self.incumbent:
+            return self._note(now, DecisionKind.REJECTED, "these are the current values", candidate)
         if self._settings.mode == "advise":
             self._cool_down_until = now + self._settings.cool_down_s
-            return self._note(now, DecisionKind.ADVISED, reason, step)
+            return self._note(now, DecisionKind.ADVISED, reason, candidate)
         given = self._settings
-        self.target = step
+        self.target = candidate
         self._trial = Trial(
             pairs=given.pairs,
             slice_s=given.slice_s,
@@ -198,7 +197,7 @@ class Rollout:
             judge_limit_s=given.judge_limit_s,
         )
         self._trial.advance(now)
-        return self._note(now, DecisionKind.STARTED, reason, step)
+        return self._note(now, DecisionKind.STARTED, reason, candidate)
 
     def tick(self, now: float, completed_until: float, reward_of: RewardOf) -> list[Apply]:
         """Advance the trial, if there is one. To be called about every second.
@@ -232,19 +231,19 @@ class Rollout:
     # Decisions
 
     def _end(self, now: float, reason: str, *, is_adopted: bool) -> list[Apply]:
-        """End the trial, if there is one, and apply the step or the incumbent permanently."""
-        trial, step = self._trial, self.target
-        if trial is None or step is None:
+        """End the trial, if there is one, and apply the candidate or the incumbent permanently."""
+        trial, candidate = self._trial, self.target
+        if trial is None or candidate is None:
             return []
         self._note(
             now,
             DecisionKind.ADOPTED if is_adopted else DecisionKind.ROLLED_BACK,
             reason,
-            step,
+            candidate,
             trial.summary(),
         )
         if is_adopted:
-            self.incumbent = step
+            self.incumbent = candidate
         cool_down_s = self._settings.cool_down_s
         self._cool_down_until = now + (
             _HARM_COOL_DOWNS * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s

@@ -13,8 +13,8 @@ new settings and runs the checks of every class on the path, so an invalid value
 settings' own message.
 
 Each parameter has a short name, the path of its setting, bounds and a scale. The scale maps its range to [0,
-1]: the *unit* in which steps are measured and distances compared. a_u and a_f have values around 1e-3, while
-a queue count goes into the tens; in units they are comparable.
+1]: the *unit*. a_u and a_f have values around 1e-3, while a queue count goes into the tens; in units they are
+comparable.
 
 The optimiser samples uniformly from another [0, 1], the *draw*. The prior maps draws to units: `spread` of
 its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
@@ -231,44 +231,8 @@ class SearchSpace:
             for name, value in self.checked(values).items()
         }
 
-    def step(self, start: Values, towards: Values, largest: float) -> dict[str, float]:
-        """Return a step towards other values in which no parameter changes by more than `largest` units.
-
-        All parameters cover the same share of their distance, as closely as integers allow. An integer
-        parameter changes by at least 1, or it could never change at all. A start beyond the bounds counts as
-        the bound.
-
-        Args:
-            largest: above 0, at most 1.
-        """
-        begin, end = self.clipped(start), self.clipped(towards)
-        distances = {
-            name: abs(self[name].unit(end[name]) - self[name].unit(begin[name])) for name in self.names
-        }
-        farthest = max(distances.values())
-        if farthest <= largest:
-            return end
-        share = largest / farthest
-        return {name: _between(self[name], begin[name], end[name], share) for name in self.names}
-
     def _centre(self, name: str) -> float:
         return self[name].unit(self.current[name])
-
-
-def _between(parameter: Parameter, begin: float, end: float, share: float) -> float:
-    """Return the value after that share of the distance, not further."""
-    if begin == end:
-        return begin
-    first, last = parameter.unit(begin), parameter.unit(end)
-    value = parameter.at_unit(first + share * (last - first))
-    if not parameter.integer:
-        return value
-    # Rounding to the nearest integer may have gone too far, or nowhere.
-    limit = share * abs(last - first)
-    direction = 1 if end > begin else -1
-    while value != begin and abs(parameter.unit(value) - first) > limit:
-        value -= direction
-    return begin + direction if value == begin else value
 
 
 def _distribution(unit: float, centre: float) -> float:

@@ -1,9 +1,8 @@
-"""A/B test of a rollout step in production: paired time slices with one sequential test.
+"""A/B test of a candidate in production: paired time slices with one sequential test.
 
-The incumbent (A) and the candidate (B: the values after the step) alternate in the order A B B A, so that a
-load that rises or falls steadily favours neither. Two neighbouring slices are a pair, and the difference of
-their rewards is one observation. After each pair the test evaluates all of them, and the trial ends with the
-first verdict:
+The incumbent (A) and the candidate (B) alternate in the order A B B A, so that a load that rises or falls
+steadily favours neither. Two neighbouring slices are a pair, and the difference of their rewards is one
+observation. After each pair the test evaluates all of them, and the trial ends with the first verdict:
 
 - `harm`: the candidate is worse and is rolled back.
 - `gain`: the candidate is better and is adopted.

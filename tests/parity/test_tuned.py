@@ -37,7 +37,7 @@ TUNING = ParameterTuningSettings(
     objective=ObjectiveSettings(min_requests=10),
     # A fit would take longer than the simulated minute.
     calibration=CalibrationSettings(check_requests=1_000_000),
-    rollout=RolloutSettings(mode="on", slice_s=5.0, settle_s=1.0, pairs=4, max_step=1.0, cool_down_s=2.0),
+    rollout=RolloutSettings(mode="on", slice_s=5.0, settle_s=1.0, pairs=4, cool_down_s=2.0),
 )
 SMALL: Values = {"target_waiting": 1, "max_long_prefills": 1}
 AWFUL: Values = {

@@ -17,7 +17,7 @@ class Production:
         self.values: Values = self.permanent
         self.expires_at = math.inf
         self.applied: list[Values] = []
-        # When values became current, and whether they were the step's.
+        # When values became current, and whether they were the candidate's.
         self._sides: list[tuple[float, bool]] = []
 
     def execute(self, commands: list[Apply], now: float) -> None:
@@ -35,11 +35,11 @@ class Production:
             self.values, self.expires_at = self.permanent, math.inf
 
     def ticked(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
-        """Tick; slices are judged by whether they had the step's values."""
-        return self.rollout.tick(now, completed_until, lambda start, _: judge(self._was_step(start)))
+        """Tick; slices are judged by whether they had the candidate's values."""
+        return self.rollout.tick(now, completed_until, lambda start, _: judge(self._was_candidate(start)))
 
     def tick(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> None:
         self.execute(self.ticked(now, completed_until, judge), now)
 
-    def _was_step(self, at: float) -> bool:
-        return next((is_step for since, is_step in reversed(self._sides) if since <= at), False)
+    def _was_candidate(self, at: float) -> bool:
+        return next((is_candidate for since, is_candidate in reversed(self._sides) if since <= at), False)

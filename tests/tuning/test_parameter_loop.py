@@ -143,14 +143,14 @@ def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
 
 
 def tried(seconds: int, ttft_s: float) -> tuple[ParameterLoop, list[Retune]]:
-    """Return a loop that tries a search result; the step answers in `ttft_s`, other values in 0.2 s."""
+    """Return a loop that tries a search result; the candidate answers in `ttft_s`, other values in 0.2 s."""
     loop = watched()
     loop.work_due(observation(40.0))
     assert loop.finish(found(6), 40.0) == []
     orders: list[Retune] = []
     for second in range(40, 40 + seconds):
-        is_step = bool(orders) and orders[-1].values[TARGET] == 6
-        orders += loop.observe(observation(second + 1.0, [arrived(second, ttft_s if is_step else 0.2)]))
+        is_candidate = bool(orders) and orders[-1].values[TARGET] == 6
+        orders += loop.observe(observation(second + 1.0, [arrived(second, ttft_s if is_candidate else 0.2)]))
     return loop, orders
 
 
@@ -165,7 +165,7 @@ def test_a_search_result_is_tried_in_slices_and_adopted_permanently() -> None:
     assert loop.work_due(observation(150.0)) is not None
 
 
-def test_a_harmful_step_is_withdrawn_after_two_pairs() -> None:
+def test_a_harmful_candidate_is_withdrawn_after_two_pairs() -> None:
     loop, orders = tried(50, 2.0)
     assert orders[-1].values[TARGET] == 3
     assert orders[-1].valid_s is None

@@ -19,8 +19,8 @@ from tests.tuning.builders import with_speed
 from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
-ROLLOUT = RolloutSettings(mode="on", max_step=0.5, slice_s=10.0, settle_s=0.0, pairs=6, cool_down_s=0.0)
-# In reward, over all slices, half of which run the step.
+ROLLOUT = RolloutSettings(mode="on", slice_s=10.0, settle_s=0.0, pairs=6, cool_down_s=0.0)
+# In reward, over all slices, half of which run the candidate.
 MARGIN = 0.05
 STUDY = StudySettings(search_windows=3, confirm_windows=4)
 AWFUL = {"target_waiting": 16, "max_long_prefills": 8, "short_work_share": 0.6}
@@ -66,7 +66,7 @@ def serve(production: Production, twin: DigitalTwin, slices: int) -> tuple[float
 
 def test_a_candidate_that_a_wrong_twin_praises_is_taken_back() -> None:
     good = plan({})
-    rollout = Rollout(good.space, good.space.current, replace(ROLLOUT, max_step=1.0))
+    rollout = Rollout(good.space, good.space.current, ROLLOUT)
     rollout.propose({**good.space.current, **AWFUL}, 0.0, "poisoned")
     production = Production(rollout)
     loss, tried = serve(production, DigitalTwin(good), 16)

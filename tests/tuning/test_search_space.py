@@ -71,28 +71,6 @@ def test_the_prior_is_denser_near_the_current_value_and_reaches_both_ends() -> N
     assert drawn == sorted(drawn)
 
 
-@given(start=VALUES, end=VALUES, largest=st.floats(0.01, 1.0))
-def test_a_step_goes_towards_and_never_too_far(start: Values, end: Values, largest: float) -> None:
-    around = space()
-    step = around.step(start, end, largest)
-    assert around.is_within(step)
-    begin, goal = around.clipped(start), around.clipped(end)
-    for parameter in around:
-        before, after, last = (parameter.unit(each[parameter.name]) for each in (begin, step, goal))
-        assert min(before, last) - 1e-3 <= after <= max(before, last) + 1e-3
-        moved_by_one = parameter.integer and abs(step[parameter.name] - begin[parameter.name]) <= 1
-        assert moved_by_one or abs(after - before) <= largest + 1e-3
-
-
-@given(start=VALUES, end=VALUES, largest=st.floats(0.05, 1.0))
-def test_steps_arrive(start: Values, end: Values, largest: float) -> None:
-    around = space()
-    at, goal = dict(start), around.clipped(end)
-    for _ in range(60):
-        at = around.step(at, end, largest)
-    assert at == goal
-
-
 def test_a_current_value_beyond_the_bounds_stays() -> None:
     beyond = space({**CURRENT, "n": 40})
     assert beyond.current["n"] == 40

@@ -1,4 +1,4 @@
-"""Sequential test of a step in production, and its error rates."""
+"""Sequential test of a candidate in production, and its error rates."""
 
 import random
 import statistics
@@ -21,7 +21,7 @@ def trial(pairs: int = PAIRS) -> Trial:
 
 
 def play(made: Trial, reward: Callable[[bool], Reward]) -> float:
-    """Drive a trial second by second to its verdict; return how long the step's values were current."""
+    """Drive a trial second by second to its verdict; return how long the candidate's values were current."""
     sides: dict[float, bool] = {}
     on_trial_s = now = 0.0
     while made.verdict is None and now < 10_000:
@@ -34,7 +34,7 @@ def play(made: Trial, reward: Callable[[bool], Reward]) -> float:
 
 
 class Production:
-    """Slice rewards that differ by the effect of a step, and by traffic that neighbours share in part."""
+    """Slice rewards that differ by the effect of a candidate, and by traffic that neighbours share."""
 
     def __init__(self, seed: int, effect: float, *, memory: float = 0.5) -> None:
         self._rng, self._effect, self._memory = random.Random(seed), effect, memory
@@ -42,14 +42,14 @@ class Production:
         self._sd = NOISE / (2 * (1 - memory)) ** 0.5
         self._traffic = self._rng.gauss(0, self._sd)
 
-    def reward(self, is_step: bool) -> Reward:
+    def reward(self, is_candidate: bool) -> Reward:
         fresh = self._rng.gauss(0, self._sd * (1 - self._memory**2) ** 0.5)
         self._traffic = self._memory * self._traffic + fresh
-        return rewarded(0.6 + self._traffic + (self._effect if is_step else 0.0))
+        return rewarded(0.6 + self._traffic + (self._effect if is_candidate else 0.0))
 
 
 def verdicts(effect: float, seeds: int, memory: float = 0.5) -> tuple[Counter[Verdict], float]:
-    """Return the verdicts over many seeds, and the mean time with the step's values."""
+    """Return the verdicts over many seeds, and the mean time with the candidate's values."""
     found, times = Counter[Verdict](), []
     for seed in range(seeds):
         made = trial()
@@ -60,7 +60,9 @@ def verdicts(effect: float, seeds: int, memory: float = 0.5) -> tuple[Counter[Ve
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.5])
-def test_without_a_difference_hardly_a_step_is_adopted_and_few_are_withdrawn_early(memory: float) -> None:
+def test_without_a_difference_hardly_a_candidate_is_adopted_and_few_are_withdrawn_early(
+    memory: float,
+) -> None:
     """Stated error rates: 400 trials of the current values against themselves.
 
     Measured: 0.2 to 0.5 % end as a gain, 10 % as harm, and 90 % inconclusive.
@@ -71,7 +73,7 @@ def test_without_a_difference_hardly_a_step_is_adopted_and_few_are_withdrawn_ear
     assert found[Verdict.INCONCLUSIVE] >= 0.83 * 400
 
 
-def test_a_harmful_step_is_withdrawn_and_a_large_harm_within_three_pairs() -> None:
+def test_a_harmful_candidate_is_withdrawn_and_a_large_harm_within_three_pairs() -> None:
     found, in_force_s = verdicts(-2 * NOISE, 100)
     assert found == {Verdict.HARM: 100}
     assert in_force_s <= 5 * SLICE_S
@@ -79,7 +81,7 @@ def test_a_harmful_step_is_withdrawn_and_a_large_harm_within_three_pairs() -> No
     assert in_force_s <= 3 * SLICE_S
 
 
-def test_a_beneficial_step_is_adopted_and_never_judged_harmful() -> None:
+def test_a_beneficial_candidate_is_adopted_and_never_judged_harmful() -> None:
     found, _ = verdicts(2 * NOISE, 100)
     assert found[Verdict.GAIN] >= 97
     assert found[Verdict.HARM] == 0
@@ -125,7 +127,7 @@ def test_a_pair_waits_for_its_requests_and_a_slice_whose_requests_do_not_end_is_
     made.advance(SLICE_S)
     end = 2 * SLICE_S
     assert not made.judge(end, SLICE_S + 1, lambda *_: rewarded(0.5))
-    # One request of the step's slice never ends.
+    # One request of the candidate's slice never ends.
     assert made.judge(end + LIMIT_S, SLICE_S + 1, lambda *_: rewarded(0.5))
     assert made.verdict is Verdict.HARM
     assert "have not ended" in made.reason
@@ -134,8 +136,8 @@ def test_a_pair_waits_for_its_requests_and_a_slice_whose_requests_do_not_end_is_
 def test_void_pairs_are_made_up_for_but_not_for_ever() -> None:
     unmeasured = iter([True, True, True])
 
-    def seldom(is_step: bool) -> Reward:
-        if is_step:
+    def seldom(is_candidate: bool) -> Reward:
+        if is_candidate:
             return rewarded(0.5)
         return rewarded(None if next(unmeasured, False) else 0.5)
 
@@ -143,6 +145,6 @@ def test_void_pairs_are_made_up_for_but_not_for_ever() -> None:
     play(made, seldom)
     assert (made.verdict, len(made.differences)) == (Verdict.INCONCLUSIVE, 4)
     never = trial(pairs=4)
-    play(never, lambda is_step: rewarded(0.5 if is_step else None))
+    play(never, lambda is_candidate: rewarded(0.5 if is_candidate else None))
     assert never.verdict is Verdict.INCONCLUSIVE
     assert "without a reward" in never.reason
