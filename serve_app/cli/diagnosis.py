@@ -3,8 +3,9 @@
 What a gateway and its schedulers know themselves is in `serve_app.serving.scheduler.findings`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from serve_app.cli.command import program
@@ -12,7 +13,7 @@ from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, reque
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at
 from serve_app.errors import ServeAppError
-from serve_app.serving.scheduler.findings import Finding, Severity
+from serve_app.serving.scheduler.findings import Finding, Severity, lost_scheduler
 from serve_app.settings.checking.machine import listening_process
 from serve_app.settings.loading import load_settings
 
@@ -40,7 +41,7 @@ def readiness_findings(url: str, running: Sequence[Instance]) -> list[Finding]:
     document = ready.document() or {}
     if "models_without_replica" not in document:
         raise NotServingError(_not_a_gateway(url, ready, instance))
-    return list(_not_ready(document.get("status"), document["models_without_replica"], instance))
+    return list(_not_ready(document, instance))
 
 
 def _unreachable(url: str, reason: str, running: Sequence[Instance]) -> str:
@@ -81,14 +82,17 @@ def _listener(url: str) -> str:
     return listening_process(parts.port or (443 if parts.scheme == "https" else 80))
 
 
-def _not_ready(status: object, models: Sequence[str], instance: Instance | None) -> Iterator[Finding]:
-    if status == "stopping":
+def _not_ready(document: Mapping[str, Any], instance: Instance | None) -> Iterator[Finding]:
+    if document.get("status") == "stopping":
         yield Finding(
             Severity.DOWN,
             "the application is stopping: it rejects new requests and completes those in flight",
             "wait until it has stopped, then restart it",
         )
-    for model in models:
+    for model in document["models_without_replica"]:
+        if model in document.get("models_without_scheduler", ()):
+            yield lost_scheduler(model)
+            continue
         cause = _cause(model, instance) if instance is not None else ""
         where = f"the logs in {instance.folder}" if instance is not None else "the logs of its replicas"
         yield Finding(

@@ -11,7 +11,13 @@ from serve_app.cli.command import Command, add_whole, print_result, program
 from serve_app.cli.diagnosis import readiness_findings
 from serve_app.cli.serve.instance import running_instances
 from serve_app.lab.tables import table_text
-from serve_app.serving.scheduler.findings import Finding, Severity, queue_findings, status_findings
+from serve_app.serving.scheduler.findings import (
+    Finding,
+    Severity,
+    lost_scheduler,
+    queue_findings,
+    status_findings,
+)
 
 _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
@@ -43,7 +49,9 @@ def _run(args: argparse.Namespace) -> int:
     if not args.json:
         _print(findings)
     status, queue, costs = (client.models(f"/debug/{name}") for name in ("status", "queue", "costs"))
-    inside = [each for model in status for each in status_findings(model)]
+    # `/ready` has named the schedulers that are not connected.
+    answered = [model for model in status if lost_scheduler(model["model"]) not in findings]
+    inside = [each for model in answered for each in status_findings(model)]
     inside += [each for model in queue if "error" not in model for each in queue_findings(model)]
     inside.sort(key=lambda each: each.severity)
     findings += inside

@@ -78,6 +78,13 @@ def has_no_replica(answers: dict[str, Any]) -> None:
     answers["status:/ready"] = 503
 
 
+def has_no_scheduler(answers: dict[str, Any]) -> None:
+    has_no_replica(answers)
+    answers["/ready"]["models_without_scheduler"] = ["demo"]
+    for path in ("status", "queue", "costs"):
+        answers[f"/debug/{path}"]["models"] = [{"model": "demo", "error": "its scheduler does not respond"}]
+
+
 def is_stopping(answers: dict[str, Any]) -> None:
     answers["/ready"] = {"status": "stopping", "models_without_replica": []}
     answers["status:/ready"] = 503
@@ -111,6 +118,17 @@ def test_what_is_down_comes_first_and_sets_the_exit_status(
         assert main(["status", "--url", url, "--json"]) == 1
         first = json.loads(capsys.readouterr().out)["findings"][0]
     assert (f"{first['severity']}: {first['what']}", f"  next: {first['next_step']}") == (finding, step)
+
+
+def test_while_a_scheduler_is_replaced_requests_are_said_to_queue_and_not_to_be_rejected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running(has_no_scheduler) as url:
+        assert main(["status", "--url", url]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("down: model demo: no scheduler is connected; new requests are queued")
+    assert shown.count("down: ") == 1
+    assert "503" not in shown
 
 
 def test_what_is_full_is_named_without_failing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -395,12 +395,17 @@ class Gateway:
         """Report readiness: every model has a replica, or one that its first request starts.
 
         Only a connected scheduler can have a replica started. Without a connection, each model is listed as
-        missing unless a replica of it is known.
+        missing unless a replica of it is known, but its requests wait for the next scheduler.
         """
         missing = [model.name for model in self._settings.models if not self._can_serve(model)]
+        waiting = [name for name in missing if not self._schedulers[name].is_connected]
         stops = self._stopping_retry_after_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
-        document = {"status": status, "models_without_replica": missing}
+        document = {
+            "status": status,
+            "models_without_replica": missing,
+            "models_without_scheduler": waiting,
+        }
         await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
 
     def _can_serve(self, model: ServedModel) -> bool:

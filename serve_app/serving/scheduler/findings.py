@@ -44,15 +44,20 @@ class Finding:
         return {"severity": self.severity.label, "what": self.what, "next_step": self.next_step}
 
 
+def lost_scheduler(model: str, error: str = "no scheduler is connected") -> Finding:
+    """Return the finding of a model whose scheduler does not respond."""
+    return Finding(
+        Severity.DOWN,
+        f"model {model}: {error}; new requests are queued until it is back",
+        "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
+    )
+
+
 def check_scheduler(model: Document) -> Iterator[Finding]:
     """Yield a finding if a model's scheduler does not respond or has ended."""
     name = model["model"]
     if "error" in model:
-        yield Finding(
-            Severity.DOWN,
-            f"model {name}: {model['error']}; new requests are queued until it is back",
-            "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
-        )
+        yield lost_scheduler(name, model["error"])
     elif model["ended"]:
         yield Finding(
             Severity.DEGRADED,

@@ -277,11 +277,13 @@ async def test_model_names_may_contain_slashes() -> None:
 
 async def test_it_is_ready_when_every_model_has_a_replica(harness: GatewayHarness) -> None:
     assert (await harness.http.get("/health")).json() == {"status": "ok"}
-    assert (await harness.http.get("/ready")).json() == {"status": "ready", "models_without_replica": []}
+    ready = (await harness.http.get("/ready")).json()
+    assert ready == {"status": "ready", "models_without_replica": [], "models_without_scheduler": []}
     harness.dispatcher.ports = []
     answer = await harness.http.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["models_without_replica"] == [MODEL]
+    assert answer.json()["models_without_scheduler"] == []
 
 
 async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can_start_it() -> None:
@@ -292,6 +294,7 @@ async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can
         answer = await http.get("/ready")
         assert (answer.status_code, answer.json()["status"]) == (503, "waiting")
         assert answer.json()["models_without_replica"] == [MODEL]
+        assert answer.json()["models_without_scheduler"] == [MODEL]
         # The process itself is healthy and keeps queued requests until the next scheduler connects.
         assert (await http.get("/health")).status_code == 200
 
