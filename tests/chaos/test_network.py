@@ -35,7 +35,7 @@ SILENCE_S = 2.0
 PATIENCE_S = 60.0
 BROKEN, REJECTED = "ended with an error event", "rejected with a reason"
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+pytestmark = [pytest.mark.application, pytest.mark.timeout(3 * PATIENCE_S)]
 
 Fault = Callable[[Fleet], Awaitable[None]]
 

@@ -10,9 +10,9 @@ from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import Decision
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.policies import POLICIES
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.model import SchedulingPolicy
-from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
 from serve_app.request import PriorityClass
 from tests.builders import request
@@ -27,7 +27,7 @@ ON = EnginePrioritySettings(enabled=True, target_waiting=3, max_prefill_backlog_
 REQUESTS = 100
 
 
-@pytest.fixture(scope="module", params=sorted(SIMULATED_POLICIES))
+@pytest.fixture(scope="module", params=sorted(POLICIES))
 def policy(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

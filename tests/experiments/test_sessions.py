@@ -26,6 +26,7 @@ SETTINGS = SessionSettings(
 )
 
 
+@pytest.mark.application
 @pytest.mark.parametrize(("workload", "rate_per_s"), [("code generation", 9.5), ("b2b-saas", 4.5)])
 def test_affinity_finds_as_much_in_the_caches_as_a_rule_that_knows_them_exactly(
     workload: str, rate_per_s: float

@@ -1,5 +1,7 @@
 """Searched parameters all change decisions: a search wastes candidates on an inert one."""
 
+import pytest
+
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
@@ -11,6 +13,7 @@ from serve_app.tuning.search_space import Tunable, space_of
 RATE_PER_S = 10.0
 
 
+@pytest.mark.application
 def test_each_parameter_of_the_default_policy_acts_within_its_bounds() -> None:
     fleet = FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1})
     tunable = Tunable(scheduler=scheduler_settings("ewsjf", fleet.routing, {}))

@@ -17,6 +17,8 @@ from tests.serving.gateway.fleet import fleet_of, gathered
 
 from .application import LONG_TOKENS, application, served
 
+pytestmark = pytest.mark.application
+
 SHORT_AT = ("--short-at", str(LONG_TOKENS - 1))
 
 

@@ -72,6 +72,7 @@ def play(seed: int, load: float, *, tenants: int = 1, retries: int = 3, policy: 
     return Played(simulation, list(simulation.attempts.values()))
 
 
+@pytest.mark.application
 @pytest.mark.parametrize(
     ("policy", "admitted", "expired"),
     # With a score, an unknown number of later requests may pass, so some reservations do not hold.
@@ -101,6 +102,7 @@ def test_below_the_capacity_no_request_is_rejected() -> None:
     assert played.count(Outcome.COMPLETED) == len(played.attempts), played
 
 
+@pytest.mark.application
 def test_clients_that_never_return_cost_no_throughput() -> None:
     """Unclaimed reservations must not exclude others: the engines stay busy for the whole minute."""
     played = play(1, 2.0, retries=0)

@@ -130,6 +130,7 @@ def longest_wait_s(policy: str, **scheduler: object) -> float:
     return longest
 
 
+@pytest.mark.application
 def test_near_saturation_the_longest_prompts_wait_hardly_longer_than_first_come_first_served() -> None:
     in_order = longest_wait_s("fcfs-isolated")
     assert longest_wait_s("ewsjf") < 1.25 * in_order
