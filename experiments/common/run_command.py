@@ -113,7 +113,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments to play")
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--list", action="store_true", help="print_result which there are, and play nothing")
+    parser.add_argument("--list", action="store_true", help="print which there are, and play nothing")
     parser.add_argument("--quick", action="store_true", help="small sizes; results.jsonl stays as it is")
     parser.add_argument("--out", type=Path, help="write the rows there instead")
     parser.add_argument(
