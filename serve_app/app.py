@@ -39,6 +39,9 @@ from serve_app.settings.loading import settings_of
 _STOP_MARGIN_S = 30.0
 # Time between the end of a gateway's last responses and the end of its process.
 _GATEWAY_STOP_MARGIN_S = 5.0
+# Serve replaces a process after three failed checks in a row. Until then, clients of a gateway that hangs get
+# no answer, and it is assigned new connections. A busy machine delays checks by seconds.
+_GATEWAY_CHECK_TIMEOUT_S = 10.0
 # The replica's own health check times out before Ray's, because its message names the engine.
 _HEALTH_RATIO = 0.8
 
@@ -84,6 +87,7 @@ def application_of(settings: ApplicationSettings) -> Application:
         graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
         # Serve notices a dead process only by a health check, and until then nothing listens on its port.
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_GATEWAY_CHECK_TIMEOUT_S,
         # A gateway waits for its requests itself.
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": gateways.num_cpus},

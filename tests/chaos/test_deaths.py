@@ -196,3 +196,14 @@ async def test_a_halted_scheduler_is_replaced_before_its_clients_give_up(app: Se
     # Three health checks and the start of a successor; a graceful shutdown would take another half minute.
     assert time.monotonic() - began < 30
     await asyncio.to_thread(wait_for, lambda: not victim.is_running(), 30, "the end of the halted process")
+
+
+@pytest.mark.slow
+async def test_a_halted_gateway_is_replaced_within_a_minute(app: Served) -> None:
+    victim: psutil.Process = app.replicas("gateway")[0]
+    victim.send_signal(signal.SIGSTOP)
+    # Three health checks; with Serve's own timeout of 30 s, they take more than a minute and a half.
+    await asyncio.to_thread(wait_for, lambda: not victim.is_running(), 60, "the end of the halted process")
+    async with httpx.AsyncClient(base_url=app.url, timeout=30, limits=LIMITS) as http:
+        answers = await asyncio.gather(*(streamed(http, f"after-halt-{number}", 10) for number in range(20)))
+    assert {(answer.status, answer.tokens, answer.ends) for answer in answers} == {(200, 10, 1)}
