@@ -138,7 +138,7 @@ class NodeDeathsPlay:
         time.sleep(max(0.0, since + self.settings.headless_s - time.monotonic()))
         cluster.start(HEAD)
         self.without_s.append(time.monotonic() - since)
-        return self._until(lambda: self._has_all_replicas() and HEAD in self.served.entrances(), since)
+        return self._until(self._has_all_replicas, since)
 
     def _has_all_replicas(self) -> bool:
         return len(self.served.nodes_of("short-demo")) == _SHORT and self.served.is_whole()

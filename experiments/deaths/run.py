@@ -152,4 +152,4 @@ def _config(case: DeathsCase) -> dict[str, Any]:
     return serve_config("deaths", {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.1}})
 
 
-EXPERIMENT = Experiment(settings=DeathsSettings, play=play, only_by_name="it takes two hours: name it")
+EXPERIMENT = Experiment(settings=DeathsSettings, play=play, only_by_name="it takes an hour: name it")
