@@ -110,6 +110,7 @@ def test_lines_of_another_format_are_rejected_by_number(lines: list[str], words:
         list(read_runs(lines))
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("trace", ["lmsys", pytest.param("azure-code", marks=pytest.mark.slow)])
 def test_a_simulated_log_replays_through_the_command(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

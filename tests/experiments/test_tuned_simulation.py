@@ -64,6 +64,7 @@ def production(
     )
 
 
+@pytest.mark.application
 def test_the_same_run_has_the_same_result() -> None:
     first, second = production(), production()
     assert first.run(requests(40)) == second.run(requests(40))

@@ -38,6 +38,7 @@ def holds_the_least_share(partition: Partition, requests: int) -> bool:
     return all(queue.count >= STABLE.min_share * requests for queue in partition.intervals)
 
 
+@pytest.mark.application
 @pytest.mark.parametrize("traffic", [paper_mix, heavy_tail, lmsys])
 def test_queues_stay_nearly_the_same_from_500_to_50000_requests(
     traffic: Callable[[int, int], Sample],
