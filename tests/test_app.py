@@ -163,6 +163,18 @@ def test_dead_processes_are_noticed_within_a_second() -> None:
     assert {period for name, period in periods.items() if not name.startswith("tuner")} == {1.0}
 
 
+def test_halted_gateways_and_schedulers_are_replaced_within_half_a_minute() -> None:
+    found = deployments_of(application_of(settings()))
+    timeouts_s = [
+        options(each)["health_check_timeout_s"]
+        for name, each in found.items()
+        if name.startswith(("gateway", "scheduler"))
+    ]
+    assert len(timeouts_s) == 2
+    # Serve replaces a process after three failed checks.
+    assert all(3 * timeout_s <= 30.0 for timeout_s in timeouts_s)
+
+
 def test_the_gateway_has_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments_of(application)["gateway"]

@@ -46,9 +46,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("init", "write a first configuration"),
     CommandEntry("check", "validate a configuration before anything starts, with line numbers"),
     CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
-    CommandEntry(
-        "deploy", "apply a changed configuration to a running application; a change that fails is rolled back"
-    ),
+    CommandEntry("deploy", "apply a changed configuration, and restore the old one if that fails"),
     CommandEntry("stop", "stop an application gracefully: in-flight requests are completed"),
     CommandEntry(
         "status", "show what is wrong with a running application, its queues, replicas, tenants and tuner"

@@ -50,8 +50,8 @@ def _run(args: argparse.Namespace) -> int:
         _print(findings)
     status, queue, costs = (client.models(f"/debug/{name}") for name in ("status", "queue", "costs"))
     # `/ready` has named the schedulers that are not connected.
-    answered = [model for model in status if lost_scheduler(model["model"]) not in findings]
-    inside = [each for model in answered for each in status_findings(model)]
+    connected = [model for model in status if lost_scheduler(model["model"]) not in findings]
+    inside = [each for model in connected for each in status_findings(model)]
     inside += [each for model in queue if "error" not in model for each in queue_findings(model)]
     inside.sort(key=lambda each: each.severity)
     findings += inside

@@ -5,7 +5,7 @@ the incumbent (`trial`), and adopted or rolled back. Every call returns the valu
 Every decision is recorded with its reason and figures (`audit`).
 
 A candidate is tried as a whole. Part of the way to it gains less, while the noise of a trial stays the same,
-so smaller changes are not safer: they are never proven, and a bad candidate is detected later.
+so smaller changes are not safer: they are seldom proven, and a bad candidate is detected later.
 
 Rules:
 
