@@ -32,6 +32,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help=f"GPU of the engines, to compute their capacity: {', '.join(gpu_names())} (default: this "
         "machine's; a pool's resources.accelerator_type takes precedence)",
     )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="query each remote server that `endpoints` lists by its URL: one that does not answer, rejects "
+        "the key or lacks the model is a mistake; needs the variables of api_key_env",
+    )
 
 
 def _known_gpu(name: str) -> str:
@@ -45,7 +51,11 @@ def _run(args: argparse.Namespace) -> int:
     status, running = 0, {each.port: each for each in running_instances()}
     for config in args.configs:
         found = check_file(
-            config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu, own_ports=running
+            config,
+            on_this_machine=not args.skip_machine_checks,
+            gpu=args.gpu,
+            own_ports=running,
+            probe=args.probe,
         )
         print_findings(config, found)
         if found.mistakes or found.settings is None:
@@ -68,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    example="example:\n  ewsjf check configs/local.yaml",
+    example="example:\n  ewsjf check configs/local.yaml\n  ewsjf check --probe configs/remote.yaml",
     configure=_configure,
     run=_run,
 )

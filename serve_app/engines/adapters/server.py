@@ -170,7 +170,10 @@ def http_error(path: str, answer: PageResponse) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
         return EngineError(f"{path} returned {answer.status}: set api_key to the server's key")
-    return EngineError(f"{path} returned {answer.status}: {excerpt(answer.body)}")
+    return EngineError(
+        f"{path} returned {answer.status}, {excerpt(answer.body)}: correct the URL if this is no "
+        "OpenAI-compatible server"
+    )
 
 
 def excerpt(body: bytes) -> str:
@@ -232,7 +235,10 @@ class ControlPages:
         found = _parsed(answer.body)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(_has_id(entry) for entry in entries):
-            raise EngineError(f"{_MODELS} is not a list of models: {excerpt(answer.body)}")
+            raise EngineError(
+                f"{_MODELS} is not a list of models, {excerpt(answer.body)}: correct the URL if this is no "
+                "OpenAI-compatible server"
+            )
         return entries
 
     async def models(self) -> tuple[ModelListing, ...]:

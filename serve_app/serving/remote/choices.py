@@ -74,7 +74,7 @@ class EndpointChoices:
             self.removed.add(url)
 
     async def save(self) -> bool:
-        """Write the choices, and return whether they are stored."""
+        """Write the choices, and return whether they survive a restart of the application."""
         if self._store is None or self._calls is None:
             return False
         store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
@@ -86,7 +86,7 @@ class EndpointChoices:
         except StateError as exc:
             logger.warning("event=endpoints_not_saved reason=%r", str(exc))
             return False
-        return True
+        return store.outlives_cluster
 
     def _note(self, url: str) -> None:
         if not self._restored:

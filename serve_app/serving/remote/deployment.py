@@ -5,6 +5,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.serving._ray import read_record, write_record
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
@@ -26,8 +27,32 @@ WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
 }
 
 
+class ChoicesStore(StateStore):
+    """Store of a pool's `EndpointChoices`, which a new watcher loads after a deployment.
+
+    A copy is in Ray's control service. It outlives the watcher, but only a `state_uri` outlives the cluster.
+    """
+
+    def __init__(self, state_uri: str | None, name: str) -> None:
+        super().__init__(state_uri or "ray:", "endpoints", name)
+        self.outlives_cluster = state_uri is not None
+        self._record = f"endpoints/{name}"
+
+    def _read(self) -> bytes | None:
+        stored = super()._read() if self.outlives_cluster else None
+        if stored is None and (stored := read_record(self._record)) is not None:
+            # The deployment may have added the `state_uri`.
+            self._write(stored)
+        return stored
+
+    def _write(self, data: bytes) -> None:
+        write_record(self._record, data)
+        if self.outlives_cluster:
+            super()._write(data)
+
+
 class EndpointsDeployment:
-    """Serve deployment that runs one `EndpointWatcher`; without a `state_uri`, nothing is persisted."""
+    """Serve deployment that runs one `EndpointWatcher`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
         self,
@@ -39,13 +64,12 @@ class EndpointsDeployment:
         state_uri: str | None,
     ) -> None:
         application = serve.get_replica_context().app_name
-        store = None if state_uri is None else StateStore(state_uri, "endpoints", f"{application}/{scope}")
         self._watcher = EndpointWatcher(
             pool,
             settings,
             channel,
             locator(scheduler, Role.REPLICA),
-            EndpointChoices(store),
+            EndpointChoices(ChoicesStore(state_uri, f"{application}/{scope}")),
             scheduler.show_endpoints.remote,
         )
         await self._watcher.start()

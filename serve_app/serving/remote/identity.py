@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from serve_app.engines.adapters import EngineServer, PageResponse, identify
 from serve_app.errors import EngineError
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.remote.control import ControlClient
+from serve_app.serving.remote.control import ControlClient, EndpointUnreachableError
 from serve_app.serving.remote.endpoint_url import EndpointUrl
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import FixedSource, source_of
@@ -83,6 +83,8 @@ async def unusable_endpoints(settings: RemoteSettings) -> dict[str, str]:
     async def query(url: EndpointUrl) -> None:
         try:
             await identified(ControlClient(upstream, url, key, settings.metrics_timeout_s), url, settings)
+        except EndpointUnreachableError as exc:
+            failures[str(url)] = f"{exc}: start its server, or correct the URL"
         except EngineError as exc:
             failures[str(url)] = str(exc)
 

@@ -59,7 +59,10 @@ class StateStore:
 
     Attributes:
         path: path of the document, for messages.
+        outlives_cluster: documents survive a restart of Ray.
     """
+
+    outlives_cluster = True
 
     def __init__(self, uri: str, kind: str, name: str) -> None:
         self._folder = uri.rstrip("/") or "/"

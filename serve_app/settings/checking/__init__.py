@@ -2,8 +2,8 @@
 
 Read `checks.py` first, which runs all checks in order. `document.py` finds lines, and `serve_keys.py` checks
 Ray Serve's keys. `machine.py` checks this machine's ports, cores, GPUs and memory, and `engines.py` the
-arguments and model folders of engines. `capacity.py` computes whether engines have the capacity that a
-configuration requires.
+arguments, model folders and remote servers of engines. `capacity.py` computes whether engines have the
+capacity that a configuration requires.
 """
 
 from serve_app.settings.checking.checks import CheckResult, check_file

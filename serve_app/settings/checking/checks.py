@@ -14,7 +14,7 @@ from serve_app.settings.address import http_address, with_port
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.capacity import check_capacity
 from serve_app.settings.checking.document import Document, Mistake, UnreadableError
-from serve_app.settings.checking.engines import check_engines
+from serve_app.settings.checking.engines import check_endpoints, check_engines
 from serve_app.settings.checking.machine import check_machine, single_gpu_name
 from serve_app.settings.checking.serve_keys import check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH, settings_of
@@ -45,6 +45,7 @@ def check_file(
     gpu: str | None = None,
     port: int | None = None,
     own_ports: Container[int] = (),
+    probe: bool = False,
 ) -> CheckResult:
     """Return all mistakes in a configuration that can be found before Ray starts.
 
@@ -55,6 +56,7 @@ def check_file(
         port: the application's port, instead of the file's.
         own_ports: ports of running applications of this project, which a configuration may change: then its
             port and the free memory are not checked.
+        probe: also query the endpoints of remote pools that are configured as URLs.
     """
     found = CheckResult()
     try:
@@ -77,7 +79,10 @@ def check_file(
         return found
     found.mistakes += [
         document.mistake(where, sentence)
-        for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
+        for sentence in (
+            *check_engines(found.settings, on_this_machine=on_this_machine),
+            *check_endpoints(found.settings, probe=probe),
+        )
     ]
     found.mistakes += _exposure(document, found.settings)
     gpu = gpu or (single_gpu_name() if on_this_machine else None)

@@ -1,11 +1,14 @@
-"""Checks of vLLM engines before a start: their arguments, by vLLM's own parser, and their model folders."""
+"""Checks of engines before a start: vLLM's arguments by its own parser, model folders, remote servers."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
+from serve_app.serving.remote.identity import unusable_endpoints
+from serve_app.serving.remote.sources import FixedSource, source_of
 from serve_app.settings.application import ApplicationSettings
 
 # A name on the model hub has the form owner/name.
@@ -23,6 +26,32 @@ def check_engines(settings: ApplicationSettings, *, on_this_machine: bool) -> It
             if sentence.partition(": ")[2] not in seen:
                 seen.add(sentence.partition(": ")[2])
                 yield sentence
+
+
+def check_endpoints(settings: ApplicationSettings, *, probe: bool) -> Iterator[str]:
+    """Yield a sentence for each endpoint in two pools of a model and, with `probe`, for each unusable one."""
+    for number, model in enumerate(settings.models):
+        first_pool: dict[str, str] = {}
+        for place, pool in enumerate(model.pools):
+            remote, failures = pool.engine.remote, dict[str, str]()
+            if remote is None:
+                continue
+            where = f"models[{number}].pools[{place}].engine.remote"
+            if probe:
+                try:
+                    failures = asyncio.run(unusable_endpoints(remote))
+                except EngineError as exc:
+                    yield f"{where}.api_key_env: {exc}"
+            for index, text in enumerate(remote.endpoints):
+                source = source_of(text)
+                url = str(source.url) if isinstance(source, FixedSource) else text
+                if (other := first_pool.setdefault(url, pool.name)) != pool.name:
+                    yield (
+                        f"{where}.endpoints[{index}]: {text} is an endpoint of pool {other} too, so its "
+                        "capacity would count twice: remove it from one of the pools"
+                    )
+                if url in failures:
+                    yield f"{where}.endpoints[{index}]: {failures[url]}"
 
 
 def _vllm_engines(settings: ApplicationSettings) -> Iterator[tuple[str, VllmEngineSettings]]:

@@ -34,6 +34,8 @@ from serve_app.serving.access import read_admin_key
 from serve_app.settings.checking import check_file
 from tests.cli.serve.application import ROOT, Terminal, configuration, terminal
 from tests.cli.serve.test_serve import END_S, LONG, stream
+from tests.engines.servers import serving
+from tests.serving.remote.servers import VllmLike
 from tests.serving.test_hot import ARGS, built
 
 pytestmark = pytest.mark.timeout(400)
@@ -194,6 +196,40 @@ async def test_a_change_is_applied_one_that_fails_is_rolled_back_and_a_stop_comp
         # The stop follows the deployed settings.
         assert "In-flight requests have 120 s to complete" in opened.output
         assert opened.ended(END_S) == 0
+
+
+@pytest.mark.application
+async def test_endpoints_that_an_admin_added_or_removed_stay_so_after_a_deployment(tmp_path: Path) -> None:
+    first, second = VllmLike(), VllmLike()
+    first.models = second.models = {"data": [{"id": name, "max_model_len": 8192} for name in NAMES]}
+    port = free_port()
+    async with serving(first) as named, serving(second) as added:
+        config = configuration(tmp_path, port, drain_s=1.0, pools=[remote(named)])
+        changed_file(config, lambda args: args["models"][0].pop("scheduler"))
+        with terminal(config) as opened:
+            await asyncio.to_thread(opened.wait_for, "stop ")
+            key = read_admin_key(instance_folder(port))
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {key}"}, timeout=30
+            ) as http:
+                for method, url in (("POST", added), ("DELETE", named)):
+                    answer = await http.request(method, "/admin/endpoints", json={"url": url})
+                    # A restart would lose it, because there is no `state_uri`.
+                    assert answer.json() == {"model": "demo", "pool": "long", "url": url, "persisted": False}
+
+                changed = remote(named)
+                changed["engine"]["remote"]["advanced"]["refresh_s"] = 6.0
+                changed_file(config, lambda args: args["models"][0].update(pools=[changed]))
+                done = await asyncio.to_thread(deploy, config)
+                assert done.returncode == 0, done.stderr
+                assert f"long-demo  {REPLACED}" in done.stdout
+                listed = (await http.get("/admin/endpoints")).json()["endpoints"]
+                assert {each["url"]: each["state"] == "removed" for each in listed} == {
+                    added: False,
+                    named: True,
+                }
+            opened.type_interrupt()
+            assert opened.ended(END_S) == 0
 
 
 async def new_requests_are_rejected_while_an_answer_is_completed(url: str, opened: Terminal) -> None:

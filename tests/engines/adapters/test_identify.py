@@ -54,7 +54,7 @@ def test_a_rejected_key_is_named() -> None:
 
 @pytest.mark.parametrize("page", [b"<html>", {"data": [{"name": "m"}]}, {"data": None}, []])
 def test_an_invalid_model_list_is_shown(page: object) -> None:
-    with pytest.raises(EngineError, match="/v1/models is not a list of models: "):
+    with pytest.raises(EngineError, match=r"/v1/models is not a list of models, .*: correct the URL"):
         asyncio.run(identify(server({"/v1/models": page})))
 
 
