@@ -11,7 +11,7 @@ alone.
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from experiments.common.experiment import Context, Experiment, Measurement
@@ -23,7 +23,6 @@ from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.speeds import ReplicaSpeed
 from serve_app.core.settings_base import settings
-from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.direct import DirectSimulation
@@ -117,6 +116,11 @@ class _Known(ReplicaSpeed):
         """The known slowness."""
         return self._slowness
 
+    @property
+    def answers(self) -> Collection[float]:
+        """As many as are known after enough answers."""
+        return [self._slowness] * 16
+
 
 class _Weighted(LMetric):
     """LMetric times the slowness of each engine, by the time that it takes for one prompt token."""
@@ -175,7 +179,7 @@ def play_run(run: Run) -> Figures:
     slowness = {
         plan.replica_id: run.settings.slowness if number % 2 else 1.0 for number, plan in enumerate(equal)
     }
-    plans = [replace(plan, step_time=_slowed(plan.step_time, slowness[plan.replica_id])) for plan in equal]
+    plans = [replace(plan, step_time=plan.step_time.scaled(slowness[plan.replica_id])) for plan in equal]
     requests = list(requests_of(run.trace(), Disclosure(), plans[0].engine.block_size))
     if (balancer := _BALANCERS.get(run.variant)) is not None:
         return _figures(balancer(plans).run(requests), slowness)
@@ -187,11 +191,6 @@ def play_run(run: Run) -> Figures:
             replica.speed = _Known(slowness[replica.spec.replica_id] if known else 1.0)
         ledger.speeds.compare(ONE_POOL, ledger.of_pool(ONE_POOL), 0.0)
     return _figures(simulation.run(requests), slowness)
-
-
-def _slowed(step_time: StepTimeModel, factor: float) -> StepTimeModel:
-    times = {name: factor * value for name, value in asdict(step_time).items() if name.endswith("_s")}
-    return replace(step_time, **times)
 
 
 def _figures(records: list[RequestRecord], slowness: Mapping[str, float]) -> Figures:

@@ -156,7 +156,7 @@ class DigitalTwin:
             scheduler.isolation.observe(one.prompt_tokens)
         # A few dozen observations outweigh the prior. Each costs a sum over its chunks.
         for one in recent[:: max(1, len(recent) // 64)]:
-            # The engines of a pool are alike, so one plan per pool is enough.
+            # One plan per pool is enough, because the run continues to learn.
             for pool, plan in {each.pool: each for each in self._plan.engines}.items():
                 budget = plan.engine.max_num_batched_tokens
                 seconds = plan.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)

@@ -9,6 +9,10 @@ First the current model is compared with the requests dispatched after its fit, 
 error is small the model remains, because a fit takes some CPU seconds. Pools with enough requests get
 separate step times, because their hardware may differ. The others share those of the busiest pool.
 
+If the engines of a pool differ in pace, the fit uses the busiest one and those with about its pace. The step
+times of each engine are then scaled until a replay of its requests has its measured pace. The busiest of the
+other engines are fitted from there, because hardware may differ more in prefills than in decoding.
+
 Assumptions: engines serve in order of arrival, and there are no prefix cache hits. Violations show up in the
 error.
 """
@@ -35,11 +39,17 @@ from serve_app.lab.calibration.replay import measured
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 _ENGINES = 4
-"""Replayed engines per pool: those with the most requests. The others of the pool are assumed to be alike."""
+"""Replayed engines per pool: those with the most requests. If engines differ in pace, all are replayed."""
 _REPLAYED = 400
 """Replayed requests per pool: enough for means within a few percent. A fit takes seconds of CPU time."""
 _MIN_OWN = 100
 """Minimum number of measured requests for separate step times of a pool."""
+_UNLIKE_RATIO = 1.2
+"""Ratio of the paces of two engines from which they differ. Less may be chance, or the length of prompts."""
+_MIN_PACE = 5
+"""Minimum number of measured requests for the pace of an engine."""
+_SCALINGS = 3
+"""Replays per engine that scale its step times. The pace also depends on the batch, and so on the scale."""
 _MAX_ERROR_RATIO = 0.03
 """Error up to which the current model remains."""
 _LATENCY_S = 0.003
@@ -66,12 +76,12 @@ class TwinError:
 
 
 Engines = Mapping[str, FittedEngine]
-"""Step times by pool."""
+"""Step times by pool, and by replica id for engines that differ from others of their pool."""
 
 
 def engines_as_json(engines: Engines) -> dict[str, dict[str, float]]:
-    """Return step times by pool in plain values; `latency_s` is the round trip from scheduler to engine."""
-    return {pool: {"latency_s": each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
+    """Return step times in plain values; `latency_s` is the round trip from scheduler to engine."""
+    return {name: {"latency_s": each.latency_s, **asdict(each.step_time)} for name, each in engines.items()}
 
 
 def engines_of_json(document: object) -> Engines:
@@ -190,13 +200,18 @@ class _PoolRun:
     """The requests that one engine of a pool served."""
 
     pool: str
+    replica: str
     run: EngineRun
+
+    def of(self, known: Engines) -> FittedEngine:
+        """Return the step times of the engine."""
+        return known.get(self.replica) or known[self.pool]
 
     def since(self, dispatched_at: float) -> "_PoolRun | None":
         """Return a copy that measures only requests dispatched later; None if there are none."""
         assert isinstance(self.run.part, list)
         part = [index for index in self.run.part if self.run.requests[index].queued_at >= dispatched_at]
-        return _PoolRun(self.pool, replace(self.run, part=part)) if part else None
+        return replace(self, run=replace(self.run, part=part)) if part else None
 
 
 def _error(runs: Sequence[_PoolRun], known: Engines) -> TwinError | None:
@@ -204,7 +219,7 @@ def _error(runs: Sequence[_PoolRun], known: Engines) -> TwinError | None:
     if not compared:
         return None
     played = [
-        with_latency([each.run.played(known[each.pool].step_time)], known[each.pool].latency_s)
+        with_latency([each.run.played(each.of(known).step_time)], each.of(known).latency_s)
         for each in compared
     ]
     simulated = with_latency(played, 0.0)
@@ -228,18 +243,53 @@ def _fitted(
     busiest = max(counts, key=lambda pool: counts[pool])
     own = {pool for pool, count in counts.items() if count >= _MIN_OWN} | {busiest}
     found: dict[str, FittedEngine] = {}
+    scaled: dict[str, FittedEngine] = {}
     for pool in sorted(own):
         # The busiest pool's fit also uses the requests of pools that have too few for a separate fit.
         together = [each for each in runs if each.pool == pool or (pool == busiest and each.pool not in own)]
+        alike = _alike(together)
+        replayed = together if len(alike) == len(together) else alike[:_ENGINES]
         try:
-            start = _start(together, task, pool)
-            found[pool] = fit_runs([each.run for each in together], start, lambda: note(together))  # noqa: B023 - called within this round
+            start = _start(replayed, task, pool)
+            found[pool] = fit_runs([each.run for each in replayed], start, lambda: note(replayed))  # noqa: B023 - called within this round
         except CalibrationError:
             continue
+        if len(alike) < len(together):
+            own_fits = [each for each in together if each not in alike][:_ENGINES]
+            for each in together:
+                scaled[each.replica] = _of_one(each, found[pool], note, is_fitted=each in own_fits)
     if busiest in found:
         for plan in task.plans:
             found.setdefault(plan.pool, found[busiest])
-    return found
+    return found | scaled
+
+
+def _alike(runs: Sequence[_PoolRun]) -> list[_PoolRun]:
+    """Return the busiest engine and those with about its pace, the busiest first."""
+    ordered = sorted(runs, key=lambda each: -len(each.run.fitted))
+    paces_s = [typical_step_s(each.run.fitted) for each in ordered]
+    return [
+        each
+        for each, pace_s in zip(ordered, paces_s, strict=True)
+        if len(each.run.fitted) < _MIN_PACE or 1 / _UNLIKE_RATIO < pace_s / paces_s[0] < _UNLIKE_RATIO
+    ]
+
+
+def _of_one(
+    each: _PoolRun, model: FittedEngine, note: Callable[[Sequence[_PoolRun]], None], *, is_fitted: bool
+) -> FittedEngine:
+    """Return the model at the pace of one engine, and fitted to it if its requests suffice."""
+    observed = measured(each.run.fitted).tpot_s
+    for _ in range(_SCALINGS if len(observed) >= _MIN_PACE else 0):
+        ratio = float(np.median(observed / each.run.played(model.step_time).tpot_s))
+        model = replace(model, step_time=model.step_time.scaled(ratio))
+        note([each])
+    if is_fitted and len(observed) >= _MIN_OWN:
+        start = FitStart(
+            step_time=model.step_time, latency_s=model.latency_s or _LATENCY_S, is_warm_start=True
+        )
+        return fit_runs([each.run], start, lambda: note([each]))
+    return model
 
 
 def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart:
@@ -277,11 +327,11 @@ def _at_pace(step_time: StepTimeModel, runs: Sequence[_PoolRun]) -> StepTimeMode
         expert_read_s=0.0,
         expert_share=0.0,
     )
-    return StepTimeModel(**{name: factor * value for name, value in asdict(dense).items()})
+    return dense.scaled(factor)
 
 
 def _runs(task: EngineFitTask, until: float) -> list[_PoolRun]:
-    """Return the known requests of the engines: the last ones of the busiest engines of each pool."""
+    """Return the last known requests of the busiest engines of each pool; of all engines if they differ."""
     plans = {plan.replica_id: plan for plan in task.plans}
     served: dict[str, list[RequestRecord]] = {}
     for record in task.records:
@@ -293,11 +343,16 @@ def _runs(task: EngineFitTask, until: float) -> list[_PoolRun]:
     runs = []
     for pool in sorted({plan.pool for plan in task.plans}):
         of_pool = [name for name in served if plans[name].pool == pool]
-        busiest = sorted(of_pool, key=lambda name: (-len(served[name]), name))[:_ENGINES]
-        for name in busiest:
-            run = _run(served[name], plans[name], _REPLAYED // len(busiest), until)
-            if run is not None:
-                runs.append(_PoolRun(pool, run))
+        busiest = sorted(of_pool, key=lambda name: (-len(served[name]), name))
+        for limit in (_REPLAYED // max(1, min(_ENGINES, len(busiest))), _REPLAYED):
+            known = [
+                _PoolRun(pool, name, run)
+                for name in busiest
+                if (run := _run(served[name], plans[name], limit, until)) is not None
+            ]
+            if are_alike := len(_alike(known)) == len(known):
+                break
+        runs += known[:_ENGINES] if are_alike else known
     return runs
 
 

@@ -177,7 +177,7 @@ class TwinCalibration:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the fitted step times by pool, in plain values."""
+        """Return the fitted step times by pool and by unlike replica, in plain values."""
         return engines_as_json(self._fitted)
 
     def restore(self, state: object) -> None:
@@ -189,7 +189,7 @@ class TwinCalibration:
         self._fitted = engines_of_json(state)
 
     def _models(self, replicas: Sequence[ReplicaSpec]) -> dict[str, FittedEngine]:
-        """Return step times of every pool; empty while they are not known."""
+        """Return step times of every pool and of unlike replicas; empty while they are not known."""
         pools = {spec.pool for spec in replicas}
         if self._profile is not None:
             latency_s = 2 * SimulationSettings().control_latency_s
@@ -199,12 +199,19 @@ class TwinCalibration:
             first = next(iter(self._fitted.values()))
         else:
             return {}
-        return {pool: self._fitted.get(pool, first) for pool in sorted(pools)}
+        of_replicas = {spec.replica_id for spec in replicas} & self._fitted.keys()
+        return {
+            **{pool: self._fitted.get(pool, first) for pool in sorted(pools)},
+            **{name: self._fitted[name] for name in sorted(of_replicas)},
+        }
 
     def _plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
         """Return simulated replicas like the connected ones, even if their step times are unknown."""
         models = self._models(replicas)
-        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
+        return tuple(
+            self._plan(spec, (models.get(spec.replica_id) or models.get(spec.pool, _UNKNOWN)).step_time)
+            for spec in replicas
+        )
 
     def _plan(self, spec: ReplicaSpec, step_time: StepTimeModel) -> ReplicaPlan:
         known, chunk = self._profile, spec.long_prefill_token_threshold

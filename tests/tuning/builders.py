@@ -1,13 +1,12 @@
 """Queues, lengths to learn them from, and engines of another speed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from serve_app.core.policies.length_queues import LengthInterval, Partition
-from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 Sample = npt.NDArray[np.int64]
@@ -36,10 +35,4 @@ def heavy_tail(count: int, seed: int) -> Sample:
 
 def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPlan, ...]:
     """Return the same engines with every iteration `factor` times as long."""
-    return tuple(replace(engine, step_time=_scaled(engine.step_time, factor)) for engine in engines)
-
-
-def _scaled(step_time: StepTimeModel, factor: float) -> StepTimeModel:
-    # Fields in seconds end in `_s`. The others are shares and do not scale.
-    seconds = {name: factor * value for name, value in asdict(step_time).items() if name.endswith("_s")}
-    return replace(step_time, **seconds)
+    return tuple(replace(engine, step_time=engine.step_time.scaled(factor)) for engine in engines)

@@ -78,6 +78,19 @@ def test_without_a_profile_it_fits_first_and_waits_for_the_error() -> None:
     assert made.latency_s == MODEL.latency_s / 2
 
 
+def test_a_replica_of_another_speed_has_its_own_step_times() -> None:
+    made, traffic = TwinCalibration(SETTINGS, None), TrafficLog()
+    slow = replace(MODEL, step_time=MODEL.step_time.scaled(3.0))
+    known = {"only": MODEL, "r2": slow}
+    made.finish(replace(result(None), engines={**known, "gone": slow}), 1.0)
+    replicas = [*REPLICAS, replace(REPLICAS[0], replica_id="r2")]
+    assert [plan.step_time for plan in made.engines(replicas) or ()] == [MODEL.step_time, slow.step_time]
+    fed(made, 20, traffic)
+    task = made.due(traffic, replicas, 100.0, 100.0)
+    assert task is not None
+    assert task.current == known
+
+
 def test_a_large_error_is_an_obstacle_until_a_small_one_is_measured() -> None:
     made, traffic = TwinCalibration(SETTINGS, "laptop"), TrafficLog()
     # A profile is trusted until a check fails.

@@ -20,7 +20,7 @@ from serve_app.cli.command import (
 )
 from serve_app.cli.report.forecast import WINDOWS, Forecast
 from serve_app.cli.report.page import as_html, as_text
-from serve_app.cli.report.recording import Document, Recording, ReportError, observed, recording_of
+from serve_app.cli.report.recording import Document, Recording, ReportError, is_batch, observed, recording_of
 from serve_app.core import SchedulerSettings
 from serve_app.core.settings_base import read
 from serve_app.errors import SettingsError
@@ -48,7 +48,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "several pools, else the median prompt)",
     )
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="earlier report, written with --json, to compare with"
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="earlier report, written with --json, to compare with; adds a verdict",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML page")
     parser.add_argument("--json", action="store_true", help="print the report's document as JSON")
@@ -118,7 +121,8 @@ def _first(client: ApplicationClient, path: str) -> Mapping[str, Any]:
 def _short_at(queue: Mapping[str, Any], status: Mapping[str, Any], recording: Recording) -> int:
     if len(status["pools"]) > 1:
         return int(queue["b_short_tokens"])
-    return max(1, statistics.median_low(record.prompt_tokens for record in recording.records))
+    lengths = [record.prompt_tokens for record in recording.records if not is_batch(record)]
+    return max(1, statistics.median_low(lengths or [1]))
 
 
 COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

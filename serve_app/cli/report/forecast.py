@@ -137,7 +137,7 @@ class Forecast:
         A prefill occupies its engine for its duration in the fitted model, until its first token.
         """
         parts: dict[str, float] = defaultdict(float)
-        count = 0
+        count, is_short_prompt = 0, groups_of((), self._short_at)["short"]
         for plan in self._engines:
             served = [
                 each
@@ -148,7 +148,8 @@ class Forecast:
             first = np.array([each.first_token_at for each in served], dtype=float)
             began = np.maximum(sent, first - [_prefill_s(plan, each) for each in served])
             is_long = np.array([each.prompt_tokens > self._short_at for each in served], dtype=bool)
-            for number in np.flatnonzero(~is_long):
+            is_short = np.array([is_short_prompt(each) for each in served], dtype=bool)
+            for number in np.flatnonzero(is_short):
                 overlap = np.minimum(first, began[number]) - np.maximum(began, sent[number])
                 wait_s = began[number] - sent[number]
                 behind_s = min(wait_s, float(overlap[is_long & (overlap > 0)].sum()))

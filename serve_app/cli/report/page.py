@@ -1,10 +1,14 @@
 """Page of a report: the sections of its document, as text for a terminal and as one HTML file."""
 
 import html
+import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from serve_app.core.accounting.wait_causes import WaitCause
+from serve_app.core.metrics.confidence import t_95
 from serve_app.lab.tables import number_text, paragraph, table_text
 
 Document = Mapping[str, Any]
@@ -23,7 +27,11 @@ _PARTS = {
     "other_engine_time": "in the engine, behind other requests, and in the network",
     "own_prefill": "its own prefill",
 }
+_CAUSES = {cause.value: cause.meaning for cause in WaitCause}
 _SIDES = ("unscheduled", "scheduled")
+# Figures that decide a verdict, and the minimum number of parts of a window that have each.
+_JUDGED, _MIN_BLOCKS = ("ttft_mean_s", "not_completed_ratio"), 5
+_VERDICT_NOTE = "A change counts if its 95 % interval, from the spread over parts of the windows, excludes 0."
 # Smaller changes are not named as the price.
 _NOTABLE_RATIO = 0.05
 
@@ -109,11 +117,14 @@ def sections(document: Document) -> Iterator[Section]:
     waits = {_PARTS[name]: seconds for name, seconds in document["short_waits"].items()}
     yield _shares("Time to first token of a short prompt", note, waits)
     if causes := seen["short_queue_causes_s"]:
-        yield _shares("Queue time of all short prompts", "By cause, as in receipts.", causes)
+        named = {_CAUSES.get(name, name): seconds for name, seconds in causes.items()}
+        yield _shares("Queue time of all short prompts", "By cause, as in `explain`.", named)
     if forecast is not None:
         yield from _forecast(forecast)
     if earlier is not None:
         yield _comparison(earlier, seen)
+        verdicts = (_verdict(length, earlier["observed"], seen) for length in ("short", "long"))
+        yield Section("Verdict", [_VERDICT_NOTE, *verdicts])
 
 
 def _summary(document: Document) -> Iterator[str]:
@@ -124,6 +135,8 @@ def _summary(document: Document) -> Iterator[str]:
         f"{document['active_share']:.0%} are scheduled, policy {document['policy']}. "
         f"Short prompts have at most {document['short_at_tokens']:,} tokens."
     )
+    if "priority batch" in seen["groups"]:
+        yield "Batch requests are not counted among short or long prompts."
     if total := sum(waits.values()):
         behind = waits["behind_long_prefills"] / total
         yield f"A short prompt spends {behind:.0%} of its {total:.2f} s to first token behind long prefills."
@@ -212,9 +225,30 @@ def _comparison(earlier: Document, seen: Document) -> Section:
     return Section("Prediction and measurement", sentences, head, rows, 2)
 
 
+def _verdict(length: str, before: Document, seen: Document) -> str:
+    """Return whether prompts of a length are better off, in one sentence."""
+    prompts, parts, bounds = f"{length.capitalize()} prompts", [], list[tuple[float, float]]()
+    for name in _JUDGED:
+        label, decimals, scale = _FIGURES[name]
+        blocks = [of.get("blocks", {}).get(length, ()) for of in (before, seen)]
+        sides = [[scale * each[name] for each in side if each[name] is not None] for side in blocks]
+        if min(map(len, sides)) < _MIN_BLOCKS:
+            return f"{prompts}: not clear, because a report has too few of them or is of an older release."
+        errors = (t_95(len(each) - 1) * statistics.stdev(each) / math.sqrt(len(each)) for each in sides)
+        change, half = statistics.fmean(sides[1]) - statistics.fmean(sides[0]), math.hypot(*errors)
+        bounds.append((change - half, change + half))
+        low, high = (f"{bound:+,.{decimals}f}" for bound in bounds[-1])
+        parts.append(f"of {change:+,.{decimals}f} ({low} to {high}) in {label}")
+    verdict = "better" if any(high < 0 for _, high in bounds) else "not clear"
+    if any(low > 0 for low, _ in bounds):
+        verdict = "worse"
+    return f"{prompts}: {verdict}, with a change {' and '.join(parts)}."
+
+
 def _load(seen: Document) -> str:
     """Return the rates of requests and of tokens: prompts may be longer at the same request rate."""
-    tokens = sum(seen["groups"][length]["tokens"] for length in ("short", "long"))
+    # Reports of older releases counted batch work among short and long prompts.
+    tokens = seen.get("tokens") or sum(seen["groups"][length]["tokens"] for length in ("short", "long"))
     seconds = max(1.0, seen["until"] - seen["from"])
     return f"{seen['requests_per_s']:.2f} requests/s and {tokens / seconds:,.0f} tokens/s"
 

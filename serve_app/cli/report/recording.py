@@ -1,5 +1,6 @@
 """Recording: the requests of the last minutes as the scheduler recorded them, and their figures."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from serve_app.serving.scheduler.history import MAX_ENDED
 
 # Tenants with figures of their own.
 _TENANTS = 5
+# Parts of the window whose spread gives the interval of a comparison.
+_BLOCKS = 10
 
 Document = dict[str, Any]
 
@@ -93,10 +96,13 @@ Selection = Callable[[RequestRecord], bool]
 
 
 def groups_of(records: Sequence[RequestRecord], short_at: int) -> dict[str, Selection]:
-    """Return short and long prompts, and classes and the largest tenants if there are several."""
+    """Return short and long prompts without batch work, and classes and large tenants if there are several.
+
+    Batch work waits for capacity that other requests leave, so it is always a group of its own.
+    """
     groups: dict[str, Selection] = {
-        "short": lambda record: record.prompt_tokens <= short_at,
-        "long": lambda record: record.prompt_tokens > short_at,
+        "short": lambda record: record.prompt_tokens <= short_at and not is_batch(record),
+        "long": lambda record: record.prompt_tokens > short_at and not is_batch(record),
     }
     tenants: Counter[str] = Counter()
     for record in records:
@@ -106,9 +112,14 @@ def groups_of(records: Sequence[RequestRecord], short_at: int) -> dict[str, Sele
         ("priority", classes),
         ("tenant", [name for name, _ in tenants.most_common(_TENANTS)]),
     ):
-        if len(names) > 1:
+        if len(names) > 1 or names == classes == [PriorityClass.BATCH]:
             groups |= {f"{field} {name}": partial(_has, field, name) for name in names}
     return groups
+
+
+def is_batch(record: RequestRecord) -> bool:
+    """Return whether a request is batch work."""
+    return record.priority is PriorityClass.BATCH
 
 
 def _has(field: str, value: str, record: RequestRecord) -> bool:
@@ -137,9 +148,9 @@ def observed(recording: Recording, short_at: int) -> Document:
     records, seconds = recording.records, recording.until - recording.start
     done = [record for record in records if record.completed]
     outcomes = Counter(f"{record.priority.value} {record.outcome.value}" for record in records)
-    causes: Counter[str] = Counter()
-    for line in recording.lines:
-        if line["input_length"] <= short_at:
+    groups, causes = groups_of(records, short_at), Counter[str]()
+    for line, record in zip(recording.lines, records, strict=True):
+        if groups["short"](record):
             causes.update(line["causes_s"])
     return {
         "from": recording.start,
@@ -151,6 +162,14 @@ def observed(recording: Recording, short_at: int) -> Document:
         "output_tokens": Distribution.of(record.output_tokens for record in done).as_json(),
         "cached_ratio": sum(line["cached_length"] for line in recording.lines)
         / max(1, sum(record.prompt_tokens for record in done)),
-        "groups": {name: figures(filter(of, records)) for name, of in groups_of(records, short_at).items()},
+        "tokens": figures(records)["tokens"],
+        "groups": {name: figures(filter(of, records)) for name, of in groups.items()},
+        "blocks": {name: _blocks(list(filter(groups[name], records))) for name in ("short", "long")},
         "short_queue_causes_s": dict(causes.most_common()),
     }
+
+
+def _blocks(records: Sequence[RequestRecord]) -> list[Document]:
+    """Return the figures of equal parts of the requests, by arrival."""
+    bounds = [len(records) * number // _BLOCKS for number in range(_BLOCKS + 1)]
+    return [figures(records[begin:end]) for begin, end in itertools.pairwise(bounds)]

@@ -19,6 +19,7 @@ In a mixture of experts only those experts are read to which a token of the batc
 assumed to be uniform.
 """
 
+from dataclasses import asdict, replace
 from typing import Annotated
 
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
@@ -66,6 +67,11 @@ class StepTimeModel:
             )
         if self.prefill_base_s + self.prefill_per_token_s <= 0.0:
             raise ValueError("prefill_base_s and prefill_per_token_s are both 0: a prefill must take time")
+
+    def scaled(self, factor: float) -> "StepTimeModel":
+        """Return the model of an engine whose iterations take `factor` times as long."""
+        times = {name: factor * value for name, value in asdict(self).items() if name.endswith("_s")}
+        return replace(self, **times)
 
     def step_s(
         self, *, prefill_tokens: int = 0, attended_pairs: int = 0, sequences: int = 0, context_tokens: int = 0

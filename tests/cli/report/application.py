@@ -37,12 +37,21 @@ PLANS = [
     for name in ("r1", "r2")
 ]
 
+_LIMITS = ("pool", "max_model_len", "kv_tokens", "max_num_seqs", "max_num_batched_tokens")
+REPLICAS = {
+    plan.replica_id: {
+        **{name: asdict(plan.spec)[name] for name in _LIMITS},
+        "long_prefill_token_threshold": 0,
+    }
+    for plan in PLANS
+}
 
-def traffic(count: int) -> Trace:
+
+def traffic(count: int, rate_per_s: float) -> Trace:
     """Return short chats of one tenant, and long documents of another."""
     rng, at, requests = random.Random(3), 0.0, []
     for _ in range(count):
-        at += rng.expovariate(9.0)
+        at += rng.expovariate(rate_per_s)
         is_long = rng.random() < 0.15
         tokens = LONG_TOKENS + rng.randrange(2_000) if is_long else 20 + rng.randrange(200)
         tenant = "<b>docs</b>" if is_long else "chat"
@@ -52,10 +61,20 @@ def traffic(count: int) -> Trace:
 
 
 @lru_cache
-def served(count: int) -> list[dict[str, Any]]:
-    """Return the lines of a full capture after this many requests, none of them scheduled."""
-    simulation = Simulation(replace(SETTINGS, active_share=0.0), PLANS)
-    records = simulation.run(list(requests_of(traffic(count), Disclosure(model="m"), 16)))
+def served(
+    count: int, rate_per_s: float = 9.0, slowness: tuple[float, float] = (1.0, 1.0)
+) -> list[dict[str, Any]]:
+    """Return the lines of a full capture after this many requests, none of them scheduled.
+
+    Args:
+        slowness: time of an iteration of the two replicas, relative to `PLANS`.
+    """
+    plans = [
+        replace(plan, step_time=plan.step_time.scaled(factor))
+        for plan, factor in zip(PLANS, slowness, strict=True)
+    ]
+    simulation = Simulation(replace(SETTINGS, active_share=0.0), plans)
+    records = simulation.run(list(requests_of(traffic(count, rate_per_s), Disclosure(model="m"), 16)))
     return [
         {
             "model": "m",
@@ -82,16 +101,8 @@ def application(
     lines: list[dict[str, Any]], *, active_share: float = 0.0, since: float = 0.0, **queue: Any
 ) -> Iterator[str]:
     """Serve the pages that the command reads; yield the URL."""
-    limits = ("pool", "max_model_len", "kv_tokens", "max_num_seqs", "max_num_batched_tokens")
-    replicas = {
-        plan.replica_id: {
-            **{name: asdict(plan.spec)[name] for name in limits},
-            "long_prefill_token_threshold": 0,
-        }
-        for plan in PLANS
-    }
     pages: dict[str, dict[str, Any]] = {
-        "/debug/status": {"model": "m", "pools": ["default"], "replicas": replicas},
+        "/debug/status": {"model": "m", "pools": ["default"], "replicas": REPLICAS},
         "/debug/queue": {"model": "m", "b_short_tokens": 1, "settings": plain(SETTINGS), **queue},
         "/admin/mode": {"model": "m", "windows": [{"active_share": active_share, "since": since}]},
     }

@@ -69,8 +69,9 @@ def test_groups_are_lengths_and_what_there_are_several_of() -> None:
         *("short", "long", "priority batch", "priority default"),
         *("tenant u", "tenant t"),
     ]
-    assert [sum(map(selects, records)) for selects in groups.values()] == [1] * 6
+    assert [sum(map(selects, records)) for selects in groups.values()] == [1, 0, 1, 1, 1, 1]
     assert list(groups_of(records[:1], short_at=100)) == ["short", "long"]
+    assert list(groups_of(records[1:], short_at=100)) == ["short", "long", "priority batch"]
 
 
 def test_requests_that_did_not_complete_have_no_latencies() -> None:
@@ -86,5 +87,6 @@ def test_outcomes_cache_hits_and_causes_of_waits_are_summed() -> None:
     found = observed(recording_of(lines, 10, since=0.0), short_at=100)
     assert found["outcomes"] == {"default completed": 3, "batch failed": 1}
     assert found["cached_ratio"] == pytest.approx(50 / 1_100)
-    assert found["short_queue_causes_s"] == {"engines_busy": 1.5}
+    # Batch work is no short prompt.
+    assert found["short_queue_causes_s"] == {"engines_busy": 1.0}
     assert found["requests_per_s"] == pytest.approx(4 / 64)
