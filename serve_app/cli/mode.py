@@ -63,7 +63,10 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
     if "error" in model:
         yield f"{model['model']}: {model['error']}"
         return
-    yield f"{model['model']}: {model['mode']}, {model['active_share']:.0%} of the requests are scheduled"
+    share = model["active_share"]
+    target = model.get("target_share", share)
+    rises = f", rising to {target:.0%} in steps while first tokens are no slower" if target > share else ""
+    yield f"{model['model']}: {model['mode']}, {share:.0%} of the requests are scheduled{rises}"
     # A scheduler of an older release does not report windows.
     rows = [row for window in model.get("windows", ()) for row in _rows(window)]
     if rows:
