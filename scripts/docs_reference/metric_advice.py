@@ -151,6 +151,10 @@ METRIC_ADVICE = {
     "ewsjf_queue_wait_prediction_error_mean_seconds": (
         "Above 0 for long: clients are rejected that would have been served in time."
     ),
+    "ewsjf_queue_wait_prediction_error_ratio": (
+        "Above 0.5 for minutes: early rejections and the expected times of a class are inaccurate, and "
+        "`ewsjf status` has a finding with the means."
+    ),
     "ewsjf_queue_wait_prediction_error_seconds": "The spread is the accuracy of deadline rejections.",
     "ewsjf_queue_wait_seconds": "Only one pool waits: add replicas there, or allow spilling.",
     "ewsjf_replica_kv_usage_ratio": "One replica far above the others: prefix affinity, or one long request.",

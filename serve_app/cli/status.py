@@ -62,7 +62,9 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print(inside)
         if not findings:
-            print_result(f"{client.url}: no problems found")
+            waiting = sum(model.get("waiting", 0) for model in queue)
+            queued = f"; {waiting:,} requests are queued" if waiting else ""
+            print_result(f"{client.url}: no problems found{queued}")
         for part in rendered(Pages(status, queue, costs), args.sub_queues):
             print_result(part)
     return 1 if any(each.severity is Severity.DOWN for each in findings) else 0
@@ -130,6 +132,7 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
                 replica["pool"],
                 name,
                 replica["state"],
+                replica.get("limit") or "-",
                 str(replica["in_flight"]),
                 _format_or_dash(report.get("running")),
                 _format_or_dash(report.get("waiting")),
@@ -137,8 +140,18 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
                 _format_or_dash(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
             )
         )
-    head = ("pool", "replica", "state", "in flight", "running", "engine queue", "KV used", "ms/token")
-    return _titled("replicas", head, rows, text_columns=3)
+    head = (
+        "pool",
+        "replica",
+        "state",
+        "limit",
+        "in flight",
+        "running",
+        "engine queue",
+        "KV used",
+        "ms/token",
+    )
+    return _titled("replicas", head, rows, text_columns=4)
 
 
 def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:

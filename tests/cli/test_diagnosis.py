@@ -96,6 +96,15 @@ def test_a_healthy_application_has_no_findings(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith(f"{url}: no problems found\n\ndemo\n")
 
 
+def test_waiting_requests_are_counted_beside_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    def waits(answers: dict[str, Any]) -> None:
+        answers["/debug/queue"]["models"][0].update(waiting=581)
+
+    with running(waits) as url:
+        assert main(["status", "--url", url]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}: no problems found; 581 requests are queued\n")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

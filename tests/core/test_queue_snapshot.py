@@ -1,7 +1,7 @@
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.request import PriorityClass
-from tests.builders import ManualDriver, one_replica
+from tests.builders import ONE_POOL, ManualDriver, one_replica
 
 
 def saturated() -> ManualDriver:
@@ -22,9 +22,22 @@ def test_every_sub_queue_is_shown_by_its_head_the_longest_wait_first() -> None:
     first, second = found.sub_queues
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
-    assert first.reason == "only: every replica is saturated, gated, suspended, stale or draining"
+    assert first.reason == "only: every replica is at its limit"
     assert found.omitted == 0
     assert set(found.served[PriorityClass.DEFAULT]) == {"a", "b"}
+
+
+def test_replicas_in_different_states_are_counted() -> None:
+    driver = ManualDriver(routing=ONE_POOL, backpressure=BackpressureSettings(lag_factor=0.0))
+    for number in range(3):
+        driver.join(f"r{number}", "only")
+    for number in range(9):
+        driver.arrive(f"a{number}")
+    first, *_ = driver.scheduler.ledger.of_pool("only")
+    driver.scheduler.ledger.suspend(first, driver.now + 60.0)
+    driver.arrive("waits")
+    (head,) = driver.scheduler.queue_snapshot(driver.now).sub_queues
+    assert head.reason == "only: no replica is open: 1 suspended, 2 at its limit"
 
 
 def test_the_number_of_sub_queues_shown_is_bounded() -> None:

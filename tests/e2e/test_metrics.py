@@ -28,6 +28,7 @@ _WITHOUT_SERIES = {
     "ewsjf_misroutes_total": "a wrong estimate",
     "ewsjf_tuned_value": "a tuner that has started a canary",
     "ewsjf_twin_error_ratio": "a tuner that has checked its twin",
+    "ewsjf_queue_wait_prediction_error_ratio": "requests that wait a second",
     "ewsjf_queue_wait_prediction_error_seconds": "requests that wait",
     "ewsjf_queue_estimates_total": "streams that subscribe to queue updates",
     "ewsjf_queue_estimate_error_seconds": "streams that subscribe to queue updates",

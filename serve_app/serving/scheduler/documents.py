@@ -10,6 +10,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import islice
+from time import time
 from typing import Any
 
 from serve_app.core import Scheduler
@@ -19,6 +20,7 @@ from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import plain
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
+from serve_app.serving.scheduler.findings import time_text
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 
 # Sized for a person on a page.
@@ -56,6 +58,7 @@ def replica_documents(
     core: Scheduler,
     reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]],
     stale: Collection[str],
+    now: float,
 ) -> dict[str, Any]:
     """Return the state of each replica, and what is reserved on it."""
     documents: dict[str, dict[str, Any]] = {
@@ -63,7 +66,7 @@ def replica_documents(
             **asdict(spec),
             **_context_of(core, replica_id, spec),
             "report": asdict(report) if report else None,
-            **_reserved(core.ledger.get(replica_id)),
+            **_reserved(core, core.ledger.get(replica_id), now),
             "stale": replica_id in stale,
         }
         for replica_id, (spec, report) in reports.items()
@@ -80,13 +83,13 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
     return {"max_model_len": None, "learned_context_tokens": learned}
 
 
-def _reserved(state: ReplicaState | None) -> dict[str, Any]:
-    """Return what the scheduler has reserved on a replica; nothing if the core does not know it.
+def _reserved(core: Scheduler, state: ReplicaState | None, now: float) -> dict[str, Any]:
+    """Return a replica's limit, and what is reserved there; nothing if the core does not know it.
 
     `budget_tokens` is None if the engine does not report the size of its KV cache.
     """
     if state is None:
-        return {"in_flight": 0}
+        return {"in_flight": 0, "open": False, "limit": None}
     return {
         "in_flight": state.in_flight,
         "peak_tokens": state.peak_tokens,
@@ -97,7 +100,26 @@ def _reserved(state: ReplicaState | None) -> dict[str, Any]:
         "suspended": state.suspended,
         "gated": state.gated,
         "quarantined": state.quarantined,
+        "hangs": state.hang_detector.hangs,
+        "open": core.ledger.open.is_open(state, now) and state.free_tokens > 0,
+        "limit": limit_text(state, now),
     }
+
+
+def limit_text(state: ReplicaState, now: float) -> str:
+    """Return what limits the requests on a replica: a told, a reported or a learned limit."""
+    if state.spec.max_num_seqs is not None:
+        return f"{state.spec.max_num_seqs} (told)"
+    learned = state.learned_limit
+    if learned is None:
+        size = None if state.batch is None else state.batch.size
+        return "its queue (reported)" if size is None else f"{size} and its queue (reported)"
+    if learned.limit is None:
+        return f"no limit seen (at most {learned.window:.0f} unstarted)"
+    limited = "unstarted" if learned.counts_unstarted else "in flight"
+    evidence = f"starts were {learned.delay_s:.1f} s late" if learned.delay_s else "it rejected a request"
+    since = time_text(time() - (now - learned.since))
+    return f"{learned.limit} {limited}, learned {since} ({evidence})"
 
 
 def overview(
@@ -253,6 +275,7 @@ def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
         "pool": shown["pool"],
         "state": shown["state"],
         "in_flight": shown["in_flight"],
+        "limit": shown.get("limit"),
         "running": report.get("running"),
         "waiting_in_engine": report.get("waiting"),
         "max_num_seqs": shown["max_num_seqs"],
@@ -276,6 +299,8 @@ def replica_state(shown: Mapping[str, Any]) -> str:
         return "draining"
     if shown.get("suspended"):
         return "suspended"
+    if shown.get("hangs"):
+        return "hangs"
     return "gated" if shown.get("gated") else "ready"
 
 

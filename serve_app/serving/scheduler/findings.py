@@ -5,6 +5,7 @@ They follow from the documents of `/debug/status` and `/debug/queue` alone. The 
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -81,6 +82,19 @@ def check_reports(model: Document) -> Iterator[Finding]:
     )
 
 
+def check_hangs(model: Document) -> Iterator[Finding]:
+    """Yield a finding for replicas that have requests and start no answers."""
+    replicas = model["replicas"]
+    hung = sorted(name for name, each in replicas.items() if each.get("state") == "hangs")
+    if hung:
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {model['model']}: {len(hung)} of {len(replicas)} replicas do not answer their requests: "
+            f"{', '.join(hung)}",
+            "restart their servers if they hang: each receives no more than one request until it answers",
+        )
+
+
 def check_endpoints(model: Document) -> Iterator[Finding]:
     """Yield a finding for each remote endpoint that is down."""
     for each in endpoints_down(model):
@@ -107,6 +121,9 @@ def check_sources(model: Document) -> Iterator[Finding]:
 _MIN_PREFIX_REQUESTS = 50
 # Of all prompt tokens. Below this, the error hardly affects the choice of a replica.
 _MAX_PREFIX_ERROR = 0.2
+# Tokens per request. Engines cache blocks of 16 tokens, and the index has blocks of 128, or of up to twice as
+# many if tokens are short. A smaller difference does not show that the index is wrong.
+_PREFIX_RESOLUTION = 256
 
 
 def check_prefixes(model: Document) -> Iterator[Finding]:
@@ -115,7 +132,8 @@ def check_prefixes(model: Document) -> Iterator[Finding]:
     for pool, recent in model.get("prefix", {}).items():
         predicted, reported = recent["predicted_tokens"], recent["reported_tokens"]
         prompt, error = recent["prompt_tokens"], abs(predicted - reported)
-        if recent["requests"] < _MIN_PREFIX_REQUESTS or error <= _MAX_PREFIX_ERROR * prompt:
+        least = max(_MAX_PREFIX_ERROR * prompt, _PREFIX_RESOLUTION * recent["requests"])
+        if recent["requests"] < _MIN_PREFIX_REQUESTS or error <= least:
             continue
         yield Finding(
             Severity.NOTE,
@@ -142,18 +160,19 @@ def check_pools(model: Document) -> Iterator[Finding]:
 
 
 def check_closed_pools(model: Document) -> Iterator[Finding]:
-    """Yield a finding per pool whose replicas all drain or are suspended."""
+    """Yield a finding per pool whose replicas all drain, hang or are suspended."""
     states: dict[str, list[str]] = {}
     for replica in model["replicas"].values():
-        states.setdefault(replica["pool"], []).append(replica.get("state", ""))
+        state = "open" if replica.get("open") else replica.get("state", "")
+        states.setdefault(replica["pool"], []).append(state)
     closed = {pool: found for pool, found in states.items() if set(found) <= _CLOSED}
     for pool, found in closed.items():
         counts = ", ".join(f"{found.count(state)} {state}" for state in sorted(set(found)))
         yield Finding(
             Severity.DOWN if closed.keys() == states.keys() else Severity.DEGRADED,
             f"model {model['model']}: no replica of pool {pool} accepts requests ({counts})",
-            "draining replicas stop, and suspended ones fail: see the logs of their engines; successors are "
-            "used as soon as they are ready",
+            "draining replicas stop, and the others fail or hang: see the logs of their engines; successors "
+            "are used as soon as they are ready",
         )
 
 
@@ -191,11 +210,9 @@ def check_observers(model: Document) -> Iterator[Finding]:
         )
 
 
-_CLOSED = frozenset({"draining", "suspended"})
+_CLOSED = frozenset({"draining", "suspended", "hangs"})
 _NEARLY_FULL_RATIO = 0.8
 _NEAR_TIMEOUT_RATIO = 0.5
-# KV usage above which an engine is likely to preempt soon.
-_KV_FULL = 0.95
 
 
 def check_queue_length(queue: Document) -> Iterator[Finding]:
@@ -232,26 +249,63 @@ def check_longest_wait(queue: Document) -> Iterator[Finding]:
         )
 
 
+def check_growth(queue: Document) -> Iterator[Finding]:
+    """Yield a finding if a queue has grown for 20 s."""
+    before, heads = queue.get("grown_from"), queue["sub_queues"]
+    if before is not None and heads:
+        oldest = max(heads, key=lambda each: each["wait_s"])
+        yield Finding(
+            Severity.RISK,
+            f"model {queue['model']}: the queue has grown for 20 s, from {before:,} to {queue['waiting']:,} "
+            f"requests; the oldest one waits because {oldest['reason']}",
+            "restore replicas that accept nothing, add some (`plan` computes how many), or reduce the load",
+        )
+
+
 def check_saturation(model: Document) -> Iterator[Finding]:
-    """Yield a finding if requests wait and all engines are saturated."""
-    waiting = sum(model["waiting"].values())
-    ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
-    if not waiting or not ready or not all(_is_full(replica) for replica in ready):
-        return
-    yield Finding(
-        Severity.RISK,
-        f"model {model['model']}: {waiting:,} requests are "
-        f"queued, and all {len(ready)} replicas are saturated",
-        "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
-    )
+    """Yield a finding per pool for which requests wait while none of its replicas accepts more."""
+    # A scheduler of an older release does not report this.
+    for pool, waiting in model.get("waiting_by_pool", {}).items():
+        replicas = {name: each for name, each in model["replicas"].items() if each["pool"] == pool}
+        full = [name for name, each in replicas.items() if each["state"] in ("ready", "gated")]
+        if not waiting or not full or any(each["open"] for each in replicas.values()):
+            continue
+        counts = Counter(each["state"].replace("ready", "at the limit") for each in replicas.values())
+        states = ", ".join(f"{count} {state}" for state, count in counts.items())
+        yield Finding(
+            Severity.RISK,
+            f"model {model['model']}: {waiting:,} requests wait for pool {pool}, and none of its "
+            f"{len(replicas)} replicas accepts more ({states}); limit of {full[0]}: "
+            f"{replicas[full[0]]['limit']}",
+            "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
+        )
 
 
-def _is_full(replica: Document) -> bool:
-    report = replica["report"]
-    # A server may not report all of these.
-    waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
-    batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
-    return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)
+_MIN_PREDICTIONS = 20
+_MAX_PREDICTION_ERROR = 0.5
+
+
+def check_predictions(model: Document) -> Iterator[Finding]:
+    """Yield a finding per class whose predicted queue times are off by more than half of the actual ones."""
+    # A scheduler of an older release does not report this.
+    for priority, recent in model.get("predictions", {}).items():
+        error_s, waited_s = recent["error_s"], recent["waited_s"]
+        if recent["requests"] < _MIN_PREDICTIONS or error_s <= _MAX_PREDICTION_ERROR * waited_s:
+            continue
+        yield Finding(
+            Severity.RISK,
+            f"model {model['model']}: predicted queue times of class {priority} are off by {error_s:.1f} s "
+            f"on average: {recent['predicted_s']:.1f} s predicted, and {waited_s:.1f} s waited "
+            f"({recent['requests']:.0f} recent requests)",
+            "they settle within minutes after a change of load or replicas; until then, early rejections "
+            "and the predictions of `explain` are inaccurate",
+        )
+
+
+def time_text(unix_s: float) -> str:
+    """Return a time as text, without the date if it is today."""
+    at, now = datetime.fromtimestamp(unix_s, UTC), datetime.now(UTC)
+    return f"{at:%H:%M:%S} UTC" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 # Endpoints that are named one by one.
@@ -261,16 +315,13 @@ _MAX_DOWN = 5
 def endpoints_down(model: Document) -> Iterator[str]:
     """Yield the first endpoints of each pool that are down, with the reason, and how many others are."""
     # A scheduler of an older release does not report this.
-    today = datetime.now(UTC).date()
     for pool in model.get("endpoints", ()):
         number, all_of_them = len(pool["down"]), pool["endpoints"]
         for one in pool["down"][:_MAX_DOWN]:
-            since = datetime.fromtimestamp(one["since"], UTC)
-            date = "" if since.date() == today else f"{since:%Y-%m-%d} "
             reason = one["reason"] if one["url"] in one["reason"] else f"{one['url']}: {one['reason']}"
             yield (
                 f"{number} of {all_of_them} endpoints of pool {pool['pool']} down: {reason}, since "
-                f"{date}{since:%H:%M:%S} UTC"
+                f"{time_text(one['since'])}"
             )
         if (more := number - _MAX_DOWN) > 0:
             yield f"{more} more endpoints of pool {pool['pool']} down: GET /admin/endpoints lists them"
@@ -292,7 +343,9 @@ _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_sources,
     check_prefixes,
     check_reports,
+    check_hangs,
     check_saturation,
+    check_predictions,
     check_tuner,
     check_decision_log,
     check_observers,
@@ -309,6 +362,7 @@ def queue_findings(queue: Document) -> Iterator[Finding]:
     """Yield the findings from a model's document of `/debug/queue`."""
     yield from check_queue_length(queue)
     yield from check_longest_wait(queue)
+    yield from check_growth(queue)
 
 
 def findings_document(status: Document, queue: Document) -> list[dict[str, str]]:

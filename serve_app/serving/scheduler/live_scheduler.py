@@ -242,19 +242,24 @@ class LiveScheduler:
             "gateways": self._gateways.connected_count,
             "queues": self.tuner.queues.describe(self.now()),
             "waiting": {priority.value: n for priority, n in self._waiting().items()},
+            "waiting_by_pool": self._waiting_by_pool(),
+            "predictions": self._metrics.predictions(self.now()),
             "tuner": self.tuner.status(),
             "mode": self.mode.describe(),
             "prefix": self._prefix_check.describe(self.now()),
             "pools": list(self._settings.routing.pools),
             "observer_errors": self._journal.errors,
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
-            "replicas": replica_documents(self.core, self._replicas.reports(), self._replicas.stale()),
+            "replicas": replica_documents(
+                self.core, self._replicas.reports(), self._replicas.stale(), self.now()
+            ),
             "endpoints": self.endpoints.documents(),
         }
 
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
         """Return what is queued, for how long and why, with at most `most` sub-queues."""
-        return queue_document(self.core, self.now(), most)
+        found = queue_document(self.core, self.now(), most)
+        return {**found, "grown_from": self.activity.grown_from()}
 
     # Called by the sessions and the registry.
 
@@ -331,6 +336,13 @@ class LiveScheduler:
         """Return the number of queued requests by class."""
         return Counter(each.request.priority for each in self.core.requests if each.queued)
 
+    def _waiting_by_pool(self) -> Counter[str]:
+        """Return the number of queued requests by home pool."""
+        waiting = Counter[str]()
+        for pools, work in self.core.queue.work.items():
+            waiting[pools[0]] += work.requests
+        return waiting
+
     async def _figures(self) -> list[Figures]:
         core, now, names = self.core, self.now(), self._metrics.names
         return [
@@ -349,6 +361,7 @@ class LiveScheduler:
             *queue_figures(core, now, names),
             *pool_figures(core, now),
             *cost_figures(core, names),
+            self._metrics.prediction_errors(now),
             *self.tuner.figures(now),
             self.endpoints.figures(),
         ]

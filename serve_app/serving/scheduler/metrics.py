@@ -7,6 +7,7 @@ rendered in a thread from the figures of one moment, because with 1,000 replicas
 Engines count tokens; a request that ends without their count is only counted by tenant.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +17,7 @@ from serve_app.core.commands import Conclude, Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest, TargetState
+from serve_app.core.routing.rate import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
@@ -34,6 +36,9 @@ _DECISION_BOUNDS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001
 # Predicted minus reported cached tokens, as a share of the prompt.
 _PREFIX_ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.02, 0.02, 0.1, 0.25, 0.5, 0.75)
 
+
+# Time constant of the errors of predictions, and the shortest wait, predicted or actual, that counts.
+_RECENT_S, _LEAST_WAIT_S = 120.0, 1.0
 
 # Ends without a verdict on the first token: it was not observed, or not due.
 _NO_VERDICT = frozenset(
@@ -59,6 +64,9 @@ class SchedulerMetrics:
         self._registry = CollectorRegistry()
         self._make_counters()
         self._make_histograms()
+        self._predictions: defaultdict[PriorityClass, defaultdict[str, DecayingRate]] = defaultdict(
+            lambda: defaultdict(lambda: DecayingRate(_RECENT_S, 0.0))
+        )
         self._collector = FigureCollector(model)
         self._registry.register(self._collector)
         self._registry.register(ProcessMetrics({"process": "scheduler", "model": model}))
@@ -264,7 +272,29 @@ class SchedulerMetrics:
         for name, result in found.items():
             self._targets[self._model, request.priority, tenant, name, result].inc()
 
-    def _on_dispatch(self, _entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
+    def predictions(self, now: float) -> dict[str, dict[str, float]]:
+        """Return the predicted queue times of about the last two minutes by class: number, and means."""
+        found = {}
+        for priority, sums in self._predictions.items():
+            amounts = {name: each.amount(now) for name, each in sums.items()}
+            if (count := amounts.pop("requests")) >= 1:
+                means = {name: amount / count for name, amount in amounts.items()}
+                found[priority.value] = {"requests": count, **means}
+        return found
+
+    def prediction_errors(self, now: float) -> Figures:
+        """Return the errors of predicted queue times by class."""
+        text = (
+            "Mean absolute difference of predicted and actual queue time, over the mean actual one, of about "
+            "the last two minutes. Counts requests that waited a second, or were predicted to."
+        )
+        ratios: dict[tuple[str, ...], float] = {}
+        for priority, recent in self.predictions(now).items():
+            if recent["waited_s"]:
+                ratios[priority,] = recent["error_s"] / recent["waited_s"]
+        return Figures("ewsjf_queue_wait_prediction_error_ratio", text, ("class",), ratios)
+
+    def _on_dispatch(self, entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
         model, priority, prediction = self._model, scheduled.request.priority, scheduled.prediction
         self._dispatches[model, command.pool].inc()
         self._wait[model, command.pool, priority].observe(command.queue_wait_s)
@@ -275,8 +305,18 @@ class SchedulerMetrics:
         if command.waited is not None:
             self._on_wait(command.waited, priority)
         if prediction is not None:
-            error_s = prediction.wait_s - (scheduled.dispatched_at - prediction.at)
-            self._predicted_error[model, priority].observe(error_s)
+            predicted_s, waited_s = prediction.wait_s, scheduled.dispatched_at - prediction.at
+            self._predicted_error[model, priority].observe(predicted_s - waited_s)
+            if max(predicted_s, waited_s) >= _LEAST_WAIT_S:
+                error_s, sums = abs(predicted_s - waited_s), self._predictions[priority]
+                amounts = {
+                    "requests": 1,
+                    "predicted_s": predicted_s,
+                    "waited_s": waited_s,
+                    "error_s": error_s,
+                }
+                for name, amount in amounts.items():
+                    sums[name].add(amount, entry.now)
 
     def _on_wait(self, waited: WaitBreakdown, priority: PriorityClass) -> None:
         for cause, nanoseconds in waited.causes.items():

@@ -8,6 +8,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from serve_app.core.commands import Conclude
@@ -24,6 +25,8 @@ _MAX_TENANTS = 500
 _OTHERS = "(others)"
 # Sized for a person on a page.
 _TENANTS_SHOWN = 50
+# Slots in which a queue must be longer each time to have grown, and by how many requests in all.
+_GROWTH_SLOTS, _LEAST_GROWTH = 4, 10
 # Times are counted in steps of 10 % from a millisecond on.
 _MIN_S = 0.001
 _STEP = math.log(1.1)
@@ -161,6 +164,15 @@ class RecentActivity:
             "last_minutes": total.summary(),
             "tenants": total.served(),
         }
+
+    def grown_from(self) -> int | None:
+        """Return the length of the queue from which it has grown for 20 s, or None if it has not."""
+        last = int(self._clock() // SLOT_S)
+        slots = [each for each in self._slots if last - _GROWTH_SLOTS <= each.number + 1 <= last]
+        peaks = [each.peak_waiting for each in slots]
+        if len(peaks) <= _GROWTH_SLOTS or peaks[-1] - peaks[0] < _LEAST_GROWTH:
+            return None
+        return peaks[0] if all(before < after for before, after in pairwise(peaks)) else None
 
     def _slot(self, now: float) -> _Slot:
         if now >= self._now_ends:

@@ -108,7 +108,7 @@ def test_the_wait_reason_of_a_head_is_readable() -> None:
     driver = make_driver()
     for n in range(4):
         driver.arrive(f"r{n}")
-    assert driver.wait_reasons("r3").startswith("only: every replica is saturated")
+    assert driver.wait_reasons("r3").startswith("only: every replica is at its limit")
     driver = ManualDriver(routing=ONE_POOL)
     driver.arrive("alone")
     assert driver.wait_reasons("alone") == "only: no replica is connected"

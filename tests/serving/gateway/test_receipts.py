@@ -299,7 +299,7 @@ async def test_a_request_that_waits_can_be_looked_up(
     first_place = (await receipt(http, "first"))["queue"]["position"]
     assert 1 <= first_place < queue["position"] <= 3
     assert queue["current_cause"] == "engines_busy"
-    assert "saturated" in queue["obstacles"]
+    assert queue["obstacles"] == "short: every replica is at its limit"
     # Nothing was dispatched while others waited, so no start can be predicted.
     assert (queue["expected_ms"], queue["expected_between_ms"]) == (None, None)
     assert stages(found) == {"queue": queue["ms"]}

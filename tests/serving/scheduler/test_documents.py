@@ -1,5 +1,7 @@
 """Overview: replicas and pools, with bounded size for a large fleet."""
 
+import re
+from time import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +11,16 @@ import pytest
 from serve_app.core import events as ev
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, RequestTimes, Usage
-from serve_app.serving.scheduler.documents import captured, captured_in_full, overview, replica_state, slowest
+from serve_app.serving.scheduler.documents import (
+    captured,
+    captured_in_full,
+    limit_text,
+    overview,
+    replica_documents,
+    replica_state,
+    slowest,
+)
+from serve_app.serving.scheduler.findings import time_text
 from serve_app.serving.scheduler.history import RequestHistory
 from tests.builders import fill, one_replica, request
 from tests.serving.scheduler.test_receipts import HistoryHarness
@@ -58,6 +69,7 @@ def shown(
         ({}, "ready"),
         ({"gated": True}, "gated"),
         ({"suspended": True}, "suspended"),
+        ({"hangs": True, "gated": True}, "hangs"),
         ({"report": None}, "no report yet"),
         ({"report": {**REPORT, "draining": True}, "suspended": True}, "draining"),
         ({"stale": True, "suspended": True}, "stale"),
@@ -66,6 +78,42 @@ def shown(
 def test_the_state_is_what_an_operator_should_know_first(changes: dict[str, Any], state: str) -> None:
     (found,) = shown({"a": replica(**changes)})["replicas"]
     assert found["state"] == state
+
+
+def test_the_limit_of_a_replica_names_its_source() -> None:
+    told = one_replica(limits={"max_num_seqs": 8}).scheduler.ledger["r1"]
+    assert limit_text(told, 0.0) == "8 (told)"
+
+    driver = one_replica(limits={"max_num_seqs": None})
+    state = driver.scheduler.ledger["r1"]
+    assert limit_text(state, driver.now) == "its queue (reported)"
+    for _ in range(5):
+        driver.report("r1", waiting=2, running=16, after_s=0.5)
+    assert limit_text(state, driver.now) == "16 and its queue (reported)"
+
+    driver.report("r1", waiting=None, running=None)
+    assert limit_text(state, driver.now) == "no limit seen (at most 32 unstarted)"
+    learned = state.learned_limit
+    assert learned is not None
+    learned.limit, learned.since, learned.delay_s = 16, driver.now - 60.0, 0.84
+    earliest, shown, latest = time() - 60.0, limit_text(state, driver.now), time() - 60.0
+    assert shown in {
+        f"16 in flight, learned {time_text(each)} (starts were 0.8 s late)" for each in (earliest, latest)
+    }
+    learned.counts_unstarted, learned.delay_s = True, 0.0
+    assert re.fullmatch(
+        r"16 unstarted, learned .* UTC \(it rejected a request\)", limit_text(state, driver.now)
+    )
+
+
+def test_a_document_shows_whether_its_replica_takes_more() -> None:
+    driver = one_replica()
+    state = driver.scheduler.ledger["r1"]
+    reports = {"r1": (state.spec, state.report)}
+    for is_open in (True, False):
+        document = replica_documents(driver.scheduler, reports, (), driver.now)["r1"]
+        assert (document["open"], document["limit"], document["state"]) == (is_open, "8 (told)", "ready")
+        fill(driver)
 
 
 def test_pools_are_summed_over_all_replicas() -> None:

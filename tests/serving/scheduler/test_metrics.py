@@ -88,3 +88,22 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
         'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-0.5",model="m"} 1.0',
     ):
         assert line in text, line
+
+
+def test_the_mean_error_of_predicted_waits_is_relative_to_the_waits_of_a_class() -> None:
+    driver = builders.ManualDriver()
+    driver.arrive("r1")
+    entry = driver.scheduler.find("r1")
+    assert entry is not None
+    metrics = SchedulerMetrics("m")
+    for predicted_s, waited_s in ((25.0, 11.0), (1.0, 9.0), (0.1, 0.9)):
+        entry.prediction = PredictedWait((1, 6, False, False), 1.0, predicted_s, predicted_s)
+        entry.dispatched_at = 1.0 + waited_s
+        pass_to(metrics, Entry(driver.scheduler, 0.0, Woke(), [DISPATCH], requests=[entry]))
+    # Predictions and waits of less than a second do not count.
+    assert metrics.predictions(0.0) == {
+        "default": {"requests": 2, "predicted_s": 13.0, "waited_s": 10.0, "error_s": 11.0}
+    }
+    figures = metrics.prediction_errors(0.0)
+    assert (figures.name, figures.values) == ("ewsjf_queue_wait_prediction_error_ratio", {("default",): 1.1})
+    assert metrics.predictions(3_600.0) == {}

@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.serving.scheduler.findings import status_findings
-from tests.serving.gateway.builders import MODEL, Engine, chat, replies
+from tests.serving.gateway.builders import MODEL, Engine, chat, emulated, replies
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 CHAT = "/v1/chat/completions"
@@ -68,6 +68,18 @@ async def test_an_engine_that_has_forgotten_the_prompt_is_an_error_and_a_finding
         assert found["+Inf"] - found["0.75"] == 60
         (finding,) = status_findings(fleet.control_plane.live.status())
         assert "and engines reported 16" in finding.what
+
+
+async def test_equal_prompts_shorter_than_a_block_of_the_index_are_no_finding() -> None:
+    async with emulated(profile="laptop", speed_up=20.0) as engine, fleet_of([engine.app]) as fleet:
+        for _ in range(60):
+            body = chat(messages=[{"role": "user", "content": PROMPT[:400]}], max_tokens=1)
+            assert (await fleet.http.post(CHAT, json=body)).status_code == 200
+        recent = fleet.control_plane.live.status()["prefix"]["short"]
+        # The engine's blocks are finer than those of the index.
+        assert recent["predicted_tokens"] == 0
+        assert recent["reported_tokens"] > 0.8 * recent["prompt_tokens"]
+        assert list(status_findings(fleet.control_plane.live.status())) == []
 
 
 async def test_an_engine_that_reports_no_cached_tokens_shows_nothing() -> None:

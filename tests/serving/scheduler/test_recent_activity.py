@@ -137,3 +137,22 @@ def test_tokens_of_tenants_are_added_up_and_their_number_is_bounded(clock: Clock
     assert largest == {"priority": "batch", "tenant": "t499", "tokens": 509}
     assert shown["tokens"] == sum(10 + number for number in range(600))
     assert len(shown["rows"]) + shown["omitted"] == 501
+
+
+def test_a_queue_has_grown_if_it_was_longer_in_each_of_four_slots(clock: Clock) -> None:
+    activity = RecentActivity(clock)
+    for waiting in (10, 40, 20, 30, 40, 50, 60):
+        arrive(activity, waiting)
+        assert activity.grown_from() is None
+        clock.now += SLOT_S
+    assert activity.grown_from() == 20
+    clock.now += SLOT_S
+    assert activity.grown_from() is None, "nothing arrived in the last slot"
+
+
+def test_a_few_more_requests_are_no_growth(clock: Clock) -> None:
+    activity = RecentActivity(clock)
+    for waiting in range(5, 10):
+        arrive(activity, waiting)
+        clock.now += SLOT_S
+    assert activity.grown_from() is None

@@ -78,13 +78,16 @@ async def test_what_is_wrong_is_shown_above_all_views_with_the_next_step(
     findings = "document.getElementById('findings').innerText"
     await live(page)
     await page.becomes(f"{findings} === 'No problems found.'")
-    await harness.pause_dispatch(waiting=3, kv_usage_ratio=0.99)
+    await harness.pause_dispatch()
     harness.submit("r1")
-    await page.becomes(f"{findings}.includes('all 1 replicas are saturated')")
-    assert "RISK model " in await page.evaluate(findings)
-    assert "Next: if it lasts, add replicas" in await page.evaluate(findings)
+    await page.becomes(f"{findings}.includes('accepts requests (1 draining)')")
+    assert "DOWN model " in await page.evaluate(findings)
+    assert "Next: draining replicas stop" in await page.evaluate(findings)
     harness.resume_dispatch()
     await page.becomes(f"{findings} === 'No problems found.'")
+    await harness.fill()
+    await page.becomes(f"{findings}.includes('none of its 1 replicas accepts more (1 at the limit)')")
+    assert "RISK model " in await page.evaluate(findings)
 
 
 async def test_it_shows_waiting_requests_with_causes_and_updates_live(
@@ -100,7 +103,7 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     row = f"{rows}.find((row) => row.textContent.startsWith('32-63'))"
     shown_text = await page.becomes(f"{row}.innerText.includes('search') && {row}.innerText")
     assert "default · search" in shown_text
-    assert "saturated" in shown_text
+    assert "every replica is" in shown_text
     await choose(page, "queues")
     await shows(page, "queues", "Bars show queued requests")
     drawn = "document.querySelector('#panel-queues svg').textContent"

@@ -41,12 +41,12 @@ const desired = (decision) => decision
   : NONE;
 
 function replicaTable(model) {
-  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["KV peak", "meters"], ["KV cache used", "meters short"], ["TPOT", "figure"]];
+  const columns = [["Replica"], ["Pool"], ["State"], ["Limit"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["KV peak", "meters"], ["KV cache used", "meters short"], ["TPOT", "figure"]];
   const rows = model.replicas.map((each) => ({
     key: each.replica,
     kind: each.state === "ready" ? "" : "attention",
     cells: [
-      h("span", { title: each.replica }, shortId(each.replica)), each.pool, state(each.state), whole(each.in_flight),
+      h("span", { title: each.replica }, shortId(each.replica)), each.pool, state(each.state), each.limit ?? NONE, whole(each.in_flight),
       each.running === null ? NONE : `${whole(each.running)}${each.max_num_seqs ? ` of ${whole(each.max_num_seqs)}` : ""}`,
       whole(each.waiting_in_engine), reserved(each), used(each.kv_usage_ratio), seconds(each.tpot_s),
     ],
@@ -63,6 +63,7 @@ const MEANING = {
   stale: "its last report is too old; counts as saturated",
   draining: "receives no new requests, and stops when the last one ends",
   suspended: "its requests failed; receives no requests until a later report",
+  hangs: "does not answer its requests; receives no more than one at a time until it answers",
   down: "cannot be used",
   "no report yet": "registered, but has not reported its load yet",
 };

@@ -137,13 +137,14 @@ function renderFindings() {
   const section = byId("findings");
   section.hidden = !known.length;
   const shown = findings.slice(0, MAX_FINDINGS);
+  const waiting = known.reduce((sum, each) => sum + each.shown.waiting_requests, 0);
   const more = findings.length - shown.length;
   show(
     section,
     shown.map((each) => h("div", { class: `finding ${each.severity}`, key: each.what },
       h("p", null, h("b", null, each.severity), ` ${each.what}`), h("p", { class: "step" }, `Next: ${each.next_step}`))),
     more > 0 ? h("p", { class: "note", key: "more" }, `${counted(more, "more finding")}: ewsjf status lists them`) : null,
-    findings.length || known.length < page.models.size ? null : h("p", { class: "note", key: "none" }, "No problems found."),
+    findings.length || known.length < page.models.size ? null : h("p", { class: "note", key: "none" }, `No problems found${waiting ? `; ${counted(waiting, "request")} queued` : ""}.`),
   );
 }
 
