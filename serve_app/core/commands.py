@@ -54,7 +54,9 @@ class Conclude(_Command, frozen=True, kw_only=True):
 
 
 class Revoke(_Command, frozen=True, kw_only=True):
-    """Stop a running request, whose capacity others need, and put it back (`DispatchFailure.REVOKED`).
+    """Stop a running request and put it back (`DispatchFailure.REVOKED`).
+
+    Others need its capacity, or its first token is overdue.
 
     A gateway ignores it if the request has ended in the meantime.
     """

@@ -89,6 +89,7 @@ class DispatchFailed(_Event, frozen=True):
         stated_context: context limit in tokens that the engine states when it rejects a request as too long;
             None if it states none.
         generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+        retry_after_s: pause that a busy engine asks for; None if it asks for none.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class DispatchFailed(_Event, frozen=True):
     message: str = ""
     stated_context: int | None = None
     generated_tokens: int = 0
+    retry_after_s: float | None = None
 
 
 class Cancelled(Message, frozen=True, tag="cancel"):

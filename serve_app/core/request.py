@@ -93,6 +93,7 @@ class ScheduledRequest:
         avoided: replicas on which it has failed.
         failed_on: the replica on which it failed last, until an answer starts.
         last_failure: reason of the last failure, as reported by its gateway.
+        moved_from: the replica from which it was moved because its first token was overdue; None for none.
         backoff_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
         above_tokens: longest context limit of the engines that rejected it as too long.
         too_long_for: replicas without a reported context limit that rejected it as too long.
@@ -105,7 +106,8 @@ class ScheduledRequest:
         dispatch: its last dispatch by this scheduler; None before one.
         dispatch_number: number of requests sent to that replica by then, this one included.
         prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
-        prefilled_before: prompt tokens that the replica had computed by the dispatch, in total.
+        sent_as: requests in flight on that replica, those without a start, both with this one, and the long
+            prefills in flight.
         started_at: time at which its answer started; None if an earlier scheduler observed it.
         charged: service charged to its tenant for it.
         key_charge: tokens charged to the limit of its key; None without such a limit.
@@ -138,6 +140,7 @@ class ScheduledRequest:
     avoided: frozenset[str] = frozenset()
     failed_on: str | None = None
     last_failure: str = ""
+    moved_from: str | None = None
     backoff_until: float = 0.0
     above_tokens: int = 0
     too_long_for: tuple[str, ...] = ()
@@ -151,7 +154,7 @@ class ScheduledRequest:
     dispatch: Dispatch | None = None
     dispatch_number: int = 0
     prefilled_alone: bool = False
-    prefilled_before: int = 0
+    sent_as: tuple[int, int, int] = (0, 0, 0)
     started: bool = False
     started_at: float | None = None
     charged: float = 0.0

@@ -38,6 +38,7 @@ from serve_app.core.dispatch.in_flight import InFlight
 from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.dispatch.placement import Placement
 from serve_app.core.dispatch.put_backs import record_put_back, restore_put_backs, retry_limit_conclusion
+from serve_app.core.dispatch.slow_starts import SlowStarts
 from serve_app.core.dispatch.suspensions import Suspensions
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
 from serve_app.core.latency_targets import LatencyTargets
@@ -116,6 +117,7 @@ class Scheduler:
         self._prefills = PrefillTracker(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, isolates=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
+        self._slow_starts = SlowStarts(self.ledger)
         priorities = EnginePriorities(settings.engine_priority)
         self.headroom = TenantHeadroom(
             self.ledger, self.queue.weights, is_enabled=self.queue.is_fair and self._policy.promotes
@@ -198,12 +200,12 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """Return when time alone changes something, or None if only an event can."""
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        routing = self._routing.next_at()
+        routing, start = self._routing.next_at(), self._slow_starts.next_at()
         if not self.queue.waiting:
-            return earliest(report, outage, routing)
+            return earliest(report, outage, routing, start)
         timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
         prefill, programs = self._prefills.next_at(), self.programs.next_at()
-        return earliest(timeout, backoff, report, outage, routing, prefill, programs)
+        return earliest(timeout, backoff, report, outage, routing, start, prefill, programs)
 
     @property
     def now(self) -> float:
@@ -325,15 +327,16 @@ class Scheduler:
         scheduled = self.requests.get(event.request_id)
         if scheduled is None:
             return
-        scheduled.usage = event.usage
+        # No prompt is empty: a server that counts none does not count.
+        scheduled.usage = usage = event.usage if event.usage and event.usage.prompt_tokens > 0 else None
         # The count of an interrupted answer would bias output lengths down.
-        if event.outcome is Outcome.COMPLETED and event.usage is not None:
-            self.estimator.observe(scheduled.request, event.usage)
-            self.queue.settle(scheduled, event.usage)
-            self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
+        if event.outcome is Outcome.COMPLETED and usage is not None:
+            self.estimator.observe(scheduled.request, usage)
+            self.queue.settle(scheduled, usage)
+            self._on_contexts_learned(self._contexts.on_completion(scheduled, usage), now)
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
-            self.in_flight.complete(scheduled, event.usage, now)
+            self.in_flight.complete(scheduled, usage, now)
         self._detach(scheduled, now)
         self._conclude(scheduled, Conclusion(event.outcome), dispatched=dispatched)
 
@@ -356,7 +359,8 @@ class Scheduler:
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
         is_revoked = event.failure is ev.DispatchFailure.REVOKED
-        cause = WaitCause.REVOKED if is_revoked else WaitCause.EARLIER_ATTEMPT
+        was_moved = scheduled.moved_from == event.replica_id
+        cause = WaitCause.REVOKED if is_revoked and not was_moved else WaitCause.EARLIER_ATTEMPT
         record_attempt(scheduled, cause, now)
         if event.generated_tokens != scheduled.generated:
             scheduled.generated = event.generated_tokens
@@ -369,7 +373,7 @@ class Scheduler:
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
-        self.suspensions.on_failure(event.replica_id, event.failure, now)
+        self.suspensions.on_failure(event, scheduled.dispatched_at, now)
         conclusion = retry_limit_conclusion(scheduled, self.settings)
         if conclusion := conclusion or self.admission.overdue_conclusion(scheduled, now):
             self._conclude(scheduled, conclusion, dispatched=True)
@@ -472,13 +476,11 @@ class Scheduler:
             self._send(choice, now)
 
     def _revoke(self, now: float) -> None:
+        for scheduled in self._slow_starts.overdue(now):
+            assert scheduled.moved_from is not None, "it is marked as moved"
+            self._commands.append(_revocation(scheduled, scheduled.moved_from))
         for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, now):
-            request = scheduled.request
-            self._commands.append(
-                cmd.Revoke(
-                    request_id=request.request_id, gateway_id=request.gateway_id, replica_id=replica_id
-                )
-            )
+            self._commands.append(_revocation(scheduled, replica_id))
 
     def _send(self, choice: DispatchChoice, now: float) -> None:
         """Hold the capacity of a choice and emit its command."""
@@ -494,6 +496,7 @@ class Scheduler:
         self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
+        self._slow_starts.on_dispatch(scheduled, now)
         request = scheduled.request
         scheduled.dispatch = cmd.Dispatch(
             request_id=request.request_id,
@@ -584,3 +587,8 @@ class Scheduler:
                 waited=waited,
             )
         )
+
+
+def _revocation(scheduled: ScheduledRequest, replica_id: str) -> cmd.Revoke:
+    request = scheduled.request
+    return cmd.Revoke(request_id=request.request_id, gateway_id=request.gateway_id, replica_id=replica_id)

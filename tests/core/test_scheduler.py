@@ -7,7 +7,7 @@ from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import Finished, FirstToken, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Usage
+from serve_app.request import PromptShape, Usage
 from tests.builders import (
     ManualDriver,
     concluded,
@@ -15,6 +15,7 @@ from tests.builders import (
     fill,
     one_replica,
     only_conclusion,
+    request,
     retry_after_s,
     two_pools,
 )
@@ -220,3 +221,17 @@ def test_a_decreasing_time_is_rejected() -> None:
     driver.feed(Woke(), after_s=1.0)
     with pytest.raises(ValueError, match=r"time decreased from 1\.0 to 0\.5"):
         driver.scheduler.handle(Woke(), 0.5)
+
+
+def test_a_server_that_counts_no_prompt_tokens_teaches_nothing() -> None:
+    driver = ManualDriver()
+    driver.join("s1")
+    driver.report("s1")
+    text = PromptShape(text_bytes=4_000)
+    before = driver.scheduler.estimator.estimate(request("x", shape=text)).expected_prompt_tokens
+    for number in range(30):
+        driver.arrive(f"r{number}", shape=text)
+        driver.feed(Finished(f"r{number}", Outcome.COMPLETED, Usage(prompt_tokens=0, output_tokens=0)))
+    estimate = driver.scheduler.estimator.estimate(request("x", shape=text))
+    assert estimate.expected_prompt_tokens == before
+    assert estimate.expected_output_tokens > 0

@@ -28,4 +28,4 @@ def test_a_capacity_that_is_learned_is_nearly_as_good_as_a_reported_one(
     monkeypatch.setattr(LearnedCapacity, "on_miss", lambda *_: None)
     wrong = prefill_tokens(reports_load=False)
     assert learned < 1.3 * reported
-    assert learned < 0.7 * wrong
+    assert learned < 0.8 * wrong

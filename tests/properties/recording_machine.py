@@ -126,13 +126,19 @@ class RecordingMachine(RuleBasedStateMachine):
                 case ReportFresh():
                     self.known_stale.remove(command.replica_id)
                 case Revoke():
-                    self.revokes_batch_work_once(command)
+                    self.revokes_once_and_only_batch_work_or_overdue_starts(command)
 
-    def revokes_batch_work_once(self, command: Revoke) -> None:
+    def revokes_once_and_only_batch_work_or_overdue_starts(self, command: Revoke) -> None:
         assert self.running[command.request_id] == command.replica_id
-        request = self.find(command.request_id).request
-        assert request.priority is BATCH
-        assert request.submission.revocable
+        scheduled = self.find(command.request_id)
+        request = scheduled.request
+        if scheduled.moved_from == command.replica_id:
+            assert request.spec.streamed
+            assert not scheduled.started
+            assert self.now >= scheduled.dispatched_at + 5.0
+        else:
+            assert request.priority is BATCH
+            assert request.submission.revocable
         assert command.request_id not in self.revoked
         self.revoked.add(command.request_id)
 
@@ -201,7 +207,7 @@ class RecordingMachine(RuleBasedStateMachine):
         if known.spec.max_num_seqs is None:
             # Up to the limits that are learned, which have their own tests.
             backpressure = self.scheduler.ledger.open.is_open(state, self.now)
-            if not backpressure or state.adaptive_limits is None or head.request.priority is BATCH:
+            if not backpressure or state.learned_limit is None or head.request.priority is BATCH:
                 return False
         elif not self.has_short_queue(known.spec.max_num_seqs, running, head, state):
             return False

@@ -434,7 +434,7 @@ class WaitUpdater:
         if tokens > replica.free_tokens:
             return WaitCause.KV_CACHE
         limits = self._isolation.limits(account.prefill_class, now)
-        if limits and not CapacityQuery(spec.pool, tokens, limits).allows(replica.long_prefills):
+        if limits and not CapacityQuery(spec.pool, tokens, limits).allows(replica.limited_prefills):
             return WaitCause.LONG_PREFILL
         if account.priority is PriorityClass.BATCH and not self._ledger.open.admits_backfill(replica, now):
             return WaitCause.ENGINE_QUEUE

@@ -13,16 +13,17 @@ target therefore grows to `lag_factor * starts per second * seconds between repo
 
 A replica receives no requests, whatever its queue, while one of these signals shows overload:
 
-- its time per output token is above a limit, and has not clearly fallen since;
+- its reported time per output token is above a limit, clearly above that of a low load, and has not clearly
+  fallen since;
 - its KV cache is nearly full;
 - the prompt tokens in flight amount to more seconds of prefill than a limit, except those of long prefills
   that the engine computes in chunks: short requests pass them.
 
 KV use alone is not sufficient: it is low while prefill is saturated.
 
-The time per output token of an engine that does not report it is measured from its streamed answers
-(`core.routing.observed`). An engine whose reports do not include its queue has limits that are learned from
-the starts of its answers instead, in the same module.
+An engine whose reports do not include its queue gets no request beyond its batch size, because such a request
+waits where it is not seen. If that is unknown too, its limit is learned from its answers
+(`core.routing.observed.limits`), and none of the signals above applies.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.
@@ -49,6 +50,8 @@ ALONE_FACTOR = 8
 
 # Hysteresis: dispatch resumes below this share of `tpot_gate_s`.
 _TPOT_REOPEN_RATIO = 0.9
+# Ratio to the least time per output token of an engine from which its load counts as the reason.
+_SLOWER = 1.25
 
 
 @settings(block="backpressure")
@@ -101,20 +104,16 @@ class EngineBackpressure:
 
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Return whether the queue and batch of a replica's engine allow one more request."""
-        settings, batch = self._settings, replica.spec.max_num_seqs
-        if batch is None:
-            batch = replica.max_num_seqs
+        settings = self._settings
+        if not replica.reports_queue:
+            return _admits_unseen(replica)
+        batch = replica.max_num_seqs
         if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
         if replica.pending_prefill_tokens and (
             self._prefill_backlog_s(replica, without_chunked=True) > settings.max_prefill_backlog_s
         ):
             return False
-        if (limits := replica.adaptive_limits) is not None:
-            streamed = replica.hang_detector.outstanding
-            if replica.unstarted - streamed >= int(limits.unstreamed):
-                return False
-            return streamed - replica.long_prefills[0] < int(limits.window)
         # Long prefills have their own limit, and are in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
             return True
@@ -145,8 +144,11 @@ class EngineBackpressure:
             return True
         if settings.tpot_gate_s is None or report.tpot_s is None:
             return False
-        share = _TPOT_REOPEN_RATIO if replica.gated else 1.0
-        return report.tpot_s > share * settings.tpot_gate_s
+        limit_s = settings.tpot_gate_s
+        if replica.least_tpot_s < math.inf:
+            # An engine that is slow with few requests gets no faster without more.
+            limit_s = max(limit_s, _SLOWER * replica.least_tpot_s)
+        return report.tpot_s > (_TPOT_REOPEN_RATIO if replica.gated else 1.0) * limit_s
 
     def _batch_is_full(self, replica: ReplicaState) -> bool:
         batch = replica.max_num_seqs
@@ -162,3 +164,11 @@ class EngineBackpressure:
         if without_chunked and replica.spec.long_prefill_token_threshold:
             tokens -= replica.long_prefill_tokens
         return tokens * self._costs.of(replica.spec.pool).per_token_s
+
+
+def _admits_unseen(replica: ReplicaState) -> bool:
+    """Return whether an engine that does not report its queue begins one more request, as far as is known."""
+    batch, learned = replica.spec.max_num_seqs, replica.observed
+    if batch is not None:
+        return replica.in_flight < batch
+    return learned is None or learned.admits(replica.in_flight, replica.unstarted)

@@ -16,6 +16,7 @@ that others leave (`backfill`), unless it was put back, is promoted or is owed i
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -76,6 +77,7 @@ class Dispatcher:
         self._promotion = Promotion(settings.promotion, queue) if policy.promotes else None
         self._floors = ClassFloors(settings.class_floors, settings.promotion.promoted_share)
         self.reservations = CapacityReservations(ledger)
+        self._closed: dict[str, tuple[float, str]] = {}
         self._candidates = CandidateGroups(queue, ledger, self._isolation, self._floors)
 
     def before_enqueue(self, scheduled: ScheduledRequest) -> None:
@@ -149,7 +151,8 @@ class Dispatcher:
             if limit is None:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
-            query = CapacityQuery(pool, tokens, limits, is_backfill)
+            no_wait = scheduled.request.submission.no_wait
+            query = CapacityQuery(pool, tokens, limits, is_backfill, at_once=no_wait)
             if self._ledger.open.best(_bound(scheduled, query), now) is not None:
                 return True
         return False
@@ -212,7 +215,9 @@ class Dispatcher:
     def _query(self, head: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
         """Add what a put-back or bound request requires: see the put-backs in `in_flight`."""
         query = _bound(head, query)
-        if not head.put_backs:
+        # One that was put back has begun to wait already.
+        query.at_once = head.request.submission.no_wait and head.dispatch is None
+        if not (head.put_backs or head.avoided):
             return query
         destination = query.destination
         elsewhere = destination.replica_id is None and any(
@@ -297,7 +302,7 @@ class Dispatcher:
         if limit is None:
             return "no replica is connected"
         if not self._ledger.open.has_any(pool, now):
-            return "every replica is saturated, gated, suspended, stale or draining"
+            return self._closed_reason(pool, now)
         tokens = min(head.estimate.expected_tokens, limit)
         reservation = self.reservations.of(pool)
         is_reserved = reservation is not None and reservation.scheduled is head
@@ -325,8 +330,31 @@ class Dispatcher:
                 return reason
         return "other requests have precedence"
 
+    def _closed_reason(self, pool: str, now: float) -> str:
+        """Return why no replica of a pool accepts requests. It is computed once for all heads of a moment."""
+        if self._closed.get(pool, (None, ""))[0] != now:
+            counts = Counter(_closed_state(each) for each in self._ledger.of_pool(pool) if each.joined)
+            reason = "no replica is open: " + ", ".join(f"{n} {state}" for state, n in counts.items())
+            if len(counts) == 1:
+                (state,) = counts
+                reason = f"every replica is {state}"
+            self._closed[pool] = now, reason
+        return self._closed[pool][1]
+
     def __repr__(self) -> str:
         return f"<Dispatcher {self._queue}>"
+
+
+def _closed_state(state: ReplicaState) -> str:
+    """Return the state of a replica that accepts no requests."""
+    if state.report is None:
+        return "without a report"
+    if state.report.draining:
+        return "draining"
+    for name in ("stale", "suspended", "gated"):
+        if getattr(state, name):
+            return name
+    return "hung" if state.hang_detector.hangs else "at its limit"
 
 
 def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:

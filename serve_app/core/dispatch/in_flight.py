@@ -11,7 +11,7 @@ from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.observed.limits import AnswerStart
-from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.request import Usage
 
 # Prompt tokens that take about as long as one output token; only used to compare answers that are not
@@ -65,7 +65,7 @@ class InFlight:
         replica = self._ledger[replica_id]
         self._headroom.on_hold(scheduled, use.pool, now)
         scheduled.dispatch_number = replica.dispatches
-        scheduled.prefilled_before = replica.prefill_dispatched - replica.pending_prefill_tokens
+        scheduled.sent_as = (replica.in_flight, replica.unstarted, replica.long_prefills[0])
         self.engine_time.on_dispatch(scheduled, replica, now)
         if (adapter := scheduled.request.spec.adapter) is not None:
             replica.record_adapter(adapter)
@@ -85,7 +85,8 @@ class InFlight:
         self.engine_time.on_first_token(scheduled, replica, now)
         # An answer that is not streamed starts at its end, long after its prefill.
         if streamed:
-            self._observe_start(scheduled, replica, now)
+            replica.first_tokens_s.append(now - scheduled.dispatched_at)
+            self._observe_start(scheduled, replica, scheduled.prefill_tokens, now)
             self._prefills.on_first_token(scheduled, replica, now)
         scheduled.hold = self._ledger.start(scheduled.replica_id, scheduled.hold, now)
         self._suspensions.on_success(scheduled, replica, now)
@@ -93,17 +94,23 @@ class InFlight:
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
         """Learn from a complete answer. `release` follows."""
         assert scheduled.replica_id is not None
-        if usage is not None and scheduled.request.spec.streamed:
-            self._observe_pace(scheduled, usage.output_tokens - scheduled.generated, now)
-        elif usage is not None:
-            work = usage.output_tokens - scheduled.generated + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-            self._ledger.observe_whole_answer(scheduled.replica_id, work, now - scheduled.dispatched_at, now)
         replica = self._ledger[scheduled.replica_id]
+        if not scheduled.request.spec.streamed:
+            # Without a count, the times of whole answers vary too much to be compared.
+            tokens = None
+            if usage is not None:
+                prompt_tokens = scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
+                tokens = max(0, usage.output_tokens - scheduled.generated + prompt_tokens)
+            self._observe_start(scheduled, replica, tokens, now)
+        elif usage is not None:
+            self._observe_pace(scheduled, usage.output_tokens - scheduled.generated, now)
         output_tokens = scheduled.estimate.expected_output_tokens
         if usage is not None:
             output_tokens = usage.output_tokens - scheduled.generated
         seconds = now - scheduled.dispatched_at
-        self._ledger.observe_speed(replica, scheduled.prefill_tokens, output_tokens, seconds, now)
+        if usage is not None or scheduled.request.spec.streamed:
+            # Otherwise neither its length nor its wait in the engine is known.
+            self._ledger.observe_speed(replica, scheduled.prefill_tokens, output_tokens, seconds, now)
         replica.hang_detector.on_progress(now)
         self._suspensions.on_success(scheduled, replica, now)
 
@@ -121,24 +128,27 @@ class InFlight:
         scheduled.replica_id, scheduled.hold = None, NO_HOLD
         scheduled.started, scheduled.started_at = False, None
 
-    def _observe_start(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
-        """Learn the limits of an engine of unknown load from a first token."""
-        if replica.observed is None or replica.reports_queue:
+    def _observe_start(
+        self, scheduled: ScheduledRequest, replica: ReplicaState, tokens: int | None, now: float
+    ) -> None:
+        """Learn about an engine of unknown load from the start of an answer of so many tokens."""
+        if replica.reports_queue:
             return
-        in_flight_tokens = replica.prefill_dispatched - scheduled.prefilled_before
-        outstanding = replica.hang_detector.outstanding
-        start = AnswerStart(
-            seconds=now - scheduled.dispatched_at,
-            explained_s=self._prefills.costs.of(replica.spec.pool).seconds(in_flight_tokens),
-            iteration_s=replica.report.tpot_s if replica.report else None,
-            overtaken=scheduled.dispatch_number < replica.last_started,
-            running=replica.in_flight - outstanding,
-            unstarted=outstanding + 1,
-            peak_tokens=replica.peak_tokens,
-        )
-        replica.last_started = max(replica.last_started, scheduled.dispatch_number)
-        others = replica.pending_prefill_tokens - scheduled.hold.prefill_tokens
-        self._ledger.observe_start(replica.spec.replica_id, start, others, now)
+        in_flight, unstarted, long_prefills = scheduled.sent_as
+        seconds, streamed = now - scheduled.dispatched_at, scheduled.request.spec.streamed
+        kind: int | None = None
+        if streamed:
+            # A time to the first token varies less with the length than that of a whole answer.
+            kind = (tokens or 0).bit_length() // 2
+            if scheduled.hold.prefill_class is PrefillClass.SHORT:
+                beside_long = long_prefills + replica.long_prefills[0] > 0
+                replica.interference.on_start(kind, seconds, beside_long=beside_long)
+        elif tokens is not None:
+            kind = -tokens.bit_length()
+        if replica.observed is not None:
+            running = replica.in_flight - replica.unstarted + 1 if streamed else 0
+            replica.observed.on_start(AnswerStart(kind, now, seconds, in_flight, unstarted, running))
+        self._ledger.open.update(replica)
 
     def _observe_pace(self, scheduled: ScheduledRequest, output_tokens: int, now: float) -> None:
         """Learn the pace of a completed stream. With several choices, the pace of each one is unknown."""

@@ -39,7 +39,9 @@ def record_put_back(
         request = scheduled.request
         scheduled.expires_at = now + request.expires_at - request.arrived_at
     if event.failure is DispatchFailure.REVOKED:
-        scheduled.returned = False
+        # A request that was moved precedes those that were never dispatched.
+        scheduled.returned = scheduled.moved_from == event.replica_id
+        scheduled.avoided |= {event.replica_id} if scheduled.returned else frozenset()
         return
     scheduled.put_backs += 1
     scheduled.last_failure = event.message or str(event.failure)

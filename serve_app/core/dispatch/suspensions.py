@@ -9,6 +9,10 @@ because it fails fast and so looks idle. Failures count against a replica as fol
 | could not be sent, or its connection broke | immediately: no request should cause that                 |
 | found the engine busy                      | the third time in a row without a success in between      |
 | got an error of the engine                 | the same, and only once another replica has served it     |
+| was told when to come back (`Retry-After`) | it receives nothing before, for at most 20 s              |
+
+A busy engine that does not report its load may have reached a limit. Its first rejection therefore becomes a
+learned limit (`observed.limits`), and only rejections within that limit count.
 
 A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
 the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
@@ -17,7 +21,7 @@ replicas are detected by their connection to the scheduler, not here.
 """
 
 from serve_app.core.dispatch.put_backs import REPLICA_FAULTS
-from serve_app.core.events import DispatchFailure
+from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import ReplicaState
@@ -26,6 +30,8 @@ from serve_app.core.routing.replica_state import ReplicaState
 _FAULTS = 3
 # The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
 _FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
+# Longest pause that an engine can ask for: a request that exceeds a provider's limit must not close it.
+_MAX_PAUSE_S = 20.0
 _MAX_SHARE = 0.5
 
 
@@ -35,15 +41,21 @@ class Suspensions:
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
 
-    def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
-        """Count a failure against the replica that put back a request."""
-        state = self._ledger.get(replica_id)
+    def on_failure(self, event: DispatchFailed, sent_at: float, now: float) -> None:
+        """Count a failure against the replica that put back a request, and has released it."""
+        state = self._ledger.get(event.replica_id)
         if state is None:
             return
-        if failure in REPLICA_FAULTS:
+        if event.failure in REPLICA_FAULTS:
             self._suspend(state, now)
-        elif failure is DispatchFailure.BUSY:
-            self._count_fault(state, now)
+        elif event.failure is DispatchFailure.BUSY:
+            limit = state.learned_limit
+            if limit is not None and limit.on_rejection(state.in_flight, sent_at, now):
+                self._ledger.open.update(state)
+            elif event.retry_after_s is not None:
+                self._ledger.suspend(state, now + min(event.retry_after_s, _MAX_PAUSE_S))
+            else:
+                self._count_fault(state, now)
 
     def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """Clear the faults of a replica that answers. Count one for the replica that failed the request."""

@@ -12,6 +12,7 @@ request (`dispatch.capacity_reservations`). Rules:
 `open_replicas` finds the best replica that may accept one more request.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from serve_app.core.routing.context_limits import ContextLimits
 from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.observed.learned_batch import LearnedBatch
 from serve_app.core.routing.observed.learned_context import LearnedContext
-from serve_app.core.routing.observed.limits import AnswerStart, ObservedLimits
+from serve_app.core.routing.observed.limits import LearnedLimit
 from serve_app.core.routing.open_replicas import Backpressure, OpenReplicas, ReplicasByAdapter
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -85,13 +86,14 @@ class ReplicaLedger:
         self._move(state, spec)
         state.joined, state.report, state.stale = True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        state.least_tpot_s = math.inf
         state.hang_detector.join(spec.stall_timeout_s)
         if not only_adapters_changed:
             # It may be a server that was restarted with another limit.
             unknown = spec.max_num_seqs is None
             state.batch = LearnedBatch() if unknown else None
             state.context = None if spec.has_known_context else LearnedContext()
-            state.observed = ObservedLimits() if unknown else None
+            state.observed = LearnedLimit() if unknown else None
         self._set_kv_budget(state, _kv_budget(spec))
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state)
@@ -107,16 +109,18 @@ class ReplicaLedger:
             gap_s = now - state.reported_at
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
-        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
-        if state.tpot_s is None and (measured_s := state.pace.tpot_s(now)) is not None:
-            report = replace(report, tpot_s=measured_s)
         state.report, state.reported_at, state.stale = report, now, False
+        # Measured paces follow: they include what slow clients and providers take.
+        state.gated = self._backpressure.gates(state)
+        if report.tpot_s is not None:
+            state.tpot_s, state.least_tpot_s = report.tpot_s, min(state.least_tpot_s, report.tpot_s)
+        elif state.tpot_s is None and (measured_s := state.pace.tpot_s(now)) is not None:
+            state.report = replace(report, tpot_s=measured_s)
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
             state.batch.observe(report)
         if report.computes:
             state.hang_detector.on_progress(now)
-        state.gated = self._backpressure.gates(state)
         if report.kv_usage_ratio is not None and state.spec.kv_tokens is not None:
             state.shared_tokens = state.kv.shared(int(report.kv_usage_ratio * state.spec.kv_tokens))
         self._forecast(state, now)
@@ -164,24 +168,6 @@ class ReplicaLedger:
             return reported_at + self._report_limit_s
         return None
 
-    def observe_start(self, replica_id: str, start: AnswerStart, unstarted_tokens: int, now: float) -> None:
-        """Learn from the start of a streamed answer; see `observed.limits`.
-
-        Args:
-            unstarted_tokens: prompt tokens of the requests without a first token, without this one.
-        """
-        state = self._replicas[replica_id]
-        limits = state.observed
-        if limits is None or state.reports_queue:
-            return
-        if limits.on_start(start, now):
-            self._forecast(state, now)
-            limits.on_full(start.running, max(0, state.kv.used() - unstarted_tokens), now)
-        if state.spec.kv_tokens is None:
-            self._set_kv_budget(state, _NO_LIMIT if limits.kv_tokens is None else int(limits.kv_tokens))
-        self._forecast(state, now)
-        self.open.update(state)
-
     def observe_speed(
         self, state: ReplicaState, prefill_tokens: int, output_tokens: int, seconds: float, now: float
     ) -> None:
@@ -195,14 +181,6 @@ class ReplicaLedger:
         if work > 0 and seconds > 0:
             state.speed.record(seconds, work, now)
             self.speeds.compare(state.spec.pool, self.of_pool(state.spec.pool), now)
-
-    def observe_whole_answer(self, replica_id: str, tokens: int, seconds: float, now: float) -> None:
-        """Learn from an answer that was not streamed; see `observed.limits`."""
-        state = self._replicas[replica_id]
-        if state.adaptive_limits is not None:
-            in_flight = state.unstarted - state.hang_detector.outstanding
-            state.adaptive_limits.on_whole_answer(tokens, seconds, now, in_flight=in_flight)
-            self.open.update(state)
 
     # Requests
 
@@ -262,6 +240,8 @@ class ReplicaLedger:
         """
         state = self._replicas[replica_id]
         state.in_flight -= 1
+        if state.observed is not None:
+            state.observed.on_departure(now)
         state.held_tokens -= hold.tokens
         self._forecast(state, now, removed=hold.use)
         state.quarantined -= hold.quarantined
@@ -272,8 +252,6 @@ class ReplicaLedger:
                 state.starts.add(1.0, now)
         self._clamp_unseen(state)
         if not state.in_flight:
-            # An idle engine accepts any request, whatever size its cache was learned to have.
-            self._set_kv_budget(state, _kv_budget(state.spec))
             state.shared_tokens = 0
         self.open.update(state)
         self._remove_if_done(state)
@@ -450,7 +428,6 @@ def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
 def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
     """Count the start (1) or the end (-1) of a prefill."""
     state.pending_prefill_tokens += by * hold.prefill_tokens
-    state.prefill_dispatched += hold.prefill_tokens if by > 0 else 0
     if hold.prefill_class is not PrefillClass.SHORT:
         long, longest = state.long_prefills
         state.long_prefills = (long + by, longest + by * (hold.prefill_class is PrefillClass.LONGEST))

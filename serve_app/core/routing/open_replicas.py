@@ -84,6 +84,7 @@ class CapacityQuery:
         avoided: excluded replicas, because the request has failed there.
         quarantined: only replicas without another request in quarantine.
         destination: which replicas of the pool can serve it.
+        at_once: only replicas whose engine begins it immediately.
     """
 
     pool: str
@@ -94,11 +95,12 @@ class CapacityQuery:
     quarantined: bool = False
     destination: Destination = ANYWHERE
     headroom: int = 0
+    at_once: bool = False
 
     @property
     def is_restricted(self) -> bool:
         """True if it excludes single replicas, so that the order of the heaps does not apply."""
-        return self.destination is not ANYWHERE or self.quarantined or bool(self.avoided)
+        return self.destination is not ANYWHERE or self.quarantined or self.at_once or bool(self.avoided)
 
     def fits(self, free_tokens: int, state: ReplicaState) -> bool:
         """Return whether the request fits into the free tokens of a replica."""
@@ -148,7 +150,7 @@ class OpenReplicas:
         self._changed.clear()
 
     def _insert(self, state: ReplicaState, now: float) -> None:
-        heaps = self._heaps_of(state.spec.pool, state.long_prefills)
+        heaps = self._heaps_of(state.spec.pool, state.limited_prefills)
         admits_backfill = self._had_backfill and self._backpressure.admits_backfill(state, now)
         heap = heaps[_BACKFILL if admits_backfill else _OTHERS]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
@@ -179,11 +181,12 @@ class OpenReplicas:
             state.spec.pool == query.pool
             and query.fits(state.free_tokens, state)
             and self.is_open(state, now)
-            and query.allows(state.long_prefills)
+            and query.allows(state.limited_prefills)
             and (not query.is_backfill or self._backpressure.admits_backfill(state, now))
             and not (query.quarantined and state.quarantined)
             and state.spec.replica_id not in query.avoided
             and query.destination.admits(state.spec.replica_id, state.spec.adapters)
+            and (not query.at_once or state.begins_at_once)
         )
 
     def admits_backfill(self, state: ReplicaState, now: float) -> bool:
@@ -224,7 +227,7 @@ class OpenReplicas:
             [state for state in candidates if self.fits(state, query, now)], destination.adapter
         )
         return min(
-            fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
+            fitting, key=lambda state: (state.limited_prefills, -state.free_tokens, state.order), default=None
         )
 
     def _first_that_fits(self, query: CapacityQuery, now: float) -> ReplicaState | None:

@@ -1,14 +1,17 @@
 """The state of one replica in the ledger: its limits, its last report, its holds and its reservation."""
 
 import enum
+import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.core.routing.kv_forecast import KvForecast, KvUse
 from serve_app.core.routing.observed.hang_detector import HangDetector
+from serve_app.core.routing.observed.interference import PrefillInterference
 from serve_app.core.routing.observed.learned_batch import LearnedBatch
 from serve_app.core.routing.observed.learned_context import LearnedContext
-from serve_app.core.routing.observed.limits import ObservedLimits
+from serve_app.core.routing.observed.limits import LearnedLimit
 from serve_app.core.routing.observed.measured_pace import MeasuredPace
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -16,6 +19,8 @@ from serve_app.core.routing.speeds import ReplicaSpeed
 
 # vLLM's default; only used to predict waits until the actual size is learned.
 _LIKELY_NUM_SEQS = 256
+_NO_PREFILLS = (0, 0)
+_RECENT_STARTS = 64
 
 
 class PrefillClass(enum.IntEnum):
@@ -71,6 +76,7 @@ class ReplicaState:
         shared_tokens: tokens of common prefixes that its requests count more than once.
         reserved_tokens: tokens reserved for one queued request (`dispatch.capacity_reservations`).
         tpot_s: the last reported time per output token; None before the first.
+        least_tpot_s: the least of these since it joined.
         gated: whether its last reports show overload, whatever its queue.
         version: changes with its capacity; see `OpenReplicas`.
         batch: learns its batch size; None if that is reported.
@@ -78,10 +84,10 @@ class ReplicaState:
         pace: measures its time per output token from answers; used while none is reported.
         speed: its speed, compared with the other replicas of its pool.
         hang_detector: detects whether it hangs.
-        observed: learns its limits from its answers; used while it does not report its queue. None if its
-            batch size is reported.
-        prefill_dispatched: prompt tokens of all requests sent, in total.
-        last_started: the highest dispatch number of a streamed request whose answer has started.
+        observed: learns its limit from its answers; used while it does not report its queue. None if its
+            batch size is known.
+        first_tokens_s: seconds from dispatch to first token of its recent streamed answers.
+        interference: learns whether long prefills delay its other requests; used like `observed`.
         recent_adapters: LoRA adapters of its recent requests, the last one first.
     """
 
@@ -111,6 +117,7 @@ class ReplicaState:
     pending_prefill_tokens: int = 0
     long_prefill_tokens: int = 0
     tpot_s: float | None = None
+    least_tpot_s: float = math.inf
     gated: bool = False
     report: ReplicaReport | None = None
     reported_at: float = 0.0
@@ -122,9 +129,9 @@ class ReplicaState:
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
     speed: ReplicaSpeed = field(default_factory=ReplicaSpeed)
-    observed: ObservedLimits | None = None
-    prefill_dispatched: int = 0
-    last_started: int = 0
+    observed: LearnedLimit | None = None
+    first_tokens_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STARTS))
+    interference: PrefillInterference = field(default_factory=PrefillInterference)
     recent_adapters: tuple[str, ...] = ()
 
     def record_adapter(self, adapter: str) -> None:
@@ -163,17 +170,14 @@ class ReplicaState:
         if self.spec.max_num_seqs is not None or self.batch is None:
             return self.spec.max_num_seqs
         if self.observed is not None and not self.reports_queue:
-            return self.observed.batch
+            return None if self.observed.counts_unstarted else self.observed.limit
         return self.batch.size
 
     @property
     def likely_num_seqs(self) -> int:
         """Its batch size for predictions; an assumption while it is unknown."""
-        if (known := self.max_num_seqs) is not None:
-            return known
-        if (limits := self.adaptive_limits) is None:
-            return _LIKELY_NUM_SEQS
-        return limits.most_running + int(limits.window)
+        known = self.max_num_seqs
+        return _LIKELY_NUM_SEQS if known is None else known
 
     @property
     def reports_queue(self) -> bool:
@@ -181,9 +185,23 @@ class ReplicaState:
         return self.report is None or self.report.waiting is not None
 
     @property
-    def adaptive_limits(self) -> ObservedLimits | None:
-        """The limits learned from its answers if neither its queue nor its batch size is known; else None."""
-        return None if self.reports_queue or self.max_num_seqs is not None else self.observed
+    def begins_at_once(self) -> bool:
+        """True if its engine is expected to begin one more request immediately."""
+        limit = self.max_num_seqs
+        waits = self.report is not None and bool(self.report.waiting)
+        return not waits and (limit is None or self.in_flight < limit)
+
+    @property
+    def limited_prefills(self) -> tuple[int, int]:
+        """The long prefills in flight that isolation limits: none if they delay no other requests."""
+        if self.reports_queue or self.interference.is_shown:
+            return self.long_prefills
+        return _NO_PREFILLS
+
+    @property
+    def learned_limit(self) -> LearnedLimit | None:
+        """Learns its limit from its answers; None if its queue or its batch size is known."""
+        return None if self.reports_queue else self.observed
 
     @property
     def reported_queue(self) -> int:

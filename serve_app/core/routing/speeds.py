@@ -8,9 +8,9 @@ completed answer shows the speed of its replica:
     step(n) = _STEP_TOKENS + _STEP_COST_TOKENS * n                 a decode step, in prefill tokens
 
 The median of recent answers counts. While the slowest known replica of a pool needs less than `_UNLIKE_RATIO`
-times as long as the fastest, the replicas are alike, and the load alone decides: the figures of like replicas
-differ by chance. Otherwise the open replica with the lowest of one of two figures is chosen. Own prefill
-tokens are those that it does not have cached:
+times as long as the fastest, or the ranks of their answers may differ by chance, the replicas are alike, and
+the load alone decides. Otherwise the open replica with the lowest of one of two figures is chosen. Own
+prefill tokens are those that it does not have cached:
 
 1. The expected completion, if that replica is idle, or if no replica has a part of the prompt cached:
 
@@ -37,6 +37,8 @@ from collections.abc import Collection
 from statistics import median
 from typing import TYPE_CHECKING
 
+from serve_app.core.routing.observed.ranks import rank_deviations
+
 if TYPE_CHECKING:
     from serve_app.core.routing.replica_state import ReplicaState
 
@@ -47,6 +49,8 @@ _STEP_TOKENS = 200.0
 # a 70B model on four H100, 0.8 for an 8B model on an RTX 4090.
 _STEP_COST_TOKENS = 2.0
 _UNLIKE_RATIO = 1.5
+# Standard deviations of the rank sum of their answers beyond which a difference is no chance.
+_CLEAR = 1.9
 # Requests in flight that double the weight of pending prefills. A lower number spreads more: at half load, an
 # answer then ends later, and near saturation its first token comes earlier.
 _CROWD = 8.0
@@ -84,6 +88,11 @@ class ReplicaSpeed:
         """Learn from a completed answer."""
         self._answers.append(seconds / work)
         self.last_at = now
+
+    @property
+    def answers(self) -> Collection[float]:
+        """The recent answers, in seconds per prefill token."""
+        return self._answers
 
     @property
     def slowness(self) -> float | None:
@@ -133,10 +142,18 @@ class Speeds:
         self._compared_at[pool] = now
         known = {each: slowness for each in of_pool if (slowness := each.speed.slowness) is not None}
         fastest = min(known.values(), default=0.0)
-        if max(known.values(), default=0.0) < _UNLIKE_RATIO * fastest or not fastest:
+        if not fastest or not _is_clear(max(known, key=known.__getitem__), min(known, key=known.__getitem__)):
             self._unlike.discard(pool)
             known = {}
         else:
             self._unlike.add(pool)
         for each in of_pool:
             each.speed.ratio = known[each] / fastest if each in known else 1.0
+
+
+def _is_clear(slow: "ReplicaState", fast: "ReplicaState") -> bool:
+    """Return whether two replicas differ in speed, by more than chance explains."""
+    slowness, least = slow.speed.slowness or 0.0, fast.speed.slowness or 0.0
+    if slowness < _UNLIKE_RATIO * least:
+        return False
+    return rank_deviations(slow.speed.answers, fast.speed.answers) > _CLEAR

@@ -190,12 +190,18 @@ class GatewayClient:
             self._link.send(Submit(request.submission, 0.0, client_request_id=request.id_of_client))
 
     def put_back(
-        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+        self,
+        request: ChannelRequest,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
+        retry_after_s: float | None = None,
     ) -> None:
         """Queue a granted request again.
 
         Args:
             generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+            retry_after_s: pause that the engine asks for; None if it asks for none.
 
         Raises:
             ValueError: the request does not run.
@@ -205,7 +211,7 @@ class GatewayClient:
                 request.on_rejection(disconnected_rejection(_CLOSING_MESSAGE))
                 return
             raise ValueError(f"request {request.submission.request_id!r} does not run: it cannot be put back")
-        self._wait_again(request, failure, message, generated_tokens)
+        self._wait_again(request, failure, message, generated_tokens, retry_after_s)
 
     def cancel(self, request: ChannelRequest) -> None:
         """Withdraw a request."""
@@ -431,12 +437,23 @@ class GatewayClient:
             )
 
     def _wait_again(
-        self, request: ChannelRequest, failure: DispatchFailure, message: str, generated_tokens: int = 0
+        self,
+        request: ChannelRequest,
+        failure: DispatchFailure,
+        message: str,
+        generated_tokens: int = 0,
+        retry_after_s: float | None = None,
     ) -> None:
         replica_id = request.granted_replica
         assert replica_id is not None, "only a running request is put back"
         put_back = request.last_put_back = PutBack(
-            request.submission.request_id, replica_id, failure, message, request.grants, generated_tokens
+            request.submission.request_id,
+            replica_id,
+            failure,
+            message,
+            request.grants,
+            generated_tokens,
+            retry_after_s,
         )
         request.granted_replica, request.started = None, False
         if failure.is_after_service(generated_tokens):

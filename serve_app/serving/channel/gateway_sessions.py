@@ -442,7 +442,9 @@ class GatewaySessions:
         replica_id, tokens = scheduled.replica_id, message.generated_tokens
         assert replica_id is not None, "only a running request waits again"
         self._scheduler.feed(
-            DispatchFailed(message.request_id, replica_id, failure, text, reported_limit, tokens)
+            DispatchFailed(
+                message.request_id, replica_id, failure, text, reported_limit, tokens, message.retry_after_s
+            )
         )
 
     def _on_grace_expired(self, gateway: GatewaySession) -> None:

@@ -30,8 +30,8 @@ from serve_app.errors import ChannelError, Conclusion
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook
 
-VERSION = 3
-OLDEST_VERSION = 2
+VERSION = 4
+OLDEST_VERSION = 3
 """Oldest supported version: the one before `VERSION`."""
 
 
@@ -102,6 +102,7 @@ class PutBack(Message, frozen=True):
 
     Attributes:
         generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+        retry_after_s: as in that event.
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class PutBack(Message, frozen=True):
     message: str
     grant: int
     generated_tokens: int = 0
+    retry_after_s: float | None = None
 
 
 class Submit(Message, frozen=True):
@@ -301,8 +303,8 @@ FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 
 _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
-"""Conversions of messages that differ in the previous version. Version 3 only appends fields: the latency
-targets of submissions, and the longest gap of an answer."""
+"""Conversions of messages that differ in the previous version. Version 4 only appends a field: the pause that
+an engine asks for when it rejects a request."""
 
 
 def common_version(theirs: int) -> int:

@@ -149,12 +149,18 @@ class SchedulerClient(Protocol):
         ...
 
     def put_back(
-        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+        self,
+        request: ChannelRequest,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
+        retry_after_s: float | None = None,
     ) -> None:
         """Queue a granted request again that can be served again or continued. Hooks as in `submit`.
 
         Args:
             generated_tokens: output tokens so far with which the request continues; 0 if it starts again.
+            retry_after_s: pause that the engine asks for; None if it asks for none.
         """
         ...
 

@@ -37,7 +37,9 @@ class AssembledAnswer:
         if response.complete:
             events += self._scanner.flush()
         self._assembly.feed(events)
-        if not self._has_output and (events or response.complete):
+        announced = request.announced
+        is_output = bool(events) and not (announced is not None and announced.match_all(events))
+        if not self._has_output and (is_output or response.complete):
             self._has_output = True
             request.scheduler.first_token(request)
         if response.complete:

@@ -584,7 +584,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         self.services.telemetry.put_back(self.submission.spec.model, failure.failure)
         self.trace.put_back(failure.failure)
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
-        self.scheduler.put_back(self, failure.failure, str(failure), kept)
+        self.scheduler.put_back(self, failure.failure, str(failure), kept, failure.retry_after_s)
 
     def _begin_anew(self, grant: Grant) -> None:
         """Send the request again as a whole, because its engine cannot continue the answer."""

@@ -11,7 +11,7 @@ from serve_app.request import Usage
 from serve_app.settings.loading import settings_of
 from tests.builders import ManualDriver, dispatched, one_replica, only_conclusion
 
-PRICE = TokenPrices(prompt=1_000_000.0, generated=10_000_000.0)
+PRICE = TokenPrices(prompt=1_000_000.0, generated=10_000_000.0, cached=0.0)
 
 
 def paid(per_hour: float = 100.0) -> ManualDriver:
@@ -23,7 +23,9 @@ def spend(
     driver: ManualDriver, request_id: str, output_tokens: int, outcome: Outcome = Outcome.COMPLETED
 ) -> None:
     driver.arrive(request_id)
-    driver.feed(Finished(request_id, outcome, Usage(prompt_tokens=0, output_tokens=output_tokens)))
+    # Cached prompts cost nothing here; a server that counts no prompt does not count.
+    usage = Usage(prompt_tokens=40, output_tokens=output_tokens, cached_tokens=40)
+    driver.feed(Finished(request_id, outcome, usage))
 
 
 def test_prices_are_per_million_and_cached_tokens_may_cost_less() -> None:

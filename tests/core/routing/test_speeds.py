@@ -83,3 +83,14 @@ def test_an_idle_slow_replica_is_tried_again_after_a_while() -> None:
     # Only one request at a time.
     slow.in_flight = 1
     assert speeds.completion(slow, *args, 241.0) > 2 * speeds.completion(fast, *args, 241.0)
+
+
+def test_replicas_whose_answers_overlap_are_alike() -> None:
+    speeds, (one, other) = pool_of(None, None)
+    # Medians differ by a factor of two, and three such samples in a hundred do so by chance.
+    for seconds in (0.5, 1.0, 3.0, 3.5):
+        one.speed.record(seconds, 1_000.0, 0.0)
+    for seconds in (0.6, 2.0, 4.0, 9.0):
+        other.speed.record(seconds, 1_000.0, 0.0)
+    speeds.compare("short", [one, other], 2.0)
+    assert not speeds.are_unlike("short")

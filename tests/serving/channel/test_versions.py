@@ -32,7 +32,7 @@ def test_messages_of_both_versions_are_sent_unchanged() -> None:
     assert to_previous_version(SnapshotEnd()) == SnapshotEnd()
 
 
-def test_what_gateways_report_about_a_request_is_sent_as_version_3_defines() -> None:
+def test_what_gateways_report_about_a_request_is_sent_as_version_4_defines() -> None:
     times = RequestTimes("/v1/completions", 0.1, 0.2, None, 0.5)
     reported = [
         FirstToken("r1"),
@@ -42,15 +42,15 @@ def test_what_gateways_report_about_a_request_is_sent_as_version_3_defines() -> 
     ]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported)) == [
         ["first", "r1"],
-        ["putback", "r1", "s1", "lost", "it broke", 1, 0],
+        ["putback", "r1", "s1", "lost", "it broke", 1, 0, None],
         ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None], [0.3, 0.1]],
         ["cancel", "r1"],
     ]
 
 
-def test_a_report_of_version_2_has_no_gap() -> None:
-    before = msgspec.msgpack.encode(["finish", "r1", "completed", None, None])
-    assert msgspec.msgpack.decode(before, type=Finished).gap is None
+def test_a_put_back_of_version_3_asks_for_no_pause() -> None:
+    before = msgspec.msgpack.encode(["putback", "r1", "s1", "busy", "429", 1, 0])
+    assert msgspec.msgpack.decode(before, type=PutBack).retry_after_s is None
 
 
 @pytest.fixture

@@ -354,6 +354,7 @@ class FakeDispatcher:
         watching: queue update callbacks, by request.
         revoke: revokes the grant of the last request; None if that is not revocable.
         generated_tokens: tokens with which each put-back request continues.
+        pauses_s: pause that the engine asked for, of each.
         names_responses: as in the addresses of grants.
         max_model_len: likewise.
         longest_gap: the last reported gap of a stream.
@@ -372,6 +373,7 @@ class FakeDispatcher:
     watching: dict[str, Callable[[RequestOutlook | None], None]] = field(default_factory=dict)
     revoke: Callable[[], None] | None = None
     generated_tokens: list[int] = field(default_factory=list)
+    pauses_s: list[float | None] = field(default_factory=list)
     names_responses: bool = False
     max_model_len: int | None = None
     longest_gap: DecodeGap | None = None
@@ -387,10 +389,16 @@ class FakeDispatcher:
         self._wait(request)
 
     def put_back(
-        self, request: ChannelRequest, failure: DispatchFailure, message: str = "", generated_tokens: int = 0
+        self,
+        request: ChannelRequest,
+        failure: DispatchFailure,
+        message: str = "",
+        generated_tokens: int = 0,
+        retry_after_s: float | None = None,
     ) -> None:
         self.in_flight.remove(request.submission.request_id)
         self.events.append(("put_back", failure, message))
+        self.pauses_s.append(retry_after_s)
         self.generated_tokens.append(generated_tokens)
         self._wait(request)
 

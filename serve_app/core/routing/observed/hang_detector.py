@@ -52,6 +52,10 @@ class HangDetector:
         self.hangs = False
         self._no_progress_since = now if self._outstanding else None
 
+    def is_silent_since(self, at: float) -> bool:
+        """Return whether first tokens are outstanding, without a sign of life since that time."""
+        return self._no_progress_since is not None and self._no_progress_since <= at
+
     def check(self, now: float) -> float | None:
         """Return the seconds without progress when a hang starts, 0 at its end, None without a change."""
         if self._outstanding and self._no_progress_since is None:

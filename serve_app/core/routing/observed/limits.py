@@ -1,173 +1,404 @@
-"""Limits of an engine that reports neither its queue nor its batch size, learned from the starts of answers.
+"""The limit of an engine that reports neither its queue nor its batch size, learned from its answers.
 
-The queue of such an engine is hidden, and requests in it can no longer be reordered. Streamed answers show
-their start, so the requests without a first token bound the hidden queue. Their limit is a *window*:
+Requests in the hidden queue of such an engine can no longer be reordered, and a limit without need delays
+every request. So a limit has to earn its place: it exists only while observations show that more requests in
+flight bring their answers later, and no more of them.
 
-- An answer that starts in time while the window is used widens it. The window grows by half per round trip,
-  so a burst fills an engine within a few. It no longer grows once starts take `_FAST_S`.
-- An answer is *late* if it took longer to start than the engine needs for all prompt tokens that were in
-  flight with it, at the learned cost of a prefill. An overtaken request does not count: engines begin
-  requests in order, so the engine was computing its prompt.
-- `_LATE_IN_A_ROW` late answers in a row show that the engine was *full*. The window becomes
-  `_LEAST_WINDOW`, and the sequences and KV tokens in use are an observation of its capacity.
+All decisions are one comparison, of answers that were sent while few requests were in flight with answers
+that were sent while more were. If the engine begins them all, they take equally long. If the surplus only
+waits, each further request delays a start by the time between two starts. The answers count as *delayed* if
+they start later by at least half of that. Times vary, so medians and ranks are compared, and only of like
+answers (`AnswerStart.kind`).
 
-The observations tell which resource was exhausted: the one whose use was the same each time.
+- *Evidence.* Without a limit, recent answers are divided at their median load. If those of higher load are
+  delayed, and their ranks show that this is no chance, there is a limit. It follows from the delayed answers:
+  one that was sent as the n-th in flight began when all but `limit` of these n had left, so it counts how
+  many had left at the usual time before its start. What is limited is either the requests in flight (slots, a
+  batch) or those whose answer has not started (prefills, computed one after the other): the one whose
+  estimates agree better.
+- *Trial.* Answers under the new limit must no longer be delayed. Otherwise the engine has become slower for
+  another reason. Then the limit is withdrawn, and the next evidence counts after a pause that doubles.
+- *Tests.* While a limit is used, a lower and a higher one are tried in turn. If fewer requests start their
+  answers sooner, the lower one stays. If more are not delayed, the limit rises in steps that double, and half
+  above the last confirmed value it is withdrawn. The pauses grow with the length of the tests, which take
+  less than a thirtieth of the time.
+- *Rejections.* If the engine rejects a request, those that it has are the limit. A higher one is tried soon,
+  because a rejection costs little. A rejection within the limit withdraws it: it has another reason.
+- *Start.* Before the first evidence, the requests whose answer has not started have a window that doubles
+  per round trip, so that a burst at an unknown engine does not enter its queue as a whole.
 
-- The batch: its size is the most sequences that ran together in them, and it limits the requests in flight
-  as a reported one does. It is raised as soon as more run.
-- The KV cache: its size is the least use in them. It is the budget of the ledger, as a reported size is. It
-  grows slowly while it is used and answers start in time, and faster after each turnover of the batch.
-
-An answer that is not streamed starts at its end. These have a window of their own (AIMD). An end in time
-widens it by one, or by `_SLOW_INCREASE` after the first late one. A late end sets it to `_DECREASE_RATIO`
-of the requests in flight. *Late* is more than `_LATE_FACTOR` times the lower quartile of answers with as
-many tokens, plus `_LATE_SLACK_S`.
-
-Sources: growth per round trip until the first sign of a queue, as slow start (Jacobson 1988). Delay beyond
-that of an empty queue as the sign, as TCP Vegas (Brakmo and Peterson 1995). A capacity from what was in
-flight when the queue appeared, as BBR (Cardwell et al. 2016). AIMD on latency, as `AIMDLimit` of Netflix's
-concurrency-limits.
+Sources: limits by delivered work and delay, and probing for more: TCP Vegas (Brakmo and Peterson 1995), BBR
+(Cardwell et al. 2016), adaptive concurrency in Envoy and Netflix's concurrency-limits. Slow start: Jacobson
+(1988). Ranks: Mann and Whitney (1947), stratified as by van Elteren (1960). The rest is ours.
 """
 
+import bisect
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from serve_app.core.routing.observed.ranks import compare_kinds
 
 _NEVER = float("-inf")
-# Share of a limit in use from which it counts as used.
-_USED_RATIO = 0.8
-# The window of an engine that is full, or whose size is unknown: it may be a laptop. As `target_waiting`.
-_LEAST_WINDOW = 3.0
-_WIDENING = 0.5
-# A start that takes longer gives the engine no more work by a wider window, only a longer queue.
-_FAST_S = 0.25
-# A start is late if it took longer than is explained, by an iteration and this much for the round trip.
-_ROUND_TRIP_S, _USUAL_ITERATION_S = 0.05, 0.05
-_LATE_IN_A_ROW = 2
-# Observations of a full engine that are kept, and the share by which a resource's uses may differ.
-_CAPACITIES, _AGREEMENT = 8, 0.8
-# Growth of the learned KV size per turnover of the batch. It doubles with each turnover without a late start.
-_KV_GROWTH = 0.005
+# Recent answers in which evidence is looked for, how often, how many are compared at least, and how many of
+# the lowest loads are kept for how long.
+_RECENT, _EVERY, _LEAST, _LOWEST, _MAX_AGE_S = 32, 4, 8, 40, 300.0
+# Standard deviations of the rank sum that are evidence, and those that end a test of a higher limit, early or
+# at its end.
+_SIGNIFICANT, _SUSPICIOUS, _LIKELY = 3.5, 2.5, 1.5
+# Part of the expected delay, or of the expected gain, from which it counts.
+_PART, _TRIAL_PART = 0.5, 0.25
+# Answers that decide a trial: as many as the limit, within these bounds. The fewest of a suspicion.
+_FEWEST, _MOST, _SUSPECTS = 8, 16, 3
+# Ratio of rates above which they count as equal.
+_SAME_RATE = 0.65
+# Growth of the running requests per start that shows that slots are free.
+_GROWTH = 0.5
+# Lower limits that are tried, and the first step to higher ones, as a share of the limit.
+_FIRST_LOWER, _LOWER, _STEP_RATIO = 0.5, 0.75, 0.125
+# Rise above the last confirmed limit that ends it: by this ratio, and by this number.
+_WITHDRAW_RATIO, _WITHDRAW = 1.5, 4
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _PAUSES_PER_TEST = 5.0, 60.0, 30.0
+_REJECTION_PAUSE_S = 1.0
+_FIRST_HOLD_S, _MAX_HOLD_S = 10.0, 600.0
+_FIRST_WINDOW, _MAX_WINDOW = 32.0, 4_096.0
+_BELOW_MEDIAN = 0.45
+# Share of observations of the most running requests that shows that there are no more slots.
+_USUAL = 0.25
+# Error of the time of a departure, seen from here.
+_JITTER_S = 0.01
+# Departures that are remembered; more than fit into an engine's batch.
+_DEPARTURES = 2_048
 
-# Answers that are not streamed.
-_FIRST_UNSTREAMED = 8.0
-_MAX_OBSERVATIONS, _MIN_OBSERVATIONS = 32, 4
-_LATE_FACTOR, _LATE_SLACK_S, _DECREASE_RATIO = 2.0, 0.25, 0.9
-# Growth per answer after the first late one: their times are too coarse to find a limit quickly.
-_SLOW_INCREASE = 0.05
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerStart:
-    """The start of one streamed answer.
+class AnswerStart(NamedTuple):
+    """The start of one answer; that of an answer that is not streamed is its end.
 
     Attributes:
+        kind: answers of one kind take about the same time; None for one that cannot be compared.
+        at: time of the start.
         seconds: time since its dispatch.
-        explained_s: time to compute all prompt tokens that were in flight with it.
-        iteration_s: time per iteration of the engine; None if unknown.
-        overtaken: whether the answer of a request that was sent later has started before.
-        running: requests in the engine whose answer has started, this one included.
-        unstarted: streamed requests whose answer has not started, this one included.
-        peak_tokens: forecast peak of the KV cache by the requests in the engine.
+        in_flight: requests on the engine at its dispatch, this one included.
+        unstarted: how many of these had not started.
+        running: requests that have started and not ended, this one included; 0 if it is not streamed.
     """
 
+    kind: int | None
+    at: float
     seconds: float
-    explained_s: float
-    iteration_s: float | None
-    overtaken: bool
-    running: int
+    in_flight: int
     unstarted: int
-    peak_tokens: int
-
-    @property
-    def is_late(self) -> bool:
-        """True if it took clearly longer than the prompt tokens in flight explain."""
-        iteration_s = self.iteration_s or _USUAL_ITERATION_S
-        return self.seconds > self.explained_s + iteration_s + _ROUND_TRIP_S
+    running: int = 0
 
 
-class ObservedLimits:
-    """The learned limits of one engine.
+@dataclass(slots=True)
+class _Trial:
+    """A lower limit that is tried.
 
     Attributes:
-        window: limit of streamed requests whose answer has not started.
-        unstreamed: limit of other requests in flight.
-        batch: sequences that fill the batch; None while unknown.
-        kv_tokens: size of the KV cache; None while unknown.
-        most_running: the most sequences that have run at once.
+        before: the limit before; None for none.
+        load: the load before, or that limit.
+        interval_s: time between two starts before.
+        answers: answers that were sent at that load.
+    """
+
+    before: int | None
+    load: float
+    interval_s: float
+    answers: list[AnswerStart]
+
+
+class LearnedLimit:
+    """The learned limit of one engine.
+
+    Attributes:
+        limit: the limit; None while there is no evidence of one.
+        counts_unstarted: whether it limits requests whose answer has not started, not all in flight.
+        since: time of its evidence.
+        delay_s: delay of the answers that are its evidence; 0 if a rejection is.
+        window: requests without a start that may be sent while there is no limit.
     """
 
     def __init__(self) -> None:
-        self.window = _LEAST_WINDOW
-        self.unstreamed = _FIRST_UNSTREAMED
-        self.batch: int | None = None
-        self.kv_tokens: float | None = None
-        self.most_running = 0
-        self._late_in_a_row = 0
-        self._full_at = _NEVER
-        self._capacities: deque[tuple[int, int]] = deque(maxlen=_CAPACITIES)
-        self._kv_growth, self._starts = _KV_GROWTH, 0
-        self._usual: dict[int, deque[float]] = {}
-        self._decreased_at = _NEVER
+        self.limit: int | None = None
+        self.counts_unstarted = False
+        self.since = 0.0
+        self.delay_s = 0.0
+        self.window = _FIRST_WINDOW
+        # Without a limit all recent answers, else those that were sent at the limit.
+        self._recent: deque[AnswerStart] = deque(maxlen=_RECENT)
+        # Without a limit, the answers that were sent at the lowest loads, in the order of their loads.
+        self._few: list[AnswerStart] = []
+        self._seen = 0
+        self._ended: deque[float] = deque(maxlen=_DEPARTURES)
+        self._started: deque[float] = deque(maxlen=_DEPARTURES)
+        self._running: deque[int] = deque(maxlen=2 * _RECENT)
+        self._changed_at = _NEVER
+        self._trial: _Trial | None = None
+        # Answers of the trial, or of the test of a higher limit by `_step`.
+        self._tried: list[AnswerStart] = []
+        self._step = self._step_at = self._base = 0
+        self._first_limit, self._is_confirmed = 0, False
+        self._next_is_lower = True
+        self._test_s = 0.0
+        self._test_at, self._pause_s = 0.0, _FIRST_PAUSE_S
+        self._hold_until, self._hold_s = _NEVER, _FIRST_HOLD_S
+        self._ignored_until = _NEVER
 
     def __repr__(self) -> str:
-        return f"<ObservedLimits window={self.window:.1f} batch={self.batch} kv_tokens={self.kv_tokens}>"
+        of = "unstarted" if self.counts_unstarted else "in flight"
+        return f"<LearnedLimit {self.limit} {of} window={self.window:.0f}>"
 
-    def on_start(self, start: AnswerStart, now: float) -> bool:
-        """Learn from the start of a streamed answer. Return whether it shows a full engine: see `on_full`."""
-        self.most_running = max(self.most_running, start.running)
-        if self.batch is not None:
-            self.batch = max(self.batch, start.running)
-        if start.is_late:
-            self._late_in_a_row += not start.overtaken
-            # Requests sent before the last observation waited for the same capacity.
-            return self._late_in_a_row >= _LATE_IN_A_ROW and now - start.seconds > self._full_at
-        self._late_in_a_row = 0
-        if start.seconds < _FAST_S and start.unstarted >= min(_USED_RATIO * self.window, int(self.window)):
-            self.window += _WIDENING
-        if self.kv_tokens is not None and start.peak_tokens >= _USED_RATIO * self.kv_tokens:
-            self._grow_kv(self.kv_tokens, start.running)
-        return False
+    def admits(self, in_flight: int, unstarted: int) -> bool:
+        """Return whether one more request may be sent."""
+        if self.limit is None:
+            return unstarted < self.window
+        return (unstarted if self.counts_unstarted else in_flight) < self.limit + self._step
 
-    def on_full(self, running: int, used_tokens: int, now: float) -> None:
-        """Observe the capacity of a full engine: its running sequences and their tokens in the KV cache."""
-        self.window, self._full_at = _LEAST_WINDOW, now
-        self._kv_growth, self._starts = _KV_GROWTH, 0
-        self._capacities.append((running, used_tokens))
-        sequences, tokens = zip(*self._capacities, strict=True)
-        # Two starts in one iteration differ by one sequence.
-        same_sequences = (min(sequences) + 1) / (max(sequences) + 1)
-        same_tokens = min(tokens) / max(*tokens, 1)
-        if len(tokens) > 1 and same_tokens > max(same_sequences, _AGREEMENT):
-            self.batch, self.kv_tokens = None, float(min(tokens))
-        else:
-            self.batch = max(sequences) if same_sequences >= _AGREEMENT else running
-            self.kv_tokens = None
+    def on_departure(self, now: float) -> None:
+        """Record that a request has left the engine."""
+        self._ended.append(now)
 
-    def _grow_kv(self, kv_tokens: float, running: int) -> None:
-        self.kv_tokens = kv_tokens * (1 + self._kv_growth / running)
-        self._starts += 1
-        if self._starts >= running:
-            self._kv_growth, self._starts = min(1.0, 2 * self._kv_growth), 0
+    def on_rejection(self, in_flight: int, sent_at: float, now: float) -> bool:
+        """Learn that the engine has rejected a request for lack of capacity, beside so many that it has.
 
-    def on_whole_answer(self, tokens: int, seconds: float, now: float, *, in_flight: int) -> None:
-        """Learn from an answer that was not streamed.
-
-        Args:
-            tokens: prompt and output tokens, weighted by their time.
-            seconds: time since its dispatch.
-            in_flight: requests in the engine that are not streamed, this one included.
+        Return whether that becomes the limit. A rejection within it shows another reason, such as a
+        provider's limit on tokens per minute. Then the limit is withdrawn, and none is learned for a while.
         """
-        if self._is_late(tokens, seconds):
-            # A request sent before the last decrease waited behind requests that the limit no longer allows.
-            if now - seconds > self._decreased_at:
-                self.unstreamed = max(1.0, _DECREASE_RATIO * min(self.unstreamed, in_flight))
-                self._decreased_at = now
-        elif in_flight >= min(_USED_RATIO * self.unstreamed, int(self.unstreamed)):
-            self.unstreamed += 1.0 if self._decreased_at == _NEVER else _SLOW_INCREASE
+        if now < self._ignored_until:
+            return False
+        if self.limit is not None and not self._step and sent_at > self._changed_at:
+            self._ignored_until = now + _MAX_HOLD_S
+            if self.is_rejection:
+                self._set(None, now)
+            return False
+        in_flight = max(1, in_flight)
+        if not self.is_rejection:
+            self._pause_s = _REJECTION_PAUSE_S
+        self.counts_unstarted, self._trial = False, None
+        self.since, self.delay_s, self._first_limit = now, 0.0, in_flight
+        self._is_confirmed, self._next_is_lower = True, False
+        self._test_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+        self._set(in_flight, now)
+        return True
 
-    def _is_late(self, tokens: int, seconds: float) -> bool:
-        """Return whether an answer took longer than usual, before it is added to the observations."""
-        seen = self._usual.setdefault(max(tokens, 1).bit_length(), deque(maxlen=_MAX_OBSERVATIONS))
-        usual_s = sorted(seen)[len(seen) // 4] if len(seen) >= _MIN_OBSERVATIONS else float("inf")
-        seen.append(seconds)
-        return seconds > _LATE_FACTOR * usual_s + _LATE_SLACK_S
+    def on_start(self, start: AnswerStart) -> None:
+        """Learn from the start of an answer."""
+        self._started.append(start.at)
+        self._running.append(start.running)
+        if (limit := self.limit) is None:
+            if start.unstarted > self.window / 2:
+                self.window = min(self.window + 1, _MAX_WINDOW)
+            if start.kind is None:
+                return
+            self._recent.append(start)
+            self._keep_low(start)
+            self._seen += 1
+            if self._seen % _EVERY == 0 and start.at >= self._hold_until:
+                self._look_for_evidence(start.at)
+        elif start.kind is None or start.at - start.seconds < self._changed_at:
+            # It was sent under another limit, or shows nothing.
+            return
+        elif self._trial is not None:
+            self._try(self._trial, start, limit)
+        elif self._step:
+            self._probe(start, limit)
+        elif self._load(start) >= limit:
+            self._recent.append(start)
+            is_compared = self.is_rejection or len(self._recent) >= self._deciding
+            if start.at >= self._test_at and is_compared:
+                self._start_test(limit, start.at)
+
+    def _load(self, start: AnswerStart) -> int:
+        return start.unstarted if self.counts_unstarted else start.in_flight
+
+    @property
+    def is_rejection(self) -> bool:
+        """True if the limit follows from a rejection, which is quick to repeat."""
+        return self.limit is not None and self.delay_s == 0.0
+
+    @property
+    def _usual_pause_s(self) -> float:
+        return _REJECTION_PAUSE_S if self.is_rejection else _FIRST_PAUSE_S
+
+    @property
+    def _deciding(self) -> int:
+        return min(_MOST, max(_FEWEST, self.limit or 0))
+
+    def _seconds_between_starts(self, count: int) -> float:
+        """Return the mean time between the last so many starts."""
+        count = min(count, len(self._started))
+        return (self._started[-1] - self._started[-count]) / (count - 1)
+
+    # Evidence
+
+    def _keep_low(self, start: AnswerStart) -> None:
+        """Keep an answer if it was sent at one of the lowest loads of the last minutes."""
+        few = self._few
+        if len(few) >= _LOWEST:
+            if start.in_flight >= few[-1].in_flight:
+                return
+            few.pop()
+        bisect.insort(few, start, key=lambda each: each.in_flight)
+
+    def _look_for_evidence(self, now: float) -> None:
+        """Compare recent answers with those of the lowest loads, and set a limit if they are delayed."""
+        self._few = [each for each in self._few if each.at > now - _MAX_AGE_S]
+        # Until there are many, the lower half.
+        few = self._few[: self._seen // 2]
+        many = [each for each in self._recent if each.in_flight > few[-1].in_flight] if few else []
+        if min(len(few), len(many)) < _LEAST:
+            return
+        deviations, delay_s = compare(few, many)
+        more = median(each.in_flight for each in many) - median(each.in_flight for each in few)
+        expected_s = more * self._seconds_between_starts(_RECENT)
+        if deviations < _SIGNIFICANT or delay_s < _PART * expected_s:
+            return
+        # While slots are the limit, as many answers start as end. If more start, prefills are.
+        self.counts_unstarted = self._running[-1] - self._running[-_MOST] > _GROWTH * _MOST
+        limit = self._estimate(few, many)
+        load = median(self._load(each) for each in many)
+        if limit >= load:
+            return
+        self._set(self._most_running or limit, now)
+        self._trial = _Trial(None, load, self._seconds_between_starts(len(many)), many)
+        self.delay_s, self.since, self._first_limit = delay_s, now, limit
+        self._is_confirmed, self._next_is_lower = False, True
+
+    def _estimate(self, few: Sequence[AnswerStart], many: Sequence[AnswerStart]) -> int:
+        """Return the limit that answers sent at a higher load show, and choose what it limits."""
+        usual_s = {kind: median(seconds) for kind, seconds in _by_kind(few).items()}
+        known = [each for each in many if each.kind in usual_s]
+        if not known:
+            return int(median(self._load(each) for each in many))
+        left_at = self._started if self.counts_unstarted else self._ended
+        positions = sorted(_left(each, self._load(each), left_at, usual_s[each.kind]) for each in known)
+        # A request begins when another leaves, so an error of its time counts one too many, rarely too few.
+        estimate = max(1, positions[int(_BELOW_MEDIAN * len(positions))])
+        most = self._most_running
+        is_usual = most > 0 and list(self._running).count(most) > _USUAL * len(self._running)
+        return most if is_usual and estimate == most + 1 else estimate
+
+    # Tests of a limit that is used
+
+    @property
+    def _most_running(self) -> int:
+        """The most requests that the engine has recently run at once; 0 if that is unknown or no bound."""
+        return 0 if self.counts_unstarted else max(self._running)
+
+    def _start_test(self, limit: int, now: float) -> None:
+        if self._next_is_lower and limit > max(1, self._most_running):
+            ratio = _LOWER if self._is_confirmed else _FIRST_LOWER
+            answers = list(self._recent)[-_MOST:]
+            self._trial = _Trial(limit, limit, self._seconds_between_starts(len(answers)), answers)
+            self._set(self._most_running or min(limit - 1, round(ratio * limit)), now)
+        else:
+            self._base, self._tried = limit, []
+            self._start_step(max(1, int(_STEP_RATIO * limit)), now)
+
+    def _try(self, trial: _Trial, start: AnswerStart, limit: int) -> None:
+        """Record an answer under a limit that is tried, and decide."""
+        if trial.before is not None and self._load(start) < limit:
+            return
+        self._tried.append(start)
+        if len(self._tried) < self._deciding:
+            return
+        now, self._trial, tried = start.at, None, self._tried
+        interval_s = self._seconds_between_starts(len(tried))
+        # A limit that the engine has been seen to run at once costs no work.
+        costs = not self._most_running and trial.interval_s < _SAME_RATE * interval_s
+        if trial.before is None:
+            is_used = median(map(self._load, tried)) >= limit
+            expected_s = (trial.load - limit) * interval_s
+            helps = compare(tried, trial.answers)[1] >= _TRIAL_PART * expected_s and not (is_used and costs)
+            self._hold_until = now + self._hold_s
+            self._hold_s = _FIRST_HOLD_S if helps else min(2 * self._hold_s, _MAX_HOLD_S)
+            if not helps:
+                self._few.clear()
+                self._seen = 0
+                self._set(None, now)
+                return
+        most = trial.before or int(trial.load)
+        if costs:
+            estimate = most
+        elif self.counts_unstarted:
+            # Unlike those of slots, the times under this limit may contain a queue.
+            estimate = limit
+        else:
+            estimate = min(most, max(limit, self._estimate(tried, trial.answers)))
+        self._first_limit = estimate
+        if costs or estimate > limit or limit == 1 or self._most_running >= limit:
+            self._is_confirmed, self._next_is_lower = True, False
+            self._test_s, self._test_at = now - self._changed_at, now + _FIRST_PAUSE_S
+        self._set(estimate, now)
+
+    def _start_step(self, step: int, now: float) -> None:
+        self._step, self._changed_at, self._step_at = step, now, len(self._tried)
+
+    def _probe(self, start: AnswerStart, limit: int) -> None:
+        """Record an answer beyond the limit, and decide whether it may rise."""
+        if self._load(start) <= limit:
+            return
+        if self.is_rejection:
+            # The engine would have rejected it.
+            self._raise(limit, start.at)
+            return
+        self._tried.append(start)
+        if len(self._tried) < _SUSPECTS:
+            return
+        now, step = start.at, self._step
+        is_last = len(self._tried) - self._step_at >= self._deciding
+        deviations, delay_s = compare(self._recent, self._tried)
+        more = median(map(self._load, self._tried)) - self._base
+        expected_s = more * self._seconds_between_starts(_FEWEST)
+        suspicion = _LIKELY if is_last else _SUSPICIOUS
+        if deviations > suspicion and delay_s >= _PART * expected_s:
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+            # In proportion to the time of the tests of both kinds.
+            test_s, self._test_s = self._test_s + now - self._changed_at, 0.0
+            self._test_at = now + max(self._pause_s, _PAUSES_PER_TEST * test_s)
+            self._next_is_lower = True
+            estimate = self._estimate(self._recent, self._tried)
+            least = (self._base + limit + 1) // 2
+            self._set(min(limit + step, max(least, estimate)), now)
+        elif is_last:
+            self._raise(limit, now)
+
+    def _raise(self, limit: int, now: float) -> None:
+        """End a step that delayed nothing: withdraw the limit, or go on to the next step."""
+        raised, self._pause_s = limit + self._step, self._usual_pause_s
+        if raised >= max(_WITHDRAW_RATIO * self._first_limit, self._first_limit + _WITHDRAW):
+            self.window = max(self.window, 2.0 * limit)
+            self._set(None, now)
+        else:
+            self.limit = raised
+            self._start_step(min(2 * self._step, limit), now)
+
+    def _set(self, limit: int | None, now: float) -> None:
+        """Set a limit, and observe the requests that are sent from now on."""
+        self.limit, self._step, self._changed_at = limit, 0, now
+        self._tried = []
+        self._recent.clear()
+
+
+def compare(few: Iterable[AnswerStart], many: Iterable[AnswerStart]) -> tuple[float, float]:
+    """Compare answers that were sent at a low load with those of a higher load; see `compare_kinds`."""
+    return compare_kinds(_by_kind(few), _by_kind(many))
+
+
+def _by_kind(answers: Iterable[AnswerStart]) -> dict[int | None, list[float]]:
+    """Return the times of answers by their kind."""
+    seconds: dict[int | None, list[float]] = {}
+    for each in answers:
+        seconds.setdefault(each.kind, []).append(each.seconds)
+    return seconds
+
+
+def _left(start: AnswerStart, load: int, left_at: Iterable[float], usual_s: float) -> int:
+    """Return how many of the requests that a late answer was sent with were left when it began."""
+    sent_at = start.at - start.seconds
+    began_at = start.at - min(usual_s, start.seconds) + _JITTER_S
+    return max(1, load - sum(sent_at < one <= began_at for one in left_at))

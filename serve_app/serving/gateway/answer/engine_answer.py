@@ -13,6 +13,7 @@
 | other 3xx, 4xx                     | the engine rejected the request itself: passed on                  |
 """
 
+import math
 import re
 
 import msgspec
@@ -80,6 +81,7 @@ def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError |
     return UpstreamError(
         failure,
         f"the engine answered {status}: {message_text}" if message_text else f"the engine answered {status}",
+        _retry_after_s(headers) if failure is DispatchFailure.BUSY else None,
     )
 
 
@@ -107,6 +109,19 @@ def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | No
         return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
     if status >= 500 and status not in (501, 504):
         return DispatchFailure.ENGINE_ERROR
+    return None
+
+
+def _retry_after_s(headers: HeaderList) -> float | None:
+    """Return the pause that an engine asks for; None without one, or if it is a date."""
+    stated = dict(headers)
+    for name, unit_s in ((b"retry-after-ms", 0.001), (b"retry-after", 1.0)):
+        try:
+            seconds = unit_s * float(stated[name])
+        except (KeyError, ValueError):
+            continue
+        if 0 < seconds < math.inf:
+            return seconds
     return None
 
 

@@ -169,7 +169,12 @@ _EVENT_END = re.compile(rb"\n\r?\n")
 # Keys of events that are parsed.
 _INSPECTED = re.compile(rb'"(?:usage|error)"')
 _LINE = re.compile(rb"[^\r\n]+")
-_LONGEST_KIND = 80
+_LONGEST_KIND = 1_000
+# A chunk of a chat before its first token, up to the end of its choice.
+_ROLE_ALONE = (
+    rb'data: ?\{[^\n]*?"delta":\s*\{\s*"role":\s*"assistant"(?:,\s*"\w+":\s*(?:""|null))*\s*\}'
+    rb'[^\n]*?"finish_reason":\s*null'
+)
 # Longer events cannot be usage events, and are passed on in parts.
 _MAX_HELD_BYTES = 1024 * 1024
 
@@ -339,9 +344,10 @@ class StreamScanner:
 
 
 class Announcements:
-    """Matcher for events that announce an answer before any output.
+    """Matcher for events that announce an answer before any output: comments, and events of some types.
 
-    An event's type is on its first line or in the first field of its data.
+    An event's type is on its first line or in the first field of its data. Events of chats have none. Theirs
+    is an announcement if it has the role and no content.
     """
 
     __slots__ = ("_pattern", "types")
@@ -349,9 +355,8 @@ class Announcements:
     def __init__(self, *types: str) -> None:
         self.types = types
         names = b"|".join(re.escape(name.encode()) for name in types)
-        self._pattern = re.compile(
-            rb'\A(?:event: ?(?:%s)\r?\n|data: ?\{\s*"type":\s*"(?:%s)")' % (names, names)
-        )
+        typed = rb'event: ?(?:%s)\r?\n|data: ?\{\s*"type":\s*"(?:%s)"' % (names, names)
+        self._pattern = re.compile(rb"\A(?::|%s)" % (typed if types else _ROLE_ALONE))
 
     def match_all(self, events: bytes) -> bool:
         """Return whether there are events, and all of them are announcements."""

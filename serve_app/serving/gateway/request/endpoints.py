@@ -330,6 +330,7 @@ class _ModelReader:
 # -- tables -----------------------------------------------------------------------------------------------
 
 _RESPONSES_BEGIN = Announcements("response.created", "response.queued", "response.in_progress")
+_CHAT_BEGINS = Announcements()
 _MESSAGES_BEGIN = Announcements("message_start", "ping")
 
 
@@ -385,7 +386,7 @@ def _sized(summary: str) -> ScheduledRoute:
 
 
 SCHEDULED: Mapping[str, ScheduledRoute] = {
-    "/v1/chat/completions": _scheduled("chat completion", ChatFields, _read_chat),
+    "/v1/chat/completions": _scheduled("chat completion", ChatFields, _read_chat, announced=_CHAT_BEGINS),
     "/v1/completions": _scheduled("text completion", CompletionFields, _read_completion),
     "/v1/responses": _scheduled(
         "response of the Responses API", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN

@@ -16,11 +16,17 @@ HeaderList = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(ServeAppError):
-    """A replica gave no complete answer; `failure` states whether it may have seen the request."""
+    """A replica gave no complete answer.
 
-    def __init__(self, failure: DispatchFailure, message: str) -> None:
+    Attributes:
+        failure: states whether it may have seen the request.
+        retry_after_s: seconds after which it asks to be tried again; None if it states none.
+    """
+
+    def __init__(self, failure: DispatchFailure, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.failure = failure
+        self.retry_after_s = retry_after_s
 
 
 class EngineSilentError(UpstreamError):

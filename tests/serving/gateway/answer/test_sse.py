@@ -133,3 +133,26 @@ def test_events_that_announce_a_response_are_distinguished_from_its_content(name
     assert not BEGINNING.match_all(typed("response.completed", named=named))
     assert not BEGINNING.match_all(event({"choices": [{"delta": {"content": "response.created"}}]}))
     assert not BEGINNING.match_all(b"")
+
+
+ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+
+def test_a_role_without_content_and_a_comment_announce_a_chat() -> None:
+    chat = Announcements()
+    role = event({"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "m", "choices": [ROLE]})
+    first = event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": "Hi"}}]})
+    assert chat.match_all(role)
+    assert chat.match_all(b": PROCESSING\n\n" + role)
+    assert chat.match_all(role + event({"choices": [ROLE], "usage": None}))
+    assert not chat.match_all(role + first)
+    assert not chat.match_all(first)
+    assert not chat.match_all(b"")
+    for delta in (
+        {"role": "assistant", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"index": 0}]},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm"},
+    ):
+        assert not chat.match_all(event({"choices": [{**ROLE, "delta": delta}]}))
+    # An answer without a token has ended.
+    assert not chat.match_all(event({"choices": [{**ROLE, "finish_reason": "stop"}]}))

@@ -1,0 +1,1 @@
+"""Servers that expose nothing: is the scheduler ever worse than no scheduler?"""
