@@ -4,7 +4,9 @@ Each row is on disk once measured, and the results file is replaced at the end.
 """
 
 import argparse
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -85,8 +87,27 @@ _EPILOG = """examples:
 """
 
 
+def unwind_on_signals() -> None:
+    """Raise `KeyboardInterrupt` on signals, so that the applications of an experiment end with it."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # `nohup` ignores SIGHUP on purpose. A shell ignores SIGINT for every command in the background.
+        if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    # A pool of processes would complete its simulations first.
+    for process in multiprocessing.active_children():
+        process.terminate()
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None, catalogue: Catalogue | None = None) -> int:
-    """Run the requested experiments; return 1 if one failed, 2 for a wrong command line."""
+    """Run the requested experiments.
+
+    Returns:
+        The exit status: 1 if one failed, 2 for a wrong command line, 130 after an interrupt.
+    """
     there = catalogue or Catalogue()
     args = _arguments(argv)
     if args.list:
@@ -98,7 +119,11 @@ def main(argv: Sequence[str] | None = None, catalogue: Catalogue | None = None) 
         warn(f"experiments/run: {wrong}")
         return 2
     names = there.names() if args.all else args.names
-    failed = [name for name in names if not _play_one(name, args, there)]
+    try:
+        failed = [name for name in names if not _play_one(name, args, there)]
+    except KeyboardInterrupt:
+        warn("experiments/run: interrupted")
+        return 130
     if failed and len(names) > 1:
         warn(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
@@ -186,4 +211,5 @@ def _show(name: str, rows: Sequence[Row], there: Catalogue) -> None:
 
 
 if __name__ == "__main__":
+    unwind_on_signals()
     sys.exit(main())

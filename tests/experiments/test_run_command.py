@@ -1,13 +1,64 @@
 """`experiments/run` with an experiment that flips coins."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.rows import read_rows
 from experiments.common.run_command import main, partial_of
+from tests.experiments.conftest import PACKAGE
+
+# An experiment that waits while it serves an application, which a shell script stands for.
+SERVING_RUN = '''"""Does it end?"""
+
+import asyncio, os, sys, time
+
+import uvloop
+
+from experiments.common.application import Application, serve_config, served_application
+from experiments.common.experiment import Experiment
+from serve_app.lab.simulation.batch import parallel
+from {package}.coin.settings import CoinSettings
+
+
+def wait(pid):
+    os.write(1, b"%d\\n" % pid)
+    time.sleep(60)
+
+
+async def wait_in_loop(pid):
+    os.write(1, b"%d\\n" % pid)
+    await asyncio.sleep(60)
+
+
+def play(settings, context):
+    python, sys.executable = sys.executable, {server!r}
+    Application.fetched = lambda *_: ""
+    with served_application(serve_config("test", {{}})) as served:
+        sys.executable = python
+        {wait}
+    yield
+
+
+EXPERIMENT = Experiment(settings=CoinSettings, play=play)
+'''
+SERVER = """#!/bin/sh
+trap "exit 0" TERM
+echo "Ready after 0 s"
+while :; do sleep 0.1; done
+"""
+RUN = """
+from experiments.common.run_command import *
+unwind_on_signals()
+sys.exit(main(['coin'], Catalogue(sys.argv[1])))
+"""
 
 
 def played(catalogue: Catalogue) -> list[str]:
@@ -53,6 +104,42 @@ def test_an_interrupted_play_resumes(catalogue: Catalogue) -> None:
     assert [row.key for row in read_rows(results)] == [{"bias": 0.5}, {"bias": 0.75}]
     assert played(catalogue) == ["0.5", "0.75", "0.75"]
     assert not partial_of(results).exists()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["wait(served.pid)", "uvloop.run(wait_in_loop(served.pid))", "list(parallel(wait, [served.pid] * 2, 2))"],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_play_ends_its_application(
+    number: signal.Signals, wait: str, catalogue: Catalogue, tmp_path: Path
+) -> None:
+    server = tmp_path / "server"
+    server.write_text(SERVER)
+    server.chmod(0o755)
+    run = catalogue.folder("coin") / "run.py"
+    run.rename(run.with_name("settings.py"))
+    run.write_text(SERVING_RUN.format(package=PACKAGE, server=str(server), wait=wait))
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, PACKAGE],
+        env={**os.environ, "PYTHONPATH": f"{root}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As a shell starts a command in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509 - one thread
+    ) as outer:
+        assert outer.stdout is not None
+        application = psutil.Process(int(outer.stdout.readline()))
+        try:
+            outer.send_signal(number)
+            _, errors = outer.communicate(timeout=30)
+            assert not application.is_running()
+            assert (outer.returncode, errors) == (130, "experiments/run: interrupted\n")
+        finally:
+            if application.is_running():
+                application.kill()
 
 
 def test_what_was_added_to_the_configuration_is_played_beside_the_rows_that_are_there(
