@@ -1,15 +1,18 @@
 """Kubernetes sources: the endpoints of a Service, or the Pods of a label selector or an InferencePool.
 
 The API server is queried for a list, and then for a watch from the list's version. A watch whose version is
-too old restarts with a list, and a broken one is restarted; until then the last result stays valid.
+too old restarts with a list, and a broken one is restarted; until then the last result stays valid. Pauses
+between attempts grow while watches end early, because each list of a large namespace costs the API server.
 
 The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
 `pods` in the namespace, and for InferencePools also `inferencepools` (group `inference.networking.k8s.io`).
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +34,47 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_S = 10.0
 # The server ends a watch after this time; a dead connection is detected slightly later.
 _WATCH_S = 240
+# Pauses double from the first to the longest, until a watch lasts for long enough.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+_LASTING_S = 10.0
+# The limit of etcd is 1.5 MiB for an object.
+_LONGEST_LINE_BYTES = 8 << 20
 _GONE = 410
 
 
 class _WatchExpiredError(OSError):
     """The version to watch from is too old."""
+
+
+class _RejectedError(OSError):
+    """The API server rejects a query.
+
+    Attributes:
+        retry_after_s: pause that it asks for; 0 if it asks for none.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = min(retry_after_s, _LONGEST_PAUSE_S)
+
+
+class _Backoff:
+    """Growing pauses with jitter between watches that end early."""
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+        self._resumed_at = asyncio.get_running_loop().time()
+
+    async def pause(self, least_s: float = 0.0) -> None:
+        """Sleep for at least `least_s`; longer each time if the work since the last pause was short."""
+        clock = asyncio.get_running_loop().time
+        is_early = clock() - self._resumed_at < _LASTING_S
+        doubled_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._pause_s = doubled_s if is_early else 0.0
+        # With jitter, so that watchers do not return to a restarted API server at once.
+        jitter = random.uniform(0.5, 1.0)  # noqa: S311 - not for secrets
+        await asyncio.sleep(max(least_s * (2.0 - jitter), self._pause_s * jitter))
+        self._resumed_at = clock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +134,26 @@ class ObjectWatch:
         Args:
             show: raises `OSError` if the objects are not those that are needed; they are listed again later.
         """
+        backoff = _Backoff()
         while True:
             try:
-                await self._list_and_watch(show, health)
+                await self._list_and_watch(show, health, backoff)
             except _WatchExpiredError:
-                continue
-            except (OSError, ValueError, KeyError, UpstreamError) as exc:
+                await backoff.pause()
+            # A document of another form than the API's must not end discovery.
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, UpstreamError) as exc:
                 health.fail(
                     str(exc) if isinstance(exc, OSError) and str(exc) else f"{type(exc).__name__}: {exc}"
                 )
-                await asyncio.sleep(refresh_s)
+                asked_s = exc.retry_after_s if isinstance(exc, _RejectedError) else 0.0
+                await backoff.pause(max(refresh_s, asked_s))
 
-    async def _list_and_watch(self, show: Show, health: SourceHealth) -> None:
+    async def _list_and_watch(self, show: Show, health: SourceHealth, backoff: _Backoff) -> None:
         times = UpstreamSettings(connect_timeout_s=_LIST_TIMEOUT_S, silence_timeout_s=_WATCH_S + 30)
         connections = UpstreamPool(times, https=ClientTls(self.api.trust()))
         try:
             listed = await self._list(connections)
-            objects = {_name(item): item for item in listed["items"]}
+            objects = {_name(item): item for item in listed["items"] or ()}
             version = listed["metadata"]["resourceVersion"]
             show(objects)
             health.failure = ""
@@ -124,6 +166,7 @@ class ObjectWatch:
                     elif event["type"] != "BOOKMARK":
                         objects[_name(item)] = item
                     show(objects)
+                await backoff.pause()
         finally:
             connections.close()
 
@@ -150,8 +193,15 @@ class ObjectWatch:
         try:
             if response.status == _GONE:
                 raise _WatchExpiredError("the version to watch from is too old")
-            shown = (await response.read())[:200].decode("utf-8", "replace")
-            raise OSError(f"{server}{path} answered {response.status}: {shown}")
+            shown = ""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LIST_TIMEOUT_S):
+                    shown = (await response.read())[:200].decode("utf-8", "replace")
+            asked = response.header(b"retry-after")
+            raise _RejectedError(
+                f"{server}{path} answered {response.status}: {shown}",
+                float(asked) if asked.isdigit() else 0.0,
+            )
         finally:
             response.close()
 
@@ -238,7 +288,10 @@ class KubernetesSource:
 
         def show(objects: Mapping[str, Document]) -> None:
             nonlocal published
-            found = frozenset(url for item in objects.values() for url in reader(item))
+            pairs = [pair for item in objects.values() for pair in reader(item)]
+            # A dual-stack Pod is in slices of both families but is one engine: its last URL counts, of IPv4.
+            pairs.sort(key=lambda pair: (":" not in pair[1].host, pair[1].host))
+            found = frozenset(dict(pairs).values())
             if found != published:
                 published = found
                 publish(found)
@@ -251,22 +304,26 @@ class KubernetesSource:
         labels = f"kubernetes.io/service-name={self.service}"
         return ObjectWatch(self.api, "/apis/discovery.k8s.io/v1", "endpointslices", labels, self.namespace)
 
-    def _of_slice(self, item: Document) -> Iterator[EndpointUrl]:
+    def _of_slice(self, item: Document) -> Iterator[tuple[object, EndpointUrl]]:
         stated = [each["port"] for each in item.get("ports") or () if each.get("port")]
         ports = self.ports or tuple(stated[:1])
         for endpoint in item.get("endpoints") or ():
             conditions = endpoint.get("conditions") or {}
             # Terminating endpoints receive no new requests. By definition, an unknown condition is true.
             ready = conditions.get("ready") is not False and not conditions.get("terminating")
+            pod = (endpoint.get("targetRef") or {}).get("uid")
             if ready:
-                yield from (self._at(address, port) for address in endpoint["addresses"] for port in ports)
+                # All addresses of an endpoint lead to the same Pod.
+                for address in endpoint["addresses"][:1]:
+                    yield from (((pod or address, port), self._at(address, port)) for port in ports)
 
-    def _of_pod(self, item: Document) -> Iterator[EndpointUrl]:
+    def _of_pod(self, item: Document) -> Iterator[tuple[object, EndpointUrl]]:
         status = item.get("status") or {}
         conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
         ends = item["metadata"].get("deletionTimestamp")
         if status.get("podIP") and conditions.get("Ready") == "True" and not ends:
-            yield from (self._at(status["podIP"], port) for port in self.ports)
+            address = status["podIP"]
+            yield from (((address, port), self._at(address, port)) for port in self.ports)
 
     def _at(self, address: str, port: int) -> EndpointUrl:
         # Certificates have the names of services, not addresses.
@@ -335,19 +392,21 @@ class InferencePoolSource:
         """Return the source of the Pods that the InferencePool selects.
 
         Raises:
-            OSError: it does not exist.
+            OSError: it does not exist, or has no ports.
         """
         if (pool := pools.get(self.name)) is None:
             known = ", ".join(sorted(pools)) or "none"
             namespace = self.namespace or self.api.namespace()
             raise OSError(f"namespace {namespace} has no InferencePool {self.name} (existing: {known})")
+        if not (target_ports := pool["spec"].get("targetPorts")):
+            raise OSError(f"InferencePool {self.name} has no targetPorts")
         labels = pool["spec"]["selector"]["matchLabels"]
         return KubernetesSource(
             scheme=self.scheme,
             service="",
             namespace=self.namespace,
             selector=",".join(f"{key}={value}" for key, value in sorted(labels.items())),
-            ports=tuple(port["number"] for port in pool["spec"]["targetPorts"]),
+            ports=tuple(port["number"] for port in target_ports),
             path=self.path,
             api=self.api,
         )
@@ -359,10 +418,16 @@ def _name(item: Document) -> str:
 
 
 async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
-    """Yield non-empty lines of any length."""
+    """Yield non-empty lines.
+
+    Raises:
+        OSError: a line does not end.
+    """
     rest = b""
     while piece := await response.next():
         *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > _LONGEST_LINE_BYTES:
+            raise OSError(f"a line of the watch is longer than {_LONGEST_LINE_BYTES:,} bytes")
         for line in lines:
             if line.strip():
                 yield line

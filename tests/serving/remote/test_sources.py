@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from dns.asyncresolver import Resolver
 
+from serve_app.serving.remote import kubernetes
 from serve_app.serving.remote.endpoint_source import EndpointSource, SourceHealth
 from serve_app.serving.remote.endpoint_url import EndpointUrl
 from serve_app.serving.remote.kubernetes import ApiServer, InferencePoolSource, KubernetesSource
@@ -149,6 +150,11 @@ class FakeApiServer:
         self.paths: set[str] = set()
         self.tokens: set[str] = set()
         self.rejects = 0
+        self.rejection: dict[str, Any] = {"status": 403}
+        # Watches end at once, or repeat these bytes forever.
+        self.ends_watches_at_once = False
+        self.repeats = b""
+        self.times: list[float] = []
         self._changes: list[tuple[int, dict[str, Any]]] = []
         self._watches: dict[asyncio.Queue[str | None], web.Request] = {}
         (folder / "token").write_text("first")
@@ -177,18 +183,24 @@ class FakeApiServer:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.queries.append(dict(request.query))
+        self.times.append(asyncio.get_running_loop().time())
         self.paths.add(request.path)
         self.tokens.add(request.headers["authorization"])
         if self.rejects:
             self.rejects -= 1
-            return web.json_response({"message": "forbidden"}, status=403)
+            return web.json_response({"message": "forbidden"}, **self.rejection)
         if "watch" not in request.query:
             items = [each for each in self.objects.values() if _is_of(each, request)]
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
         if int(request.query["resourceVersion"]) < self.oldest:
             return web.json_response({"code": 410}, status=410)
-        response = web.StreamResponse()
+        response = web.StreamResponse(status=self.rejection["status"] if self.repeats else 200)
         await response.prepare(request)
+        while self.repeats:
+            await response.write(self.repeats)
+            await asyncio.sleep(0.01)
+        if self.ends_watches_at_once:
+            return response
         queue: asyncio.Queue[str | None] = asyncio.Queue()
         # What has changed since the client's version, as a real one sends first.
         for version, event in self._changes:
@@ -403,6 +415,121 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
         else:
             double.end_watches()
         await wait_until(lambda: found_urls[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
+
+
+async def test_watches_that_end_at_once_are_reopened_with_growing_pauses(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    double.ends_watches_at_once = True
+    async with followed(source_at("http://vllm", server)) as found_urls:
+        await asyncio.sleep(1.0)
+        assert 3 <= len(double.queries) <= 12
+        assert [query for query in double.queries if "watch" not in query] == double.queries[:1]
+        double.ends_watches_at_once = False
+        double.put(slice_of("a", "10.0.0.2"))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+
+
+async def test_versions_that_are_always_too_old_are_listed_with_growing_pauses(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    double.oldest = double.version + 1
+    async with followed(source_at("http://vllm", server)) as found_urls:
+        await asyncio.sleep(1.0)
+        # Each attempt is a list and a watch.
+        assert 4 <= len(double.queries) <= 24
+        double.oldest = 0
+        double.put(slice_of("a", "10.0.0.2"))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+
+
+@pytest.mark.parametrize(("header", "least_s"), [("1", 1.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.02)])
+async def test_an_overloaded_api_server_is_queried_again_after_its_retry_after(
+    api: tuple[FakeApiServer, ApiServer], header: str, least_s: float
+) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    double.rejects, double.rejection = 1, {"status": 429, "headers": {"retry-after": header}}
+    health = SourceHealth("kubernetes+http://vllm")
+    async with followed(source_at("http://vllm", server), health=health) as found_urls:
+        await wait_until(lambda: "answered 429" in health.failure)
+        await wait_until(lambda: bool(found_urls) and not health.failure)
+    assert double.times[1] - double.times[0] >= least_s
+
+
+@pytest.mark.parametrize(
+    ("status", "repeats", "reason"),
+    [(200, b"x" * 500, "longer than"), (500, b"x", "answered 500"), (200, b"null\n", "TypeError")],
+)
+async def test_a_stream_that_never_ends_is_left(
+    api: tuple[FakeApiServer, ApiServer],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    repeats: bytes,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(kubernetes, "_LONGEST_LINE_BYTES", 5_000, raising=False)
+    monkeypatch.setattr(kubernetes, "_LIST_TIMEOUT_S", 0.3)
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    double.rejection, double.repeats = {"status": status}, repeats
+    health = SourceHealth("kubernetes+http://vllm")
+    failures: list[str] = []
+    monkeypatch.setattr(SourceHealth, "fail", lambda _, text: failures.append(text))
+    async with followed(source_at("http://vllm", server), health=health) as found_urls:
+        await wait_until(lambda: any(reason in text for text in failures))
+        double.repeats = b""
+        double.put(slice_of("a", "10.0.0.2"))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+
+
+async def test_an_inference_pool_without_ports_is_named_and_removes_no_endpoint(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.put(pool_of("chat", {"app": "qwen"}, 8000))
+    double.put(pod("a", "10.0.0.1"))
+    health = SourceHealth("inferencepool+http://chat")
+    async with followed(pool_at("http://chat", server), health=health) as found_urls:
+        await wait_until(lambda: found_urls == [{"http://10.0.0.1:8000"}])
+        broken = pool_of("chat", {"app": "qwen"})
+        broken["spec"]["targetPorts"] = None
+        double.put(broken)
+        await wait_until(lambda: health.failure == "InferencePool chat has no targetPorts")
+        double.put(pod("a", "10.0.0.2"))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+        double.put(pool_of("chat", {"app": "qwen"}, 9000))
+        await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:9000"})
+
+
+async def test_a_pod_with_addresses_of_two_families_is_one_endpoint(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+
+    def of_pods(name: str, **addresses: str) -> dict[str, Any]:
+        made = slice_of(name, *addresses.values())
+        for endpoint, uid in zip(made["endpoints"], addresses, strict=True):
+            endpoint["targetRef"] = {"kind": "Pod", "name": uid, "uid": uid}
+        return made
+
+    double.put(of_pods("six", a="fd00::1", b="fd00::2"))
+    double.put(of_pods("four", a="10.0.0.1"))
+    double.put(of_pods("also-four", a="10.0.0.1", c="10.0.0.3"))
+    async with followed(source_at("http://vllm", server)) as found_urls:
+        await wait_until(lambda: double.watched)
+        assert found_urls == [{"http://10.0.0.1:8000", "http://[fd00::2]:8000", "http://10.0.0.3:8000"}]
+        # Of addresses that are equivalent by definition, clients may use the first.
+        several = of_pods("four", a="10.0.0.1")
+        several["endpoints"][0]["addresses"].append("10.0.0.9")
+        double.put(several)
+        double.put(of_pods("six", b="fd00::4"))
+        await wait_until(lambda: len(found_urls) == 2)
+        assert found_urls[-1] == {"http://10.0.0.1:8000", "http://[fd00::4]:8000", "http://10.0.0.3:8000"}
 
 
 async def test_a_rejection_of_the_api_server_removes_no_endpoint(
