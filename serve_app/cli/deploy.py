@@ -173,6 +173,7 @@ class _Deployment:
         try:
             cluster.deploy(application)
             self._wait(cluster)
+            self._check_gateways(cluster)
         except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - Ray raises various errors
             self._console.end()
             reason = "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc) or repr(exc)
@@ -278,6 +279,22 @@ class _Deployment:
                 )
             time.sleep(_POLL_S)
         self._console.end_step()
+
+    def _check_gateways(self, cluster: "Cluster") -> None:
+        """Check that the gateways apply the settings.
+
+        Those that reject them serve with the previous ones, but a gateway that starts later would fail.
+
+        Raises:
+            ServeAppError: one has rejected them.
+        """
+        try:
+            reasons = cluster.rejected_settings()
+        except Exception as exc:  # noqa: BLE001 - gateways of a previous release cannot report it
+            self._console.line(f"warning: gateways do not report whether they reject a setting: {exc}")
+            return
+        if reasons:
+            raise ServeAppError(f"gateways rejected the settings: {'; '.join(reasons)}")
 
     def _register(self) -> None:
         if self._instance is not None:

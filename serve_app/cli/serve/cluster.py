@@ -242,6 +242,12 @@ class Cluster:
         kinds = (kind for each, kind in self._job.engines.items() if each.endswith(f"-{name}"))
         return any(kind != "remote" for kind in kinds)
 
+    def rejected_settings(self) -> list[str]:
+        """Return why gateways reject the deployed settings; empty if all apply them."""
+        gateways = serve.get_app_handle(self._application.name)
+        reasons = gateways.broadcast("rejected_settings").results(timeout_s=_CALL_TIMEOUT_S)
+        return sorted(set(filter(None, reasons)))
+
     def is_controller_alive(self) -> bool:
         """Return whether Serve's controller responds."""
         try:

@@ -78,6 +78,7 @@ class GatewayDeployment:
             for pool, handle in pools.items()
         }
         self._cpu = CpuMeter()
+        self._rejected = ""
         self._gateway = Gateway(settings, dispatchers, gateway_id, self._clients, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
@@ -95,14 +96,20 @@ class GatewayDeployment:
         """Apply other hot settings; see `Gateway.change`.
 
         Invalid settings are logged and the current ones stay in effect. An error here would make Serve
-        replace a working gateway with one that cannot start.
+        replace a working gateway with one that cannot start. `deploy` requests the reason.
         """
         try:
             self._gateway.change(user_config)
+            self._rejected = ""
         except SettingsError as error:
+            self._rejected = str(error)
             logger.error(  # noqa: TRY400 - the message says all
                 "event=settings_rejected reason=%r action='the current settings stay in effect'", str(error)
             )
+
+    async def rejected_settings(self) -> str:
+        """Return why the deployed settings are not in effect; empty if they are."""
+        return self._rejected
 
     # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import aiohttp
 import httpx
@@ -20,6 +21,7 @@ import yaml
 from experiments.common.application import free_port
 from experiments.common.processes import titled
 from serve_app.cli import main
+from serve_app.cli.deploy import _Deployment
 from serve_app.cli.serve.changes import (
     CHANGED,
     REPLACED,
@@ -180,6 +182,17 @@ async def test_a_change_is_applied_one_that_fails_is_rolled_back_and_a_stop_comp
         (queue,) = (await queues(url))["models"]
         assert queue["max_waiting"] == 77
 
+        config.write_text(working)
+        missing = str(tmp_path / "missing")
+        changed_file(config, lambda args: args.update(gateway={"keys": [{"tenant": "a", "file": missing}]}))
+        statuses, done = await ends_beside(url, lambda: deploy(config))
+        assert done.returncode == 1
+        reason = f"the key of tenant a cannot be read from {missing}: No such file or directory"
+        assert f"The change failed: gateways rejected the settings: {reason}" in done.stderr
+        assert "Restored after" in done.stderr
+        assert set(statuses) == {200}
+        assert replicas(opened.process.pid) == after
+
         other = tmp_path / "other.yaml"
         other.write_text(working.replace("name: demo", "name: another").replace("gpt-4o-mini", "another-4o"))
         statuses, done = await ends_beside(url, lambda: deploy(other, "--url", url))
@@ -281,6 +294,15 @@ def test_deployments_that_come_and_go_are_named() -> None:
 )
 def test_settings_that_differ_are_named_without_values(before: Any, after: Any, paths: list[str]) -> None:
     assert list(differences(before, after)) == paths
+
+
+def test_gateways_of_a_previous_release_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "configs/local.yaml"
+    cluster = Mock(rejected_settings=Mock(side_effect=AttributeError("rejected_settings")))
+    _Deployment(config, check_file(config, on_this_machine=False), None, "auto", None)._check_gateways(
+        cluster
+    )
+    assert "warning: gateways do not report" in capsys.readouterr().err
 
 
 def test_without_a_running_application_there_is_nothing_to_change(
