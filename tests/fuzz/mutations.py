@@ -26,12 +26,12 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "tiny", "input": [[1, 2], [3]]},
     "/tokenize": {"model": "tiny", "prompt": "hello"},
 }
-_ODD_VALUES: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 5.0, 0.5, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400),
     *("", "x", "\x00", "\ud800", "null", "9" * 5_000, [], {}, [[]], [None], [[1], "a"], {"": ""}),
     *(["a"] * 3_000, {"a": {"b": {"c": [{}] * 50}}}),
 )
-_ODD_TEXTS = (
+ODD_TEXTS = (
     *(b"", b" ", b"null", b"[]", b"{}", b'""', b"0", b"{", b"}", b'{"', b"nan", b"\xff", b"\xef\xbb\xbf{}"),
     *(b"[" * 5_000, b'{"a":' * 5_000, b'{"model":"tiny","model":2}', "{}".encode("utf-16"), b"\x1f\x8b\x08"),
     *(b'{"model":"tiny","messages":[],"x":NaN}', b'{"model":"tiny","messages":[],"x":1e99999}'),
@@ -44,7 +44,7 @@ def malformed(seed: int) -> Iterator[tuple[str, bytes]]:
     chance = random.Random(seed)
     paths = list(VALID)
     while True:
-        for text in _ODD_TEXTS:
+        for text in ODD_TEXTS:
             yield chance.choice(paths), text
         for _ in range(200):
             path = chance.choice(paths)
@@ -62,7 +62,7 @@ def _written(document: Any) -> bytes:
 def _with_odd_value(node: Any, chance: random.Random) -> Any:
     """Return a copy in which one value is replaced or missing."""
     if not node or not isinstance(node, dict | list) or chance.random() < 0.15:
-        return chance.choice(_ODD_VALUES)
+        return chance.choice(ODD_VALUES)
     place = chance.choice(list(node) if isinstance(node, dict) else range(len(node)))
     copy = dict(node) if isinstance(node, dict) else list(node)
     if chance.random() < 0.15:

@@ -80,15 +80,7 @@ class EndpointAdmin:
         await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
 
     async def _change(self, action: str, incoming: IncomingRequest, caller: Caller) -> None:
-        held = await self._reader.body(incoming)
-        try:
-            change = msgspec.json.decode(held.data, type=EndpointChange)
-        except msgspec.DecodeError as exc:
-            raise RequestRejected(
-                Outcome.REJECTED_INVALID, f'the body must be like {{"url": "http://host:8000"}}: {exc}'
-            ) from exc
-        finally:
-            held.release()
+        change = await self._reader.document(incoming, EndpointChange, '{"url": "http://host:8000"}')
         model, pool = self._select_pool(change)
         try:
             answer = await asyncio.wait_for(

@@ -110,14 +110,8 @@ class KeyAdmin:
         await send_json(incoming.send, 200, encode(record.shown()), [])
 
     async def _permissions(self, incoming: IncomingRequest) -> Mapping[str, Any]:
-        held = await self._reader.body(incoming)
-        try:
-            permissions: dict[str, Any] = msgspec.json.decode(held.data, type=dict[str, Any])
-        except msgspec.DecodeError as exc:
-            message = f'the body must be like {{"tenant": "app", "tokens_per_day": 1000000}}: {exc}'
-            raise RequestRejected(Outcome.REJECTED_INVALID, message) from exc
-        finally:
-            held.release()
+        example = '{"tenant": "app", "tokens_per_day": 1000000}'
+        permissions = await self._reader.document(incoming, dict[str, Any], example)
         for name in permissions.keys() - _PERMISSIONS:
             known = ", ".join(sorted(_PERMISSIONS))
             message = f"a key has no permission {name[:100]!r}; permissions: {known}"

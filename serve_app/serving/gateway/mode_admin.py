@@ -55,14 +55,8 @@ class ModeAdmin:
     async def _apply_change(
         self, incoming: IncomingRequest, caller: Caller
     ) -> Mapping[str, SchedulerQueries]:
-        held = await self._reader.body(incoming)
-        try:
-            change = msgspec.json.decode(held.data, type=ModeChange)
-        except msgspec.DecodeError as exc:
-            message = f'the body must be like {{"active_share": 0.1}}, a share from 0 to 1: {exc}'
-            raise RequestRejected(Outcome.REJECTED_INVALID, message) from exc
-        finally:
-            held.release()
+        example = '{"active_share": 0.1}, a share from 0 to 1'
+        change = await self._reader.document(incoming, ModeChange, example)
         if change.model is not None and change.model not in self._queries:
             known = ", ".join(self._queries)
             raise RequestRejected(

@@ -1,6 +1,7 @@
 """Endpoints of the Batch API, as OpenAI specifies them: `BATCH_ROUTES` at the end lists them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,18 @@ from serve_app.serving.gateway.batches.records import (
 )
 from serve_app.serving.gateway.batches.runner import BatchRunner
 from serve_app.serving.gateway.batches.storage import Storage
-from serve_app.serving.gateway.batches.store import BatchStore, Page, QuotaExceeded, StoreError
+from serve_app.serving.gateway.batches.store import (
+    BatchStore,
+    Page,
+    QuotaExceeded,
+    StoreError,
+    TooManyBatches,
+    check_quota,
+)
 from serve_app.serving.gateway.batches.upload import UploadForm
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.request.reader import FORM_BYTES, RequestReader
 from serve_app.serving.gateway.router import Handler, HttpRoute
 from serve_app.serving.gateway.settings import GatewaySettings
 
@@ -41,6 +49,8 @@ _SHORTEST_EXPIRY_S, _LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
 _MOST_SHOWN = 50
 NO_BATCHES: Mapping[str, Any] = {"rows": (), "error": ""}
 _RETRY_AFTER_S = 5.0
+# Batches take minutes to hours.
+_BATCH_RETRY_AFTER_S = 60.0
 
 
 class OutputExpiry(msgspec.Struct):
@@ -60,7 +70,7 @@ class BatchBody(msgspec.Struct):
     output_expires_after: OutputExpiry | None = None
 
 
-_body_decoder = msgspec.json.Decoder(BatchBody)
+_EXAMPLE = '{"input_file_id": "file-…", "endpoint": "/v1/chat/completions"}'
 
 
 class BatchOwner(NamedTuple):
@@ -89,8 +99,12 @@ class BatchApi:
     ) -> None:
         self._settings = settings.batches
         self._reader = reader
+        # Bytes of uploads in progress, by tenant.
+        self._receiving: Counter[str] = Counter()
         self._storage = Storage(folder, settings.batches.files_uri)
-        self._runner = BatchRunner(self._storage, partial(call, serve), reader.caller_with, gateway_id)
+        retention_s = settings.batches.retention_s
+        serve_request = partial(call, serve)
+        self._runner = BatchRunner(self._storage, serve_request, reader.caller_with, gateway_id, retention_s)
         self._runner.start()
 
     def __repr__(self) -> str:
@@ -142,8 +156,9 @@ class BatchApi:
         record = FileRecord(
             id=new_id("file-"), owner=owner.tenant, filename="", purpose="batch", created_at=int(time())
         )
+        tenant, limit, received = owner.tenant, self._settings.max_stored_bytes, 0
         # Incomplete files are deleted after a day if this process ends now.
-        await self._storage(BatchStore.put_file, record)
+        used = await self._storage(BatchStore.put_upload, record, limit, self._settings.max_files)
         writer = await self._storage.file_call(self._storage.contents.create, record.id)
 
         def write(data: bytes) -> None:
@@ -151,19 +166,29 @@ class BatchApi:
             writer.write(data)
 
         try:
+            stated = int(incoming.headers.get(b"content-length", b"0"))
+            check_quota(used + self._receiving[tenant], max(1, stated - FORM_BYTES), limit)
             async for data in self._reader.pieces(incoming, self._settings.max_file_bytes, _PIECE_BYTES):
                 if contents := form.feed(data):
+                    check_quota(used + self._receiving[tenant], len(contents), limit)
+                    received += len(contents)
+                    self._receiving[tenant] += len(contents)
                     await self._storage.file_call(write, contents)
             form.finish()
             checker.finish()
-            record.expires_at = _expiry_of_form(form.fields, record.created_at)
+            record.expires_at = record.created_at + (
+                _expiry_of_form(form.fields) or self._settings.retention_s
+            )
             await self._storage.file_call(writer.close)
             record.bytes, record.filename, record.is_complete = writer.bytes, form.filename or "", True
             record.requests, record.first_lines = checker.requests, checker.first_lines
-            await self._storage(BatchStore.put_file, record, self._settings.max_stored_bytes)
+            await self._storage(BatchStore.put_upload, record, limit, self._settings.max_files)
         except BaseException:
             await asyncio.shield(self._abandon(record.id, writer.abandon))
             raise
+        finally:
+            # A difference of counters has no zeros, so tenants without uploads take no memory.
+            self._receiving -= Counter({tenant: received})
         await _send(incoming, record.shown())
 
     async def _abandon(self, file_id: str, abandon: Any) -> None:
@@ -234,7 +259,7 @@ class BatchApi:
 
     async def create_batch(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
         """Create a batch of the requests in a file."""
-        body = await self._body(incoming)
+        body = await self._reader.document(incoming, BatchBody, _EXAMPLE)
         record = BatchRecord(
             id=new_id("batch_"),
             owner=owner.tenant,
@@ -244,7 +269,7 @@ class BatchApi:
             completion_window=body.completion_window,
             created_at=int(time()),
             expires_at=int(time()) + _window_of(body.completion_window),
-            keep_output_s=_kept_s(body.output_expires_after, self._settings.keep_output_s),
+            keep_output_s=_kept_s(body.output_expires_after, self._settings.retention_s),
             metadata=_checked_metadata(body.metadata),
         )
         if body.endpoint not in SCHEDULED:
@@ -261,20 +286,8 @@ class BatchApi:
         ]
         if record.errors:
             record.enter("failed", time())
-        await self._storage(BatchStore.add_batch, record)
+        await self._storage(BatchStore.add_batch, record, self._settings.max_open_batches)
         await self._send_changed(incoming, record)
-
-    async def _body(self, incoming: IncomingRequest) -> BatchBody:
-        held = await self._reader.body(incoming)
-        try:
-            return _body_decoder.decode(held.data)
-        except (msgspec.DecodeError, RecursionError) as error:
-            example = '{"input_file_id": "file-…", "endpoint": "/v1/chat/completions"}'
-            raise RequestRejected(
-                Outcome.REJECTED_INVALID, f"the body must be like {example}: {error}"
-            ) from error
-        finally:
-            held.release()
 
     async def list_batches(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
         """Send a page of the tenant's batches."""
@@ -324,6 +337,13 @@ def storage_rejection(error: StoreError) -> RequestRejected:
     """Return the rejection of a request that the storage could not serve."""
     if isinstance(error, QuotaExceeded):
         return RequestRejected(Outcome.REJECTED_BODY_TOO_LARGE, str(error), code="storage_limit_exceeded")
+    if isinstance(error, TooManyBatches):
+        return RequestRejected(
+            Outcome.REJECTED_RATE_LIMITED,
+            str(error),
+            code="batch_limit_exceeded",
+            retry_after_s=_BATCH_RETRY_AFTER_S,
+        )
     is_full = "full" in str(error) or "No space" in str(error)
     return RequestRejected(
         Outcome.FAILED,
@@ -359,7 +379,9 @@ def _query(incoming: IncomingRequest) -> dict[str, str]:
 
 def _page(query: Mapping[str, str], default: int, most: int) -> Page:
     written, order = query.get("limit", str(default)), query.get("order", "desc")
-    if not written.isascii() or not written.isdigit() or not 1 <= int(written[:9]) <= most:
+    # Python converts no number of thousands of digits.
+    is_number = written.isascii() and written.isdigit() and len(written) < 10
+    if not is_number or not 1 <= int(written) <= most:
         raise _invalid("limit", f"limit must be from 1 to {most:,}, got {written[:20]!r}")
     if order not in ("asc", "desc"):
         raise _invalid("order", f"order must be asc or desc, got {order[:20]!r}")
@@ -382,14 +404,14 @@ def _kept_s(expiry: OutputExpiry | None, default_s: int) -> int:
     return _checked_expiry("output_expires_after", expiry.anchor, str(expiry.seconds))
 
 
-def _expiry_of_form(fields: Mapping[str, str], now: int) -> int | None:
+def _expiry_of_form(fields: Mapping[str, str]) -> int | None:
     if (purpose := fields.get("purpose")) != "batch":
         got = "is missing" if purpose is None else f"is {purpose[:40]!r}"
         raise _invalid("purpose", f"purpose {got}: it must be batch, because files are used for batches only")
     if "expires_after[seconds]" not in fields:
         return None
     anchor = fields.get("expires_after[anchor]", "created_at")
-    return now + _checked_expiry("expires_after", anchor, fields["expires_after[seconds]"])
+    return _checked_expiry("expires_after", anchor, fields["expires_after[seconds]"])
 
 
 def _checked_expiry(name: str, anchor: str, seconds: str) -> int:

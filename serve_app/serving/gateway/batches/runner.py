@@ -20,7 +20,6 @@ import contextlib
 import contextvars
 import logging
 import random
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,15 +91,22 @@ class BatchRunner:
         serve: serves one request.
         caller_of: returns the caller with an API key; raises `RequestRejected` if the key is not valid.
         holder: name of this gateway, unique among all.
+        retention_s: time after the window of a batch until it is deleted.
     """
 
     def __init__(
-        self, storage: Storage, serve: ServeRequest, caller_of: Callable[[str], Caller], holder: str
+        self,
+        storage: Storage,
+        serve: ServeRequest,
+        caller_of: Callable[[str], Caller],
+        holder: str,
+        retention_s: float,
     ) -> None:
         self._storage = storage
         self._serve = serve
         self._caller_of = caller_of
         self._holder = holder
+        self._retention_s = retention_s
         self._runs: dict[str, tuple[_BatchRun, asyncio.Task[None]]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -177,27 +183,26 @@ class BatchRunner:
         for batch_id, (_, task) in tuple(self._runs.items()):
             if task.done():
                 del self._runs[batch_id]
-        records = await self._storage(BatchStore.open_batches)
-        for record in _first(records, time()):
+        records = await self._storage(BatchStore.runnable, time(), _MOST_BATCHES)
+        for record in records:
             if record.id not in self._runs:
                 run = _BatchRun(record, token, self._storage, self._serve, self._caller_of)
                 task = asyncio.get_running_loop().create_task(run.run(), name=record.id)
                 self._runs[record.id] = run, task
-            most = _MOST // min(len(records), _MOST_BATCHES)
-            self._runs[record.id][0].observe(record, time(), most)
+            self._runs[record.id][0].observe(record, time(), _MOST // len(records))
         if monotonic() - self._swept_at > _SWEEP_S and (self._sweeping is None or self._sweeping.done()):
             self._swept_at = monotonic()
             # In a task, because a slow bucket must not delay the next extension of the lease.
             self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Delete expired files that no open batch reads."""
+        """Delete expired files that no open batch reads, and batches that ended long ago."""
         now = time()
         try:
             for file_id in await self._storage(BatchStore.expired_files, now, now - _ABANDONED_S):
-                if await self._storage(BatchStore.uses, file_id) is None:
-                    await self._storage.file_call(self._storage.contents.delete, file_id)
-                    await self._storage(BatchStore.delete_file, file_id)
+                await self._storage.file_call(self._storage.contents.delete, file_id)
+                await self._storage(BatchStore.delete_file, file_id)
+            await self._storage(BatchStore.delete_ended, now - self._retention_s)
         except StoreError as error:
             logger.warning("event=batch_sweep_failed reason=%r", str(error))
 
@@ -208,18 +213,6 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-def _first(records: Sequence[BatchRecord], now: float) -> list[BatchRecord]:
-    """Return the batches to run: those that end, then each tenant's oldest, then each one's second, ..."""
-    of_owner: Counter[str] = Counter()
-    ranked: list[tuple[int, BatchRecord]] = []
-    for record in records:
-        ends = (record.status not in {"in_progress", "validating"}) or now >= record.expires_at
-        ranked.append((0 if ends else 1 + of_owner[record.owner], record))
-        of_owner[record.owner] += not ends
-    ranked.sort(key=lambda each: each[0])
-    return [record for _, record in ranked[:_MOST_BATCHES]]
 
 
 @dataclass(slots=True)
@@ -350,10 +343,18 @@ class _BatchRun:
 
     async def _requests(self) -> AsyncGenerator[BatchRequest, None]:
         """Yield the requests without a result, in the order of the input."""
-        done = await self._persist(partial(self._storage, BatchStore.lines_with_result, self._record.id))
         reader = InputReader(self._storage.contents, self._record.input_file_id)
         try:
             while requests := await self._persist(partial(self._storage.file_call, reader.next)):
+                done = await self._persist(
+                    partial(
+                        self._storage,
+                        BatchStore.lines_with_result,
+                        self._record.id,
+                        requests[0].line,
+                        requests[-1].line,
+                    )
+                )
                 for request in requests:
                     if request.line not in done:
                         yield request

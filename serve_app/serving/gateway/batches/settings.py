@@ -24,13 +24,19 @@ class BatchSettings:
     # Folder of the files' contents, if it is not `files` in `folder`: a path, or a URI that fsspec supports
     # (`s3://bucket/folder`).
     files_uri: Annotated[str | None, ADVANCED] = None
-    # Most bytes of all files of one tenant.
+    # Most bytes of all files of one tenant. Uploads beyond them are rejected. Results of batches are always
+    # written, and count.
     max_stored_bytes: Annotated[int, at_least(1_024), ADVANCED] = 100 * _GIBIBYTE
+    # Most files of one tenant, counted in the same way.
+    max_files: Annotated[int, at_least(1), ADVANCED] = 10_000
+    # Most batches of one tenant that have not ended. At most 64 of all tenants run at a time.
+    max_open_batches: Annotated[int, at_least(1), ADVANCED] = 100
+    # Time after which a file is deleted, unless its client states another, and a batch after the end of its
+    # window. A longer time needs a larger disk.
+    retention_s: Annotated[int, at_least(3_600), ADVANCED] = 30 * 24 * 3600
     # Longest input file, and most requests in it. OpenAI's limits are 200 MB and 50,000.
     max_file_bytes: Annotated[int, at_least(1_024), INTERNAL] = 2 * _GIBIBYTE
     max_requests: Annotated[int, at_least(1), INTERNAL] = 100_000
-    # Time after which the output of a batch is deleted, unless the batch states another.
-    keep_output_s: Annotated[int, at_least(1), INTERNAL] = 30 * 24 * 3600
 
     def __post_init__(self) -> None:
         if self.folder is not None and not Path(self.folder).is_absolute():

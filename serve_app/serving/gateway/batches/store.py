@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -48,6 +48,8 @@ _VERSION = 1
 _BUSY_TIMEOUT_S = 5.0
 # Results that are read at once.
 _PAGE = 200
+# Files and batches that are deleted at once.
+_SWEPT_TOGETHER = 1_000
 _NETWORK_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gluster", "beegfs", "9p", "afs")
 
 _file_decoder = msgspec.json.Decoder(FileRecord)
@@ -118,21 +120,27 @@ class BatchStore:
 
     # -- files
 
-    def put_file(self, record: FileRecord, max_stored_bytes: int | None = None) -> None:
-        """Add or replace a file.
+    def put_file(self, record: FileRecord) -> None:
+        """Add or replace a file."""
+        with self._transaction() as db:
+            _put_file(db, record)
+
+    def put_upload(self, record: FileRecord, max_stored_bytes: int, max_files: int) -> int:
+        """Add or replace a file that a client uploads, and return the bytes of its owner's other files.
 
         Raises:
-            StoreError: the owner's files would exceed `max_stored_bytes`; the message has the figures.
+            QuotaExceeded: the owner's files would exceed a limit.
         """
         with self._transaction() as db:
-            if max_stored_bytes is not None:
-                used = db.execute(
-                    "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ? AND id != ?",
-                    (record.owner, record.id),
-                ).fetchone()[0]
-                if used + record.bytes > max_stored_bytes:
-                    raise QuotaExceeded(used, record.bytes, max_stored_bytes)
+            count, used = db.execute(
+                "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE owner = ? AND id != ?",
+                (record.owner, record.id),
+            ).fetchone()
+            if count >= max_files:
+                raise QuotaExceeded(f"you have {count:,} files, the limit: delete files")
+            check_quota(used, record.bytes, max_stored_bytes)
             _put_file(db, record)
+        return int(used)
 
     def file(self, file_id: str, owner: str) -> FileRecord | None:
         """Return a complete file of a tenant; None if there is none."""
@@ -153,28 +161,45 @@ class BatchStore:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def expired_files(self, now: float, abandoned_before: float) -> list[str]:
-        """Return expired files, and uploads that began before `abandoned_before` and were not completed."""
+        """Return files to delete: some of those that have expired, unless an open batch reads them.
+
+        Args:
+            abandoned_before: uploads that began before and were not completed have expired.
+        """
         with _errors(self.path):
             rows = self._db.execute(
-                "SELECT document FROM files WHERE expires_at <= ? OR bytes = 0", (int(now),)
-            ).fetchall()
-        found = [_file_decoder.decode(row) for (row,) in rows]
-        return [
-            record.id
-            for record in found
-            if (record.expires_at is not None and record.expires_at <= now)
-            or (not record.is_complete and record.created_at < abandoned_before)
-        ]
+                "SELECT id FROM files WHERE id NOT IN"
+                " (SELECT json_extract(CAST(document AS TEXT), '$.input_file_id') FROM batches WHERE is_open)"
+                " AND (expires_at <= ?"
+                " OR (bytes = 0 AND json_extract(CAST(document AS TEXT), '$.created_at') < ?)) LIMIT ?",
+                (now, abandoned_before, _SWEPT_TOGETHER),
+            )
+            return [file_id for (file_id,) in rows]
 
     def uses(self, file_id: str) -> str | None:
         """Return an open batch that reads a file; None if there is none."""
-        return next((batch.id for batch in self.open_batches() if batch.input_file_id == file_id), None)
+        query = (
+            "SELECT id FROM batches WHERE is_open"
+            " AND json_extract(CAST(document AS TEXT), '$.input_file_id') = ?"
+        )
+        found: str | None = self._one(query, file_id)
+        return found
 
     # -- batches
 
-    def add_batch(self, record: BatchRecord) -> None:
-        """Add a batch."""
+    def add_batch(self, record: BatchRecord, max_open: int | None = None) -> None:
+        """Add a batch.
+
+        Raises:
+            TooManyBatches: the owner has `max_open` open batches.
+        """
         with self._transaction() as db:
+            query = "SELECT COUNT(*) FROM batches WHERE is_open AND owner = ?"
+            if max_open is not None and db.execute(query, (record.owner,)).fetchone()[0] >= max_open:
+                raise TooManyBatches(
+                    f"you have {max_open:,} batches that have not ended, the limit: wait for the end of one, "
+                    "cancel one, or raise gateway.batches.advanced.max_open_batches"
+                )
             db.execute(
                 "INSERT INTO batches (id, owner, is_open, document) VALUES (?, ?, ?, ?)",
                 (record.id, record.owner, record.is_open, msgspec.json.encode(record)),
@@ -197,11 +222,32 @@ class BatchStore:
             ).fetchall()
         return [_batch_decoder.decode(row) for (row,) in rows]
 
-    def open_batches(self) -> list[BatchRecord]:
-        """Return all batches with work left, oldest first."""
+    def runnable(self, now: float, limit: int) -> list[BatchRecord]:
+        """Return open batches to run: those that end, then each tenant's oldest, its second, and so on."""
+        # Only the chosen documents are read, because there may be very many open batches.
+        query = """
+            WITH open_ones AS (
+                SELECT number, owner, json_extract(CAST(document AS TEXT), '$.expires_at') <= ?
+                    OR IFNULL(json_extract(CAST(document AS TEXT), '$.status'), 'validating')
+                    NOT IN ('validating', 'in_progress') AS ends
+                FROM batches WHERE is_open),
+            chosen AS (
+                SELECT number,
+                    IIF(ends, 0, ROW_NUMBER() OVER (PARTITION BY owner, ends ORDER BY number)) AS place
+                FROM open_ones ORDER BY place, number LIMIT ?)
+            SELECT document FROM chosen JOIN batches USING (number) ORDER BY place, number"""
         with _errors(self.path):
-            rows = self._db.execute("SELECT document FROM batches WHERE is_open ORDER BY number").fetchall()
-        return [_batch_decoder.decode(row) for (row,) in rows]
+            return [_batch_decoder.decode(row) for (row,) in self._db.execute(query, (now, limit))]
+
+    def delete_ended(self, before: float) -> None:
+        """Delete some of the batches that have ended and whose completion window ended before a time."""
+        # The oldest have the lowest numbers, and a window is at most a day, so none of them waits for long.
+        with self._transaction() as db:
+            db.execute(
+                "DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE NOT is_open"
+                " ORDER BY number LIMIT ?) AND json_extract(CAST(document AS TEXT), '$.expires_at') < ?",
+                (_SWEPT_TOGETHER, before),
+            )
 
     def cancel(self, batch_id: str, owner: str, now: float) -> BatchRecord | None:
         """Request that a batch ends; return it, or None if there is none. Batches that have ended remain."""
@@ -263,11 +309,11 @@ class BatchStore:
             _put_batch(db, record)
         return record
 
-    def lines_with_result(self, batch_id: str) -> set[int]:
-        """Return the lines of a batch that have a result."""
+    def lines_with_result(self, batch_id: str, first: int, last: int) -> set[int]:
+        """Return the lines of a batch, from `first` to `last`, that have a result."""
         with _errors(self.path):
-            rows = self._db.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
-            return {line for (line,) in rows}
+            query = "SELECT line FROM results WHERE batch = ? AND line BETWEEN ? AND ?"
+            return {line for (line,) in self._db.execute(query, (batch_id, first, last))}
 
     def outputs(self, batch_id: str, after: int, *, errors: bool) -> Sequence[tuple[int, bytes]]:
         """Return the next lines of an output or error file, in the order of the input."""
@@ -324,7 +370,7 @@ class BatchStore:
             raise LeaseLost(f"batch {batch_id} has ended")
         return _batch_decoder.decode(found)
 
-    def _one(self, query: str, *values: str) -> bytes | None:
+    def _one(self, query: str, *values: str) -> Any:
         with _errors(self.path):
             row = self._db.execute(query, values).fetchone()
         return None if row is None else row[0]
@@ -344,10 +390,17 @@ class BatchStore:
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 - a limit, not a failure
-    """A tenant's files would exceed their limit."""
+    """A tenant's files would exceed a limit."""
 
-    def __init__(self, used: int, added: int, limit: int) -> None:
-        super().__init__(
+
+class TooManyBatches(StoreError):  # noqa: N818 - a limit, not a failure
+    """A tenant's open batches would exceed their limit."""
+
+
+def check_quota(used: int, added: int, limit: int) -> None:
+    """Raise `QuotaExceeded` if bytes would be added to those of a tenant beyond its limit."""
+    if used + added > limit:
+        raise QuotaExceeded(
             f"your files have {used:,} bytes, and {added:,} more exceed the limit of {limit:,}: delete files"
         )
 

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -38,13 +39,15 @@ from serve_app.serving.gateway.routes import with_limit
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
+T = TypeVar("T")
+
 # Longer bodies are checked and parsed on a thread. For shorter ones, changing threads costs more than the
 # 5 ms at most for which they block the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
 # The limit for bodies that mostly consist of long texts; these also cost more memory on a thread.
 _LARGE_TEXT_BYTES = 512 * 1024
 # The parts of a form around its file.
-_FORM_BYTES = 64 * 1024
+FORM_BYTES = 64 * 1024
 # Pieces of this length are stored as they arrive; shorter ones are joined.
 _OWN_PIECE_BYTES = 4 * 1024
 
@@ -139,7 +142,7 @@ class RequestReader:
         settings, loop = self._settings, asyncio.get_running_loop()
         heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
         stated = incoming.headers.get(b"content-length", b"0")
-        if stated.isdigit() and int(stated) > max_bytes + _FORM_BYTES:
+        if stated.isdigit() and int(stated) > max_bytes + FORM_BYTES:
             raise _file_too_large(max_bytes)
         pending, size, received_s, is_last = bytearray(), 0, 0.0, False
         while not is_last:
@@ -153,7 +156,7 @@ class RequestReader:
                 raise ClientGone("the client disconnected before its request was complete")
             piece = message.get("body", b"")
             size += len(piece)
-            if size > max_bytes + _FORM_BYTES:
+            if size > max_bytes + FORM_BYTES:
                 raise _file_too_large(max_bytes)
             if received_s - settings.body_grace_s > size / settings.min_body_bytes_per_s:
                 raise _too_slow(settings)
@@ -189,6 +192,28 @@ class RequestReader:
             raise
         held.received_at = monotonic()
         return held
+
+    async def document(self, incoming: IncomingRequest, kind: type[T], example: str) -> T:
+        """Receive a small body of JSON, and return it as an object of this type.
+
+        Args:
+            example: a valid body, for the error.
+
+        Raises:
+            RequestRejected: it is not JSON of this type, or cannot be received; see `body`.
+            ClientGone: the client disconnected before it was complete.
+        """
+        held = await self.body(incoming)
+        try:
+            check_structure(held.data)
+            return msgspec.json.decode(held.data, type=kind)
+        # Invalid UTF-8 is a ValueError, as msgspec's own errors are.
+        except (ValueError, RecursionError) as exc:
+            raise RequestRejected(
+                Outcome.REJECTED_INVALID, f"the body must be like {example}: {exc}"
+            ) from exc
+        finally:
+            held.release()
 
     def _whole_body(self, incoming: IncomingRequest) -> HeldBody:
         """Return a body that has arrived."""
@@ -465,8 +490,8 @@ def _added_fields(parsed: ParsedBody, body: bytes, isolated: str, *, assembles: 
         added.append(priority_field(NO_PRIORITY))
     if assembles:
         added.append(AS_STREAM)
-    if isolated and parsed.opening is not NO_OPENING:
-        added.append(salt_field(engine_salt(isolated, parsed.opening.salt)))
+    if isolated and parsed.form_model is None:
+        added.append(salt_field(engine_salt(isolated, fields.cache_salt or "")))
     return added
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -295,6 +296,86 @@ async def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
         with pytest.raises(openai.APIStatusError, match="delete files") as caught:
             await uploaded(client, map(line, range(5)))
         assert caught.value.code == "storage_limit_exceeded"
+
+
+async def test_an_upload_over_the_limit_is_refused_before_its_bytes_are_read(tmp_path: Path) -> None:
+    """By its length, and without one while it arrives."""
+    settings = BatchSettings(max_stored_bytes=100_000)
+    head = (
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n%b\r\n\r\n"
+    )
+    async with served(tmp_path, batches=settings) as (client, fleet):
+
+        async def answer_to(*sent: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet.port)
+            writer.writelines(sent)
+            async with asyncio.timeout(5):
+                answer = await reader.readuntil(b"}}")
+            writer.close()
+            return answer
+
+        stated = await answer_to(head % b"content-length: 1000000")
+        assert b" 413 " in stated
+        assert b"storage_limit_exceeded" in stated
+        part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        data = part + contents(line(number, body=chat(user="x" * 1_000)) for number in range(1_000))
+        # The last chunk is missing, so the answer is about what has arrived.
+        chunked = await answer_to(head % b"transfer-encoding: chunked", b"%x\r\n%b\r\n" % (len(data), data))
+        assert b"storage_limit_exceeded" in chunked
+        assert [each async for each in client.files.list()] == []
+        assert not list((tmp_path / "files").iterdir())
+
+
+async def test_uploads_at_the_same_time_do_not_exceed_the_limit_together(tmp_path: Path) -> None:
+    async with served(tmp_path, batches=BatchSettings(max_stored_bytes=3_000)) as (client, _):
+        lines = [line(number) for number in range(12)]
+        results = await asyncio.gather(*(uploaded(client, lines) for _ in range(8)), return_exceptions=True)
+        refused = [each for each in results if isinstance(each, openai.APIStatusError)]
+        assert {each.code for each in refused} == {"storage_limit_exceeded"}
+        files = [each async for each in client.files.list()]
+        assert len(files) == 8 - len(refused) == 3_000 // len(contents(lines))
+
+
+async def test_a_tenant_has_limits_of_files_and_of_open_batches(tmp_path: Path) -> None:
+    keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
+    settings = BatchSettings(max_files=3, max_open_batches=2)
+    options: dict[str, Any] = {"endpoint": CHATS, "completion_window": "24h"}
+    async with served(tmp_path, [Engine(token_delay_s=10.0)], key="ka", keys=keys, batches=settings) as (
+        client,
+        _,
+    ):
+        files = [await uploaded(client, [line(1)]) for _ in range(3)]
+        with pytest.raises(openai.APIStatusError, match="3 files, the limit") as too_many:
+            await uploaded(client, [line(1)])
+        assert (too_many.value.status_code, too_many.value.code) == (413, "storage_limit_exceeded")
+        batches = [await client.batches.create(input_file_id=each, **options) for each in files[:2]]
+        with pytest.raises(openai.RateLimitError, match="max_open_batches") as busy:
+            await client.batches.create(input_file_id=files[2], **options)
+        assert busy.value.code == "batch_limit_exceeded"
+        other = client.with_options(api_key="kb")
+        await other.batches.create(input_file_id=await uploaded(other, [line(1)]), **options)
+        await client.batches.cancel(batches[0].id)
+        await ended(client, batches[0].id)
+        await client.batches.create(input_file_id=files[2], **options)
+
+
+async def test_ended_batches_and_all_of_their_files_are_deleted_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.serving.gateway.batches.runner._SWEEP_S", 0.1)
+    async with served(tmp_path) as (client, _):
+        ended_one = await run_batch(client, [line(1)])
+        file = await client.files.retrieve(ended_one.input_file_id)
+        assert file.expires_at == file.created_at + 30 * 86_400
+        now = time.time() + 30 * 86_400
+        monkeypatch.setattr("serve_app.serving.gateway.batches.runner.time", lambda: now)
+        await wait_until(lambda: not list((tmp_path / "files").iterdir()))
+        assert (await client.batches.retrieve(ended_one.id)).status == "completed"
+        now += 86_400
+        database = BatchStore(tmp_path / "batches.sqlite")
+        await wait_until(lambda: not database.last_batches(9))
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.retrieve(ended_one.id)
 
 
 async def test_files_and_batches_belong_to_their_tenant(tmp_path: Path) -> None:

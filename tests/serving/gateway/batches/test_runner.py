@@ -133,7 +133,7 @@ def custom_ids(storage: Storage, record: BatchRecord) -> list[str]:
 @asynccontextmanager
 async def running(storage: Storage, gateway: Gateway, holder: str = "g1") -> AsyncIterator[BatchRunner]:
     """Run a runner."""
-    found = BatchRunner(storage, gateway.serve, caller_of, holder)
+    found = BatchRunner(storage, gateway.serve, caller_of, holder, 1_000)
     found.start()
     yield found
     await found.stop()
@@ -170,7 +170,7 @@ async def test_every_line_has_one_result_whoever_dies(tmp_path: Path, storage: S
     batch_id = await add_batch(storage, 500)
     for number in range(4):
         before = asyncio.all_tasks()
-        BatchRunner(Storage(tmp_path), gateway.serve, caller_of, f"g{number}").start()
+        BatchRunner(Storage(tmp_path), gateway.serve, caller_of, f"g{number}", 1_000).start()
         await asyncio.sleep(0.75)
         # Dies without releasing its lease.
         for task in asyncio.all_tasks() - before:
@@ -386,32 +386,6 @@ async def test_a_line_without_a_result_by_mistake_is_an_error(
     assert (record.completed, record.failed) == (2, 1)
     (error,) = read_lines(storage, record.error_file_id)
     assert (error["custom_id"], error["error"]["code"]) == ("c1", "internal_error")
-
-
-def test_no_tenant_occupies_all_places() -> None:
-    def batch(number: int, owner: str, **changes: Any) -> BatchRecord:
-        fields: dict[str, Any] = {
-            "id": f"{owner}{number}",
-            "owner": owner,
-            "key_id": "",
-            "endpoint": CHATS,
-            "input_file_id": "f",
-            "completion_window": "24h",
-            "created_at": 0,
-            "expires_at": 100,
-            "keep_output_s": 1,
-            **changes,
-        }
-        return BatchRecord(**fields)
-
-    records = [*(batch(number, "a") for number in range(200)), batch(0, "b"), batch(1, "b")]
-    records.append(batch(999, "a", status="cancelling"))
-    chosen = [record.id for record in runner_module._first(records, 50.0)]
-    assert len(chosen) == 64
-    assert chosen[:4] == ["a999", "a0", "b0", "a1"]
-    assert "b1" in chosen
-    # Batches whose window has ended have nothing to submit.
-    assert len(runner_module._first([*records, batch(7, "c", expires_at=50)], 50.0)) == 64
 
 
 async def test_answers_that_are_no_json_lines_remain_one_line(storage: Storage) -> None:

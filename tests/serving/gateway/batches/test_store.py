@@ -1,9 +1,11 @@
 """The database of files and batches."""
 
 import sqlite3
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve_app.serving.gateway.batches import store as store_module
@@ -60,7 +62,7 @@ def test_a_former_holder_changes_nothing(store: BatchStore) -> None:
         store.change(TOKEN, "batch_1", lambda record: record.enter("in_progress", 1))
     with pytest.raises(LeaseLost):
         store.complete(TOKEN, "batch_1", [], lambda record: record.enter("completed", 1))
-    assert store.open_batches() == [batch()]
+    assert store.runnable(50.0, 9) == [batch()]
 
 
 def test_the_first_result_of_a_line_counts(store: BatchStore) -> None:
@@ -69,7 +71,7 @@ def test_the_first_result_of_a_line_counts(store: BatchStore) -> None:
     record = store.add_results(TOKEN, "batch_1", [second])
     assert (record.completed, record.failed, record.tokens) == (1, 0, Tokens(5, 1, 2))
     assert store.outputs("batch_1", 0, errors=False) == [(1, b"1")]
-    assert store.lines_with_result("batch_1") == {1}
+    assert store.lines_with_result("batch_1", 1, 9) == {1}
 
 
 def test_a_failure_leaves_everything_as_it_was(store: BatchStore) -> None:
@@ -80,7 +82,7 @@ def test_a_failure_leaves_everything_as_it_was(store: BatchStore) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the test's own
         store.change(TOKEN, "batch_1", fail)
     store.change(TOKEN, "batch_1", lambda record: record.enter("in_progress", 1))
-    assert store.open_batches()[0].status == "in_progress"
+    assert store.runnable(0.0, 9)[0].status == "in_progress"
 
 
 def test_a_full_disk_is_an_error_and_no_damage(store: BatchStore) -> None:
@@ -125,3 +127,40 @@ def test_a_database_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 )
 def test_completion_windows(written: str, seconds: int | None) -> None:
     assert window_s(written) == seconds
+
+
+def test_no_tenant_occupies_all_places(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    for number in range(200):
+        # The oldest have begun.
+        status = "validating" if number else "in_progress"
+        store.add_batch(batch(f"a{number}", owner="a", status=status))
+    store.add_batch(batch("b0", owner="b"))
+    store.add_batch(batch("b1", owner="b"))
+    store.add_batch(batch("a999", owner="a", status="cancelling"))
+    chosen = [record.id for record in store.runnable(50.0, 64)]
+    assert len(chosen) == 64
+    assert chosen[:4] == ["a999", "a0", "b0", "a1"]
+    assert "b1" in chosen
+    # Batches whose window has ended have nothing to submit.
+    store.add_batch(batch("c7", owner="c", expires_at=50))
+    assert [record.id for record in store.runnable(50.0, 64)][:2] == ["a999", "c7"]
+
+
+def test_a_choice_among_many_open_batches_needs_little_memory(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "db")
+    metadata = {str(number): "x" * 512 for number in range(16)}
+    with store._transaction():
+        for number in range(5_000):
+            record = batch(f"b{number}", owner=f"o{number % 7}", metadata=metadata)
+            store._db.execute(
+                "INSERT INTO batches (id, owner, is_open, document) VALUES (?, ?, 1, ?)",
+                (record.id, record.owner, msgspec.json.encode(record)),
+            )
+    tracemalloc.start()
+    assert len(store.runnable(0.0, 64)) == 64
+    assert store.uses("file-2") is None
+    assert store.expired_files(1e10, 1e10) == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
