@@ -27,9 +27,10 @@ prefill tokens are those that it does not have cached:
    Output tokens are no part of it. They take most of the time, so they would move all sessions from the
    caches of slow replicas to those of fast ones, which cannot hold them.
 
-A replica with few answers counts as fast as the fastest one, so that its speed is found out. One that was
-left idle for `_RETRY_S`, times its slowness relative to the fastest, gets one request, because it may have
-become faster.
+Replicas that differ from the fastest by less than `_ALIKE_RATIO` count as fast as it, so that chance does not
+give one of them all single requests. One with few answers counts as fast as well, so that its speed is found
+out. One that was left idle for `_RETRY_S`, times its slowness relative to the fastest, gets one request,
+because it may have become faster.
 """
 
 from collections import deque
@@ -49,6 +50,8 @@ _STEP_TOKENS = 200.0
 # a 70B model on four H100, 0.8 for an 8B model on an RTX 4090.
 _STEP_COST_TOKENS = 2.0
 _UNLIKE_RATIO = 1.5
+# Beside an unlike replica, those that differ less from the fastest are equals, and take turns.
+_ALIKE_RATIO = 1.2
 # Standard deviations of the rank sum of their answers beyond which a difference is no chance.
 _CLEAR = 1.9
 # Requests in flight that double the weight of pending prefills. A lower number spreads more: at half load, an
@@ -148,7 +151,8 @@ class Speeds:
         else:
             self._unlike.add(pool)
         for each in of_pool:
-            each.speed.ratio = known[each] / fastest if each in known else 1.0
+            ratio = known.get(each, fastest) / fastest if fastest else 1.0
+            each.speed.ratio = ratio if ratio > _ALIKE_RATIO else 1.0
 
 
 def _is_clear(slow: "ReplicaState", fast: "ReplicaState") -> bool:

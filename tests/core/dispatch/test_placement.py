@@ -143,3 +143,26 @@ def test_idle_replicas_take_turns() -> None:
         chosen.append(driver.find(f"r{number}").replica_id)
         driver.feed(Finished(f"r{number}", Outcome.COMPLETED))
     assert chosen == ["s1", "s2", "s3"] * 2
+
+
+def test_equals_take_turns_beside_a_slow_replica() -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    seconds = {"s1": 0.40, "s2": 0.44, "s3": 2.0}
+    for replica_id in seconds:
+        driver.join(replica_id, "only")
+        driver.report(replica_id)
+    chosen = []
+    for number in range(60):
+        for replica_id in seconds:
+            driver.report(replica_id)
+        driver.arrive(f"r{number}")
+        used = driver.find(f"r{number}").replica_id
+        assert used is not None
+        chosen.append(used)
+        driver.feed(FirstToken(f"r{number}"), after_s=seconds[used] / 2)
+        usage = Usage(prompt_tokens=40, output_tokens=10)
+        driver.feed(Finished(f"r{number}", Outcome.COMPLETED, usage), after_s=seconds[used] / 2)
+    assert driver.scheduler.ledger.speeds.are_unlike("only")
+    assert chosen.count("s1") > 20
+    assert chosen.count("s2") > 20
+    assert chosen.count("s3") < 10
