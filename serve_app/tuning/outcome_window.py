@@ -18,6 +18,8 @@ from serve_app.request import PriorityClass
 _KEPT = 10_000
 """Maximum number of outcomes between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
 
+# Age of an open request from which the outcomes since its arrival count as complete.
+_OLDEST_S = 60.0
 # Lookup by value, because calling an enum takes five times as long and there is a row per request.
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 _CLASSES = {priority.value: priority for priority in PriorityClass}
@@ -78,8 +80,14 @@ class OutcomeWindow:
                     self._rows.append(_row(command, over, event, now))
 
     def completed_until(self, now: float) -> float:
-        """Return the arrival of the oldest request that has not ended, or `now` if there is none."""
-        return min((each.arrived_at for each in self._open.values()), default=now)
+        """Return the arrival of the oldest request that has not ended, or `now` if there is none.
+
+        Batch work may wait for hours, and an answer may take an hour. Neither delays a judgement.
+        """
+        arrivals = (
+            each.arrived_at for each in self._open.values() if each.priority is not PriorityClass.BATCH
+        )
+        return max(min(arrivals, default=now), now - _OLDEST_S)
 
     def take(self) -> list[Row]:
         """Return and remove all outcomes since the last call, in order."""

@@ -90,3 +90,14 @@ def test_old_outcomes_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) ->
     rows = driver.window.take()
     assert len(rows) == 40
     assert rows[-1][0] == "r49"
+
+
+def test_neither_batch_work_nor_one_old_request_delays_the_judgement_of_others() -> None:
+    driver = Watched()
+    driver.join("s1", "only")
+    driver.arrive("batch", priority=PriorityClass.BATCH)
+    assert driver.window.completed_until(30.0) == 30.0
+    driver.now = 30.0
+    driver.arrive("old")
+    assert driver.window.completed_until(60.0) == 30.0
+    assert driver.window.completed_until(600.0) == 540.0
