@@ -184,6 +184,42 @@ def _share(target: TargetState) -> float | None:
     return target.expected_s / target.limits.ttft_s
 
 
+class _WorkByTime:
+    """Sums of tokens by time and class: a binary indexed tree per class (Fenwick 1994).
+
+    Times count in tenths of a second. A sum takes as long with ten thousand requests as with ten.
+    """
+
+    _STEPS_PER_S, _PLACES = 10.0, 1 << 34
+
+    def __init__(self) -> None:
+        # Sparse: places of queued requests only.
+        self._trees: dict[int, dict[int, int]] = {}
+
+    def add(self, rank: int, at: float, tokens: int) -> None:
+        """Add tokens of a class at a time; negative to remove them."""
+        tree, place = self._trees.setdefault(rank, {}), self._place(at)
+        while place <= self._PLACES:
+            if (total := tree.get(place, 0) + tokens) != 0:
+                tree[place] = total
+            else:
+                tree.pop(place, None)
+            place += place & -place
+
+    def until(self, rank: int, at: float) -> int:
+        """Return the tokens of a class and those before it, up to a time."""
+        total, last = 0, self._place(at)
+        for of_rank, tree in self._trees.items():
+            place = last if of_rank <= rank else 0
+            while place > 0:
+                total += tree.get(place, 0)
+                place -= place & -place
+        return total
+
+    def _place(self, at: float) -> int:
+        return min(max(1, int(at * self._STEPS_PER_S) + 1), self._PLACES)
+
+
 class LatencyTargets:
     """Predicts first tokens, and compares replicas with the targets of requests.
 
@@ -208,6 +244,7 @@ class LatencyTargets:
         # By class and whether the prefill is long.
         self._chances: dict[tuple[int, bool], MissChance] = {}
         self._late = ExpiryHeap(_latest_at)
+        self._work = _WorkByTime()
         self.paced: dict[str, dict[ScheduledRequest, float]] = {}
 
     def __repr__(self) -> str:
@@ -260,10 +297,21 @@ class LatencyTargets:
         target.latest_at = target.due_at - ratios.low * own_s
         target.urgent_at = target.due_at - _URGENT_SHARE * target.limits.ttft_s - ratios.high * own_s
         self._late.add(scheduled)
+        target.tokens = scheduled.estimate.expected_tokens
+        self._work.add(scheduled.request.priority.rank, target.latest_at, target.tokens)
 
     def pop_late(self, now: float) -> Iterator[ScheduledRequest]:
         """Yield the queued requests whose latest dispatch has passed, each once."""
-        return self._late.pop_expired(now)
+        for scheduled in self._late.pop_expired(now):
+            self.on_dequeue(scheduled)
+            yield scheduled
+
+    def on_dequeue(self, scheduled: ScheduledRequest) -> None:
+        """Remove the work of a request that has left the queue, or its precedence there."""
+        target = scheduled.target
+        if target is not None and target.tokens:
+            self._work.add(scheduled.request.priority.rank, target.latest_at, -target.tokens)
+            target.tokens = 0
 
     def prune(self, live: int) -> None:
         """Forget requests that have left the queue; `live` requests with a target are queued."""
@@ -352,12 +400,7 @@ class LatencyTargets:
         if not tokens_per_s > 0:
             return 0.0
         rank, latest_at = scheduled.request.priority.rank, target.due_at - self.least_s(scheduled)
-        tokens = sum(
-            each.estimate.expected_tokens
-            for each in self._late
-            if _latest_at(each) <= latest_at and each.request.priority.rank <= rank
-        )
-        return tokens / tokens_per_s
+        return self._work.until(rank, latest_at) / tokens_per_s
 
     def _chance_of(self, scheduled: ScheduledRequest) -> MissChance:
         is_long = scheduled.prefill_class is not PrefillClass.SHORT

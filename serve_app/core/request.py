@@ -54,6 +54,7 @@ class TargetState:
         chance: chance that the first token is late, as of its arrival.
         sent_s: expected time from its last dispatch to the first token.
         is_met: whether its first token was in time; None before it, and without a limit.
+        tokens: its tokens that count as waiting work with a target; 0 outside the queue.
     """
 
     limits: LatencyTarget
@@ -67,6 +68,7 @@ class TargetState:
     chance: float | None = None
     sent_s: float = 0.0
     is_met: bool | None = None
+    tokens: int = 0
 
     @property
     def is_ordered(self) -> bool:

@@ -523,6 +523,8 @@ class Scheduler:
         self.queue.remove(scheduled)
         self.admission.predictor.on_dequeue(scheduled)
 
+        if scheduled.target is not None:
+            self.targets.on_dequeue(scheduled)
     def _prune(self) -> None:
         self._expiry.prune(self.queue.waiting)
         self.targets.prune(self.queue.with_targets)

@@ -1,3 +1,4 @@
+import cProfile
 import math
 from typing import Any
 
@@ -5,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.events import Finished, FirstToken
-from serve_app.core.latency_targets import LatencyTargetSettings, MissChance, TargetLimits
+from serve_app.core.events import Cancelled, Finished, FirstToken
+from serve_app.core.latency_targets import LatencyTargetSettings, MissChance, TargetLimits, _WorkByTime
 from serve_app.errors import Outcome
 from serve_app.request import KeyTerms, LatencyTarget, PriorityClass, Usage
 from tests.builders import (
@@ -348,3 +349,59 @@ def test_the_chance_follows_what_happens() -> None:
     assert learned.chance(3.0) == pytest.approx(0.75, abs=0.05)
     assert learned.chance(0.05) == 0.0
     assert learned.limit(0.5) == pytest.approx(math.sqrt(2.0))
+
+
+# The work ahead.
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(list(PriorityClass)), st.floats(1.0, 500.0), st.integers(1, 3_000)),
+        max_size=30,
+    ),
+    st.data(),
+)
+def test_the_work_ahead_is_that_of_more_urgent_requests_of_the_class_and_those_before_it(
+    requests: list[tuple[PriorityClass, float, int]], data: st.DataObject
+) -> None:
+    work, queued = _WorkByTime(), []
+    for priority, at, tokens in requests:
+        work.add(priority.rank, at, tokens)
+        queued.append((priority.rank, at, tokens))
+        if data.draw(st.booleans()):
+            rank, when, left = queued.pop(data.draw(st.integers(0, len(queued) - 1)))
+            work.add(rank, when, -left)
+    rank, at = data.draw(st.integers(0, 2)), data.draw(st.floats(0.0, 600.0))
+    # To a tenth of a second.
+    least = sum(tokens for of, when, tokens in queued if of <= rank and when <= at - 0.1)
+    most = sum(tokens for of, when, tokens in queued if of <= rank and when <= at + 0.1)
+    assert least <= work.until(rank, at) <= most
+    for of, when, tokens in queued:
+        work.add(of, when, -tokens)
+    assert not any(work._trees.values())
+
+
+def test_requests_that_leave_the_queue_or_their_precedence_are_no_work_ahead() -> None:
+    driver = make_driver()
+    fill(driver)
+    for number in range(20):
+        driver.arrive(f"w{number}", target=within(2.0 + number))
+    work = driver.scheduler.targets._work
+    assert work.until(2, 100.0) > 0
+    later(driver, 8.0)
+    for number in range(20):
+        driver.feed(Cancelled(f"w{number}"))
+    assert not any(work._trees.values())
+
+
+def test_an_arrival_does_not_look_at_every_queued_request_with_a_target() -> None:
+    calls = {}
+    for waiting in (50, 400):
+        driver = make_driver()
+        fill(driver)
+        for number in range(waiting):
+            driver.arrive(f"w{number}", target=within(300.0))
+        profile = cProfile.Profile()
+        profile.runcall(driver.scheduler.targets.expect, driver.find("w0"), 1_000.0, waits=True)
+        calls[waiting] = sum(each.callcount for each in profile.getstats())
+    assert calls[400] < 1.3 * calls[50]
