@@ -374,7 +374,8 @@ class Scheduler:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
         self.suspensions.on_failure(event, scheduled.dispatched_at, now)
-        conclusion = retry_limit_conclusion(scheduled, self.settings)
+        many_lost = self.suspensions.many_lost(now)
+        conclusion = retry_limit_conclusion(scheduled, self.settings, many_lost=many_lost)
         if conclusion := conclusion or self.admission.overdue_conclusion(scheduled, now):
             self._conclude(scheduled, conclusion, dispatched=True)
         else:

@@ -144,3 +144,37 @@ def test_events_about_ended_requests_are_ignored(driver: ManualDriver) -> None:
     assert driver.feed(DispatchFailed("x", "s1", DispatchFailure.LOST)) == []
     driver.arrive("r")
     assert driver.feed(DispatchFailed("r", "l1", DispatchFailure.LOST)) == []
+
+
+def lose_all(driver: ManualDriver, *names: str) -> list[str]:
+    """Lose these replicas and the requests on them, and return the requests that failed."""
+    failed = []
+    for name in names:
+        driver.feed(ReplicaLost(name))
+    for running in list(driver.scheduler.requests):
+        if running.replica_id in names:
+            lost = DispatchFailed(running.request.request_id, running.replica_id, DispatchFailure.LOST)
+            failed += [request_id for request_id, _ in concluded(driver.feed(lost))]
+    return failed
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_survives_its_second_loss_if_many_replicas_are_lost_at_once(at_once: bool) -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    names = [f"s{number}" for number in range(8)]
+    for name in names:
+        driver.join(name, "only")
+        driver.report(name)
+    for name in names:
+        driver.arrive(f"r-{name}")
+    first = [driver.find(f"r-s{number}").replica_id for number in range(3)]
+    dead = [name for name in first if name is not None][: 3 if at_once else 1]
+    assert lose_all(driver, *dead) == []
+    if not at_once:
+        driver.now += 60.0
+        for name in names:
+            driver.report(name)
+    second = driver.find("r-s0").replica_id
+    assert second is not None
+    # A request that was lost twice is the cause, unless replicas are lost for another reason.
+    assert lose_all(driver, second) == ([] if at_once else ["r-s0"])

@@ -67,10 +67,17 @@ def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) 
     scheduled.losses = min(int(request.lost), settings.max_attempts - 1)
 
 
-def retry_limit_conclusion(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Conclusion | None:
-    """Return the failure of a request that may not be retried, or None if it may."""
+def retry_limit_conclusion(
+    scheduled: ScheduledRequest, settings: SchedulerSettings, *, many_lost: bool
+) -> Conclusion | None:
+    """Return the failure of a request that may not be retried, or None if it may.
+
+    Args:
+        many_lost: whether several replicas were lost at the same time, so that the request is hardly the
+            cause: then it gets one more attempt.
+    """
     reason = scheduled.last_failure
-    if scheduled.losses >= settings.max_attempts:
+    if scheduled.losses >= settings.max_attempts + many_lost:
         text = f"{scheduled.losses} replicas were lost under this request; last failure: {reason}"
     elif scheduled.put_backs >= settings.max_put_backs:
         text = f"the request was put back {scheduled.put_backs} times; last failure: {reason}"

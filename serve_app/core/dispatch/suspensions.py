@@ -33,6 +33,8 @@ _FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
 # Longest pause that an engine can ask for: a request that exceeds a provider's limit must not close it.
 _MAX_PAUSE_S = 20.0
 _MAX_SHARE = 0.5
+# Replicas that one request can hardly have ended: it is tried on two, one after the other.
+_MANY, _COINCIDENCE_S = 3, 10.0
 
 
 class Suspensions:
@@ -40,10 +42,19 @@ class Suspensions:
 
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
+        # Time of the last loss of each replica, for those of the last seconds.
+        self._lost_at: dict[str, float] = {}
+
+    def many_lost(self, now: float) -> bool:
+        """Return whether several replicas were lost within seconds, as when a node or a rack fails."""
+        self._lost_at = {name: at for name, at in self._lost_at.items() if at > now - _COINCIDENCE_S}
+        return len(self._lost_at) >= _MANY
 
     def on_failure(self, event: DispatchFailed, sent_at: float, now: float) -> None:
         """Count a failure against the replica that put back a request, and has released it."""
         state = self._ledger.get(event.replica_id)
+        if event.failure is DispatchFailure.LOST:
+            self._lost_at[event.replica_id] = now
         if state is None:
             return
         if event.failure in REPLICA_FAULTS:
