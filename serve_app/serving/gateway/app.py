@@ -32,6 +32,7 @@ from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.metrics_page import MetricsEndpoint
 from serve_app.serving.gateway.mode_admin import ModeAdmin
 from serve_app.serving.gateway.models import ServedModels
+from serve_app.serving.gateway.observing import observe
 from serve_app.serving.gateway.path import GatewayRequest, Services
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import (
@@ -313,11 +314,11 @@ class Gateway:
         return None
 
     async def _read(self, request: GatewayRequest) -> None:
-        self.telemetry.on_arrival("")
+        observe(self.telemetry.on_arrival, "")
         try:
             await self._reader.read(request)
         finally:
-            self.telemetry.on_departure("")
+            observe(self.telemetry.on_departure, "")
         # The gateway may have begun to stop while the body arrived.
         self._submit(request)
 
@@ -429,7 +430,8 @@ class Gateway:
         """Count and log a request that never reached a scheduler."""
         # Clients choose the path, so only known paths become labels.
         endpoint = incoming.path if self.router.is_literal(incoming.path) else "-"
-        self.telemetry.on_conclusion(
+        observe(
+            self.telemetry.on_conclusion,
             ConcludedRequest(
                 request_id=incoming.request_id,
                 arrived_at=incoming.arrived_at,
@@ -444,7 +446,7 @@ class Gateway:
                 endpoint=endpoint,
                 key_id="" if key is None else key.id,
                 status=status,
-            )
+            ),
         )
 
 

@@ -7,6 +7,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.continuation import ContinuableStream
 from serve_app.serving.gateway.answer.stream import StreamScanner, engine_failure
 from serve_app.serving.gateway.assembled import check_outgrown
+from serve_app.serving.gateway.observing import observe
 from serve_app.serving.gateway.upstream.response import UpstreamResponse
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class ContinuedStream:
         self._grant = grant
         self._stream = stream
         self._scanner = StreamScanner(hide_usage=False)
-        self._gaps = request.services.telemetry.itl_histogram(request.submission, grant.dispatch)
+        self._gaps = observe(request.services.telemetry.itl_histogram, request.submission, grant.dispatch)
         self._last_at = 0.0
         self._has_output = False
 
@@ -52,7 +53,9 @@ class ContinuedStream:
             request.scheduler.first_token(request)
         elif events:
             now = monotonic()
-            self._gaps.observe(gap_s := now - self._last_at)
+            gap_s = now - self._last_at
+            if self._gaps is not None:
+                observe(self._gaps.observe, gap_s)
             if gap_s > request.longest_gap_s:
                 request.longest_gap_s, request.gap_ended_at = gap_s, now
             self._last_at = now

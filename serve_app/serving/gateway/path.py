@@ -71,6 +71,7 @@ from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdate
 from serve_app.serving.gateway.assembled import AssembledAnswer
 from serve_app.serving.gateway.background import BackgroundWork
 from serve_app.serving.gateway.continued import ContinuedStream
+from serve_app.serving.gateway.observing import observe
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,
     SERVED_MODEL_HEADER,
@@ -178,7 +179,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
     _stored: EngineResponse | None = None
     # Of a stream that is passed on.
     _scanner: StreamScanner
-    _gaps: HistogramCell
+    _gaps: HistogramCell | None
     _last_at = 0.0
     _has_room = True
     _events = b""
@@ -198,8 +199,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         """Queue the request, whose body has been read. Everything else follows by callbacks."""
         services, exchange = self.services, self.exchange
         self.id_of_client = "" if self.client_request_id == self.request_id else self.client_request_id
-        services.telemetry.on_arrival(self.submission.spec.model)
         services.open.add(self)
+        observe(services.telemetry.on_arrival, self.submission.spec.model)
         if self.fallbacks:
             self._fallbacks = Fallbacks(self.fallbacks, self.fallback_after_s)
         if self.response_terms is not None:
@@ -268,8 +269,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         model = submission.spec.model
         self.scheduler = self.services.schedulers[model]
         self._continues = model in self.continuable
-        self.trace.queued(submission)
         self.submitted_at = monotonic()
+        observe(self.trace.queued, submission)
         self.scheduler.submit(self)
 
     def _accept(self, grant: Grant) -> None:
@@ -282,12 +283,11 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             self._is_first_grant = False
             # The submission of a fallback includes the wait at the models before.
             received_at = None if self._has_fallen_back else self.body.received_at
-            self.services.telemetry.on_grant(
-                dispatch, submission.spec.model, received_at, self.submitted_at, now
-            )
+            on_grant = self.services.telemetry.on_grant
+            observe(on_grant, dispatch, submission.spec.model, received_at, self.submitted_at, now)
         if self._comments is not None:
             self._comments.on_grant()
-        self.trace.granted(grant, self.attempts)
+        observe(self.trace.granted, grant, self.attempts)
         if submission.bound_to not in (None, dispatch.replica_id):
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
@@ -300,7 +300,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         name = self._stored.name(address) if self._stored is not None else None
         continuation = self._continuation(grant) if self.continuable else []
         body = self.body_for(self.submission, grant, name, continuation)
-        forwarded = self.forwarded + self.trace.headers()
+        forwarded = self.forwarded + (observe(self.trace.headers) or b"")
         head = upstream_head(self.engine_method, self.path, self.request_id, forwarded, address, len(body))
         self.response = self.services.upstream.start(address.server, head, body, self._on_head)
 
@@ -370,7 +370,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         if response.has_ended:
             self._end_stream(events)
             return
-        self._gaps = self.services.telemetry.itl_histogram(self.submission, grant.dispatch)
+        self._gaps = observe(self.services.telemetry.itl_histogram, self.submission, grant.dispatch)
         self.exchange.on_writable = self._on_writable
         self._has_room = self.exchange.write_chunk(events)
         response.on_change = self._on_events
@@ -385,7 +385,9 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                 self._end_stream(events + self._scanner.flush() if response.complete else events)
             elif response.pieces:
                 now = monotonic()
-                self._gaps.observe(gap_s := now - self._last_at)
+                gap_s = now - self._last_at
+                if self._gaps is not None:
+                    observe(self._gaps.observe, gap_s)
                 if gap_s > self.longest_gap_s:
                     self.longest_gap_s, self.gap_ended_at = gap_s, now
                 self._last_at = now
@@ -581,8 +583,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         self._close_response()
         self._move(State.QUEUED)
         self.open_grant = False
-        self.services.telemetry.put_back(self.submission.spec.model, failure.failure)
-        self.trace.put_back(failure.failure)
+        observe(self.services.telemetry.put_back, self.submission.spec.model, failure.failure)
+        observe(self.trace.put_back, failure.failure)
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
         self.scheduler.put_back(self, failure.failure, str(failure), kept, failure.retry_after_s)
 
@@ -632,9 +634,9 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         telemetry, before = self.services.telemetry, self.submission.spec.model
         self._close_response()
         self._report_end(rejection.outcome)
-        telemetry.on_departure(before)
-        telemetry.on_arrival(submission.spec.model)
-        telemetry.on_fallback(self.route, before, submission.spec.model, rejection.outcome)
+        observe(telemetry.on_departure, before)
+        observe(telemetry.on_arrival, submission.spec.model)
+        observe(telemetry.on_fallback, self.route, before, submission.spec.model, rejection.outcome)
         self.grant, self.granted_at, self._engine_failed = None, None, False
         self.assembly, self._failure, self._is_first_grant = None, None, True
         watches, self.watches_queue = self.watches_queue, False
@@ -714,7 +716,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         self.ended_at = now = monotonic()
         if self.open_grant:
             self.open_grant = False
-            self.trace.forwarded(outcome)
+            observe(self.trace.forwarded, outcome)
             granted_at = self.granted_at
             times = request_times(self, granted_at, now if granted_at is None else granted_at)
             self.scheduler.finish(self, outcome, usage, times, self._longest_gap(now))
@@ -754,10 +756,11 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
 
     def _record(self) -> None:
         telemetry = self.services.telemetry
-        telemetry.on_departure(self.submission.spec.model)
+        observe(telemetry.on_departure, self.submission.spec.model)
         submission, usage = self.submission, self._usage
         dispatch: Dispatch | None = self.grant.dispatch if self.grant is not None else None
-        telemetry.on_conclusion(
+        observe(
+            telemetry.on_conclusion,
             ConcludedRequest(
                 request_id=submission.request_id,
                 arrived_at=self.arrived_at,
@@ -782,7 +785,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                 attempts=self.attempts,
                 usage=usage,
                 status=self.exchange.status,
-            )
+            ),
         )
 
     def _move(self, state: State) -> None:

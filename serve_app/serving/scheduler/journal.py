@@ -41,6 +41,7 @@ class Entry:
         scheduled: the request that arrived, received its first token or finished; None for other events, and
             for requests that the core does not know or has rejected at once.
         requests: the request of each `Dispatch` and `Conclude`; None for other commands.
+        took_s: time that the core needed for the event.
     """
 
     core: Scheduler
@@ -49,6 +50,7 @@ class Entry:
     commands: list[Command]
     scheduled: ScheduledRequest | None = None
     requests: list[ScheduledRequest | None] = field(default_factory=list)
+    took_s: float = 0.0
 
 
 class Subscriber(Protocol):

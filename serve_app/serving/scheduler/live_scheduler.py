@@ -322,7 +322,7 @@ class LiveScheduler:
         core, scheduled = self.core, None
         began = perf_counter()
         commands = core.handle(event, now)
-        self._metrics.on_decision(perf_counter() - began)
+        took_s = perf_counter() - began
         match event:
             case Arrived():
                 scheduled = core.find(event.request.request_id)
@@ -330,7 +330,7 @@ class LiveScheduler:
                 scheduled = core.find(event.request_id)
             case Finished():
                 scheduled = core.ended.get(event.request_id)
-        return Entry(core, now, event, commands, scheduled)
+        return Entry(core, now, event, commands, scheduled, took_s=took_s)
 
     def _waiting(self) -> Counter[PriorityClass]:
         """Return the number of queued requests by class."""

@@ -163,6 +163,7 @@ class SchedulerMetrics:
     def handlers(self) -> Mapping[type, Callable[..., None]]:
         """Return the handlers of what is counted."""
         return {
+            Entry: lambda entry: self._decisions.observe(entry.took_s),
             Finished: self._on_finish,
             DispatchFailed: lambda entry: self._put_backs[self._model, entry.event.failure].inc(),
             Dispatch: self._on_dispatch,
@@ -218,10 +219,6 @@ class SchedulerMetrics:
     def on_retuning(self) -> None:
         """Count a change of tuned values."""
         self._retunings.inc()
-
-    def on_decision(self, took_s: float) -> None:
-        """Record the time that the core needed for an event."""
-        self._decisions.observe(took_s)
 
     def on_core_failure(self) -> None:
         """Count an error of the core."""
