@@ -2,8 +2,8 @@
 
 Scripted servers (`servers`) have a hidden number of slots, or none, and first tokens that vary more or less.
 Four variants get the same requests at the same times: a client that alternates between the servers, one that
-sends to the server with the fewest requests in flight, the scheduler, and the scheduler that is told the
-limit.
+sends to the server with the fewest requests in flight, the scheduler, and the scheduler with the limit
+configured.
 
 Load 1.0 is what the servers can serve. Without slots there is no such limit, and it is `unlimited_per_s` for
 each server.
@@ -11,8 +11,9 @@ each server.
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
+from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
@@ -25,12 +26,12 @@ from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.lab.simulation.workload import MODEL
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
-ALTERNATE, LEAST, OURS, TOLD = "alternate", "least in flight", "ours", "told"
-VARIANTS = (ALTERNATE, LEAST, OURS, TOLD)
+ALTERNATE, LEAST, OURS, CONFIGURED = "alternate", "least in flight", "ours", "configured"
+VARIANTS = (ALTERNATE, LEAST, OURS, CONFIGURED)
 # Requests before the scheduler can have learned, and the fewest of them.
 COLD_S, COLD_REQUESTS = 30.0, 200
 SHORT_TOKENS = 256
-# What a scheduler is told of servers without a limit.
+# Configured limit of servers without one.
 _NO_LIMIT = 1 << 20
 
 
@@ -151,9 +152,9 @@ def play_run(run: Run) -> Figures:
         most = max(each.most_at_once for each in driver.servers)
     else:
         routing = RoutingSettings(pools=(POOL,))
-        told = (server.slots or server.concurrent or _NO_LIMIT) if run.variant == TOLD else None
+        limit = (server.slots or server.concurrent or _NO_LIMIT) if run.variant == CONFIGURED else None
         driver = Scheduled(
-            jobs, server, slowness, scheduler_settings("ewsjf", routing, {}), told, run.case.usage
+            jobs, server, slowness, scheduler_settings("ewsjf", routing, {}), limit, run.case.usage
         )
         driver.run()
         most = max(each.most_at_once for each in driver.servers.values())
@@ -217,6 +218,7 @@ def play(settings: StrangersSettings, context: Context) -> Iterator[Measurement]
                     seeds=settings.seeds,
                     traces=generated("short and long"),
                     figures={name: [each[name] for each in columns] for name in columns[0]},
+                    settings=as_json(replace(settings, cases={name: case})),
                 )
             advance()
 

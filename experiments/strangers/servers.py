@@ -250,7 +250,7 @@ class Scheduled:
     """The scheduler in front of the servers.
 
     Attributes:
-        told: limit of requests in flight that it is told; None tells nothing.
+        max_num_seqs: configured limit of requests in flight; None for none.
         usage: whether servers count tokens in their answers.
         outcomes: number of requests by outcome.
     """
@@ -259,7 +259,7 @@ class Scheduled:
     plan: ServerSettings
     slowness: Sequence[float]
     settings: SchedulerSettings
-    told: int | None = None
+    max_num_seqs: int | None = None
     usage: bool = True
     timeline: Timeline = field(init=False, default_factory=Timeline)
     scheduler: Scheduler = field(init=False)
@@ -282,7 +282,7 @@ class Scheduled:
                 pool=POOL,
                 max_model_len=UNREPORTED_CONTEXT,
                 kv_tokens=None,
-                max_num_seqs=self.told,
+                max_num_seqs=self.max_num_seqs,
             )
             self._feed(ev.ReplicaJoined(spec))
             self._report(name)

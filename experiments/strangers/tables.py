@@ -5,10 +5,10 @@ from statistics import fmean
 
 from experiments.common.rows import Row, where
 from experiments.common.tables import Table, markdown
-from experiments.strangers.run import ALTERNATE, LEAST, OURS, TOLD
+from experiments.strangers.run import ALTERNATE, CONFIGURED, LEAST, OURS
 
 _TO_DIRECT = ("mean_s", "p99_s")
-_TO_TOLD = ("short_mean_s", "short_p99_s", "light_mean_s", "light_p99_s", "cold_mean_s", "cold_p99_s")
+_TO_CONFIGURED = ("short_mean_s", "short_p99_s", "light_mean_s", "light_p99_s", "cold_mean_s", "cold_p99_s")
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, bool]]:
@@ -41,13 +41,13 @@ def _all_ratios(rows: Sequence[Row]) -> str:
     ]
     lines = []
     for case, load, is_limited in _cells(rows):
-        told = [
-            _figure(rows, case, load, OURS, name) / _figure(rows, case, load, TOLD, name)
+        configured = [
+            _figure(rows, case, load, OURS, name) / _figure(rows, case, load, CONFIGURED, name)
             if is_limited
             else _ratio_to_direct(rows, case, load, name)
-            for name in _TO_TOLD
+            for name in _TO_CONFIGURED
         ]
-        ratios = [*(_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT), *told]
+        ratios = [*(_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT), *configured]
         most = _figure(rows, case, load, OURS, "most_at_once")
         figures = [*(f"{each:.2f}" for each in (*ratios, _work(rows, case, load))), f"{most:.0f}"]
         lines.append([case, load, *figures])
@@ -55,13 +55,13 @@ def _all_ratios(rows: Sequence[Row]) -> str:
 
 
 def _seconds(rows: Sequence[Row]) -> str:
-    head = ["servers", "load", "alternate", "least in flight", "told", "ours"]
+    head = ["servers", "load", "alternate", "least in flight", "configured", "ours"]
     lines = []
     for case, load, _ in _cells(rows):
         pairs = [
             f"{_figure(rows, case, load, variant, 'mean_s'):.2f}, "
             f"{_figure(rows, case, load, variant, 'p99_s'):.2f}"
-            for variant in (ALTERNATE, LEAST, TOLD, OURS)
+            for variant in (ALTERNATE, LEAST, CONFIGURED, OURS)
         ]
         lines.append([case, load, *pairs])
     return markdown(head, lines, text_columns=2)
@@ -73,12 +73,13 @@ def _headline(rows: Sequence[Row]) -> str:
     found: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
     for case, load, is_limited in _cells(rows):
         light = (
-            _figure(rows, case, load, OURS, "light_mean_s") / _figure(rows, case, load, TOLD, "light_mean_s")
+            _figure(rows, case, load, OURS, "light_mean_s")
+            / _figure(rows, case, load, CONFIGURED, "light_mean_s")
             if is_limited
             else _ratio_to_direct(rows, case, load, "light_mean_s")
         )
         mean, p99 = (_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT)
-        found.setdefault((case.partition(",")[0], load), []).append(
+        found.setdefault((case.partition(", ")[0], load), []).append(
             (mean, p99, light, _work(rows, case, load))
         )
     lines = [
@@ -91,7 +92,7 @@ def _headline(rows: Sequence[Row]) -> str:
 _RATIOS = (
     "Ratios of first tokens, after the first 30 s and 200 requests. Mean and P99 are to the better of "
     "alternating and least in flight, and work too. Light tenants, short prompts and the first 30 s are to a "
-    "scheduler that is told the limit, or to the same clients where there is none"
+    "scheduler with the limit configured, or to the same clients where there is none"
 )
 
 TABLES = {

@@ -172,7 +172,7 @@ class RecordingMachine(RuleBasedStateMachine):
         assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
-        assert self.expires_at[command.request_id] > self.now
+        assert self.expires_at[command.request_id] > self.now - 1e-9
 
     def bound_requests_go_only_to_their_replica(self, sent: ScheduledRequest, replica_id: str) -> None:
         assert sent.request.bound_to in (None, replica_id)

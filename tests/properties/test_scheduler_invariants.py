@@ -328,7 +328,8 @@ class SchedulerMachine(RecordingMachine):
     @invariant()
     def no_request_waits_past_its_deadline(self) -> None:
         for request_id in self.waiting:
-            assert self.expires_at[request_id] > self.now
+            # A timeout that begins again is a sum of other floats here than in the core.
+            assert self.expires_at[request_id] > self.now - 1e-9
 
     @invariant()
     def no_bound_request_waits_for_a_lost_replica(self) -> None:
