@@ -140,6 +140,8 @@ def replay(
 def _reduced(event: dict[str, Any]) -> dict[str, Any]:
     """Remove what no decision depends on, and what few requests have, so that other logs do not grow."""
     event.pop("times", None)
+    if not event.get("seen_tokens"):
+        event.pop("seen_tokens", None)
     if (request := event.get("request")) is not None:
         del request["client_request_id"], request["grants"]
     for part, name in (
@@ -174,7 +176,9 @@ def _decision(line: list[Any], number: int) -> Decision:
 
 def _event(content: Any, kind: type, number: int) -> Any:
     if issubclass(kind, Message):
-        fields = (content[name] for name in kind.__struct_fields__ if name in content)
+        names, defaults = kind.__struct_fields__, kind.__struct_defaults__
+        known = dict(zip(reversed(names), reversed(defaults), strict=False)) | content
+        fields = (known[name] for name in names)
         content = [kind.__struct_config__.tag, *fields]
     return _converted(content, kind, number)
 

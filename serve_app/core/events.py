@@ -52,6 +52,7 @@ class Finished(Message, frozen=True, tag="finish"):
         times: the gateway's stage times, for the receipt. Gateways also report those of requests that were
             rejected or cancelled while they waited, which the scheduler no longer knows.
         gap: the longest gap of a streamed answer; None with fewer than two pieces.
+        seen_tokens: output tokens that the gateway has seen at least, one for each event of a stream.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Finished(Message, frozen=True, tag="finish"):
     usage: Usage | None = None
     times: RequestTimes | None = None
     gap: DecodeGap | None = None
+    seen_tokens: int = 0
 
 
 class DispatchFailure(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serve_app.core.accounting.engine_share import EngineShare
 from serve_app.core.accounting.wait_causes import WaitTally
@@ -114,6 +114,7 @@ class ScheduledRequest:
         charged: service charged to its tenant for it.
         key_charge: tokens charged to the limit of its key; None without such a limit.
         usage: token counts of its engine, after its end.
+        seen_tokens: output tokens that its gateway has seen at least, after its end.
         prediction: its predicted wait; None if none was possible or it was put back.
         fcfs_turn: prompt tokens that leave the queue before it in order of arrival, see
             `queueing.delay_bound`; None for short prompts, and outside the queue.
@@ -162,6 +163,7 @@ class ScheduledRequest:
     charged: float = 0.0
     key_charge: int | None = None
     usage: Usage | None = None
+    seen_tokens: int = 0
     prediction: PredictedWait | None = None
     fcfs_turn: int | None = None
     bypassed: bool = False
@@ -195,15 +197,22 @@ class ScheduledRequest:
     def used_after(self, outcome: Outcome) -> Usage | None:
         """Return the tokens of a dispatched request that has ended, for limits, budgets and usage.
 
-        They are the engine's count or, if it reported none but may have worked for the client, the estimate;
-        None if the request failed or was lost.
+        They are the engine's count or, if it reported none but may have worked for the client, the estimate.
+        An answer that ended early has at least the tokens that were seen of it, whatever ended it. None if
+        the request failed or was lost before its first token.
         """
-        if self.usage is not None or outcome not in _SERVED:
-            return self.usage
-        return Usage(
-            prompt_tokens=self.estimate.expected_prompt_tokens,
-            output_tokens=self.estimate.expected_output_tokens,
-        )
+        generated, usage = self.generated, self.usage
+        seen = max(self.seen_tokens, generated)
+        if usage is not None:
+            is_whole = outcome is Outcome.COMPLETED or usage.output_tokens >= seen
+            return usage if is_whole else replace(usage, output_tokens=seen)
+        was_served = outcome in _SERVED
+        if not (was_served or seen):
+            return None
+        expected = generated + self.estimate.expected_output_tokens if was_served else 0
+        # After a put-back, the estimated prompt includes what was generated.
+        prompt = self.estimate.expected_prompt_tokens - generated
+        return Usage(prompt_tokens=prompt, output_tokens=max(expected, seen))
 
     def __repr__(self) -> str:
         state = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"

@@ -329,6 +329,7 @@ class Scheduler:
             return
         # No prompt is empty: a server that counts none does not count.
         scheduled.usage = usage = event.usage if event.usage and event.usage.prompt_tokens > 0 else None
+        scheduled.seen_tokens = event.seen_tokens
         # The count of an interrupted answer would bias output lengths down.
         if event.outcome is Outcome.COMPLETED and usage is not None:
             self.estimator.observe(scheduled.request, usage)
@@ -522,10 +523,10 @@ class Scheduler:
 
     def _dequeue(self, scheduled: ScheduledRequest) -> None:
         self.queue.remove(scheduled)
-        self.admission.predictor.on_dequeue(scheduled)
-
         if scheduled.target is not None:
             self.targets.on_dequeue(scheduled)
+        self.admission.predictor.on_dequeue(scheduled)
+
     def _prune(self) -> None:
         self._expiry.prune(self.queue.waiting)
         self.targets.prune(self.queue.with_targets)
@@ -574,7 +575,7 @@ class Scheduler:
             self.targets.on_end(scheduled, self._now)
         if self.requests.pop(request.request_id) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
-            if dispatched:
+            if dispatched or scheduled.generated:
                 self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)
             self.programs.on_end(scheduled, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)

@@ -107,3 +107,23 @@ def test_nothing_is_learned_from_an_interrupted_answer(outcome: Outcome) -> None
         driver.feed(FirstToken(f"r{number}"))
         driver.feed(Finished(f"r{number}", outcome, Usage(prompt_tokens=100, output_tokens=1)))
     assert driver.scheduler.estimator.state() == before
+
+
+@pytest.mark.parametrize(("earlier", "most"), [(100, 1.3), (0, 6.0)])
+def test_a_tenants_odd_prompts_teach_others_within_bounds(earlier: int, most: float) -> None:
+    driver = one_replica(limits=ROOMY)
+    prose, tiny = PromptShape(text_bytes=8_000, messages=1), PromptShape(text_bytes=40, messages=1)
+    before = estimated(answered(driver, "before", first_token_s=0.1, shape=prose, tenant="other"))
+
+    def ask(tenant: str, size: PromptShape, tokens: int, number: int) -> None:
+        usage = Usage(prompt_tokens=tokens, output_tokens=10)
+        answered(driver, f"{tenant}{number}", first_token_s=0.1, usage=usage, shape=size, tenant=tenant)
+
+    for number in range(earlier):
+        ask("other", prose, 1_900, number)
+    for number in range(300):
+        # Its prompts are where no gateway sees them.
+        ask("odd", tiny, 10_000, number)
+        ask("odd", prose, 30_000, 1_000 + number)
+    after = estimated(driver.arrive("after", shape=prose, tenant="other"))
+    assert before * 0.8 < after < before * most

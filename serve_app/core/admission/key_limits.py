@@ -6,7 +6,8 @@ One scheduler decides for a model on behalf of all gateways, so the counts are e
 - `tokens_per_minute` is charged the estimate at admission and settled when the request ends. If the engine
   counted fewer tokens, the difference is returned to the second of the charge. If it counted more, the
   difference is charged at the end. Without a count, a request that reached no engine or failed there costs
-  nothing. One that completed, or that its client cancelled after its dispatch, costs the estimate.
+  nothing. One that completed, or that its client cancelled after its dispatch, costs the estimate, and at
+  least what was seen of its answer. An answer that fails after its beginning costs what was seen of it.
 - A request that was put back remains counted and is not counted again.
 - A new scheduler counts a request at its arrival time, so a request that was admitted before is admitted
   again if the former scheduler's decision was right.
@@ -179,7 +180,7 @@ class KeyAccounts:
         charge = scheduled.key_charge
         if charge is None:
             return
-        usage = scheduled.used_after(outcome) if dispatched else None
+        usage = scheduled.used_after(outcome) if dispatched or scheduled.generated else None
         used = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         account.tokens.expire(now)
         if used < charge:

@@ -17,7 +17,8 @@ at most the time of computing the prompt, and it is charged to the tenant that s
 recognised is scheduled as any other request.
 
 Invariants, named as in the tests:
-- `forgets_what_it_does_not_need`: at most `_MOST_CONVERSATIONS` conversations are remembered.
+- `forgets_what_it_does_not_need`: at most `_MOST_CONVERSATIONS` conversations are remembered. Above that, the
+  tenant with the most of them loses its least recently used one, so that no tenant displaces those of others.
 """
 
 from collections import OrderedDict
@@ -41,6 +42,9 @@ class ProgramTable:
     def __init__(self) -> None:
         # The one that was used least recently first.
         self._conversations: OrderedDict[Conversation, None] = OrderedDict()
+        self._of_tenant: dict[str, OrderedDict[Conversation, None]] = {}
+        # The tenant with the most conversations of those that had one added, or would have lost one.
+        self._largest = ""
         self._programs: dict[ProgramKey, Program] = {}
         self._by_session: dict[tuple[str, str], Conversation] = {}
         self._by_tail: dict[int, Conversation] = {}
@@ -64,7 +68,7 @@ class ProgramTable:
         elif found.program is None:
             self._recognise(found)
         gap_s = now - found.last_at if found.is_in_gap else None
-        self._conversations.move_to_end(found)
+        self._touch(found)
         self._stop_awaiting(found)
         self._remember(found, request)
         found.turns_open += 1
@@ -79,12 +83,14 @@ class ProgramTable:
         """Forget conversations that have not returned for long, or that are too many. Yield them."""
         for _ in range(len(self._conversations)):
             oldest = next(iter(self._conversations))
-            is_old = oldest.last_at < now - _FORGET_AFTER_S
-            if not (is_old or len(self._conversations) > _MOST_CONVERSATIONS):
+            if len(self._conversations) > _MOST_CONVERSATIONS:
+                self._compare(oldest.tenant)
+                oldest = next(iter(self._of_tenant[self._largest]))
+            elif oldest.last_at >= now - _FORGET_AFTER_S:
                 return
             if oldest.turns_open:
                 # A turn that takes long must not keep the others.
-                self._conversations.move_to_end(oldest)
+                self._touch(oldest)
                 continue
             self._drop(oldest)
             yield oldest
@@ -184,7 +190,18 @@ class ProgramTable:
     def _new(self, request: Request, parent: Conversation | None) -> Conversation:
         found = Conversation(request.tenant, request.request_id, request.arrived_at, parent)
         self._conversations[found] = None
+        self._of_tenant.setdefault(found.tenant, OrderedDict())[found] = None
+        self._compare(found.tenant)
         return found
+
+    def _compare(self, tenant: str) -> None:
+        # Not with all tenants, because there may be as many as conversations.
+        self._largest = max(self._largest, tenant, key=lambda each: len(self._of_tenant.get(each, ())))
+
+    def _touch(self, conversation: Conversation) -> None:
+        """Mark a conversation as the most recently used one."""
+        self._conversations.move_to_end(conversation)
+        self._of_tenant[conversation.tenant].move_to_end(conversation)
 
     def _program(self, key: ProgramKey, now: float, *, stated: bool) -> Program:
         program = self._programs.get(key)
@@ -211,6 +228,10 @@ class ProgramTable:
 
     def _drop(self, conversation: Conversation) -> None:
         del self._conversations[conversation]
+        of_tenant = self._of_tenant[conversation.tenant]
+        del of_tenant[conversation]
+        if not of_tenant:
+            del self._of_tenant[conversation.tenant]
         self._stop_awaiting(conversation)
         if conversation.tail is not None and self._by_tail.get(conversation.tail) is conversation:
             del self._by_tail[conversation.tail]

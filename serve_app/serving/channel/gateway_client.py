@@ -247,7 +247,7 @@ class GatewayClient:
             return
         request_id = request.submission.request_id
         del self._pending[request_id]
-        finish = Finished(request_id, outcome, usage, times, gap)
+        finish = Finished(request_id, outcome, usage, times, gap, request.seen_tokens)
         number = self._link.send(finish) if self._link is not None else 0
         self._unacknowledged_finishes.append((number, finish))
 

@@ -303,8 +303,8 @@ FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 
 _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
-"""Conversions of messages that differ in the previous version. Version 4 only appends a field: the pause that
-an engine asks for when it rejects a request."""
+"""Conversions of messages that differ in the previous version. Version 4 only appends fields: the pause that
+an engine asks for when it rejects a request, and the output tokens that a gateway has seen."""
 
 
 def common_version(theirs: int) -> int:

@@ -114,6 +114,11 @@ class ChannelRequest(ABC):
         """True if it has no grant."""
         return self.granted_replica is None
 
+    @property
+    def seen_tokens(self) -> int:
+        """Output tokens that the gateway has seen at least."""
+        return 0
+
     @abstractmethod
     def on_grant(self, grant: Grant) -> None:
         """Handle a grant."""

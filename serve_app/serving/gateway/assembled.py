@@ -23,7 +23,7 @@ class AssembledAnswer:
         self._request = request
         self._response = response
         self._grant = grant
-        self._scanner = StreamScanner(hide_usage=False)
+        self._scanner = request.scanner = StreamScanner(hide_usage=False)
         self._assembly = request.assembly or AnswerAssembly()
         self._has_output = False
 

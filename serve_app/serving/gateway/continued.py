@@ -26,7 +26,7 @@ class ContinuedStream:
         self._response = response
         self._grant = grant
         self._stream = stream
-        self._scanner = StreamScanner(hide_usage=False)
+        self._scanner = request.scanner = StreamScanner(hide_usage=False)
         self._gaps = observe(request.services.telemetry.itl_histogram, request.submission, grant.dispatch)
         self._last_at = 0.0
         self._has_output = False

@@ -148,6 +148,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         grant: last grant; None before the first one of its model.
         attempts: number of grants.
         response: answer of the current attempt; None without one.
+        scanner: scanner of the current attempt's stream; None without one.
         assembly: state of an answer that may be continued, which outlives attempts; None for others.
         has_begun: the client has a part of the answer.
         outcome: outcome; None until it is known.
@@ -159,6 +160,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
     open_grant = False
     attempts = 0
     response: UpstreamResponse | None = None
+    scanner: StreamScanner | None = None
     assembly: ContinuableAssembly | None = None
     has_begun = False
     outcome: Outcome | None = None
@@ -260,6 +262,12 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             except Exception as error:  # noqa: BLE001 - a request always ends
                 self._on_error(error)
 
+    @property
+    def seen_tokens(self) -> int:
+        """Output tokens seen at least: one for each event, and those with which an answer continues."""
+        kept = 0 if self.assembly is None else self.assembly.kept_tokens
+        return kept if self.scanner is None else max(kept, self.scanner.events)
+
     # The common way.
 
     def _queue(self, submission: Submission) -> None:
@@ -302,6 +310,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         body = self.body_for(self.submission, grant, name, continuation)
         forwarded = self.forwarded + (observe(self.trace.headers) or b"")
         head = upstream_head(self.engine_method, self.path, self.request_id, forwarded, address, len(body))
+        self.scanner = None
         self.response = self.services.upstream.start(address.server, head, body, self._on_head)
 
     def _on_head(self) -> None:
@@ -326,7 +335,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         if is_stream and isinstance(self.assembly, ContinuableStream):
             return ContinuedStream(self, response, self.grant, self.assembly).on_change
         if is_stream:
-            self._scanner, self._events = StreamScanner(hide_usage=self.hide_usage), b""
+            self.scanner = self._scanner = StreamScanner(hide_usage=self.hide_usage)
+            self._events = b""
             return self._on_first_events
         if response.status in (400, 422) and self.assembly is not None and self.assembly.is_continued:
             raise NotContinuedError("the engine rejected the tokens so far")
@@ -653,7 +663,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         try:
             self._withdraw()
             if not self._continues_in_background:
-                self._conclude(Outcome.CANCELLED, detail="the client closed its connection")
+                usage = None if self.scanner is None or self.assembly is not None else self.scanner.usage
+                self._conclude(Outcome.CANCELLED, usage, "the client closed its connection")
             self._leave()
         except Exception as error:  # noqa: BLE001 - a request always ends
             self._fail(error)
@@ -699,6 +710,9 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
 
     def _close_response(self) -> None:
         if self.response is not None:
+            if self.scanner is not None:
+                # What a slow client has not read counts.
+                self.scanner.feed(self.response.take())
             self.response.close()
             self.response = None
             self.exchange.on_writable = None

@@ -3,7 +3,7 @@
 import pytest
 
 from serve_app.core.admission.spending import Spending, TokenPrices
-from serve_app.core.events import Cancelled, Finished
+from serve_app.core.events import Cancelled, DispatchFailed, DispatchFailure, Finished
 from serve_app.core.learned_state import learned_state, restore_state
 from serve_app.core.scheduler import Scheduler
 from serve_app.errors import Outcome
@@ -105,3 +105,19 @@ def test_a_budget_needs_prices() -> None:
     price = {"prompt": 0.15, "generated": 0.6}
     scheduler = settings_of({"models": [{**model, "price": price}]}).models[0].scheduler
     assert (scheduler.price, scheduler.budget_per_hour) == (TokenPrices(prompt=0.15, generated=0.6), 5)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_an_answer_that_ends_early_costs_at_least_what_was_seen_of_it(outcome: Outcome) -> None:
+    driver = paid(per_hour=800.0)
+    driver.arrive("a", prompt_tokens=40)
+    driver.feed(Finished("a", outcome, seen_tokens=900))
+    assert only_conclusion(driver.arrive("b")).outcome is Outcome.REJECTED_QUEUE_FULL
+
+
+def test_a_request_that_is_left_after_a_put_back_costs_what_was_generated() -> None:
+    driver = paid(per_hour=800.0)
+    driver.arrive("a", prompt_tokens=40)
+    driver.feed(DispatchFailed("a", "s1", DispatchFailure.LOST, generated_tokens=900))
+    driver.feed(Cancelled("a"))
+    assert only_conclusion(driver.arrive("b")).outcome is Outcome.REJECTED_QUEUE_FULL

@@ -299,6 +299,19 @@ def test_the_conversation_that_was_used_least_recently_is_forgotten_first(
     assert first.program in table.programs()
 
 
+def test_a_tenant_with_many_conversations_displaces_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognition, "_MOST_CONVERSATIONS", 4)
+    table = Table()
+    quiet = table.complete((1,), ROOT, tenant="quiet")
+    flood = []
+    for number in range(2, 22):
+        flood.append(table.complete((number,), ProgramHint(session=str(number)), tenant="busy"))
+        assert quiet not in list(table.forget(table.now))
+    assert len(table) == 4
+    again = table.turn((1, 1), ROOT, tenant="quiet")
+    assert (again.conversation, again.extends) == (quiet, True)
+
+
 def test_a_conversation_that_has_not_returned_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recognition, "_FORGET_AFTER_S", 60.0)
     table = Table()

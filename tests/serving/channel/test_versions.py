@@ -43,7 +43,7 @@ def test_what_gateways_report_about_a_request_is_sent_as_version_4_defines() -> 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported)) == [
         ["first", "r1"],
         ["putback", "r1", "s1", "lost", "it broke", 1, 0, None],
-        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None], [0.3, 0.1]],
+        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None], [0.3, 0.1], 0],
         ["cancel", "r1"],
     ]
 

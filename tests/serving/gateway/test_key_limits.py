@@ -11,11 +11,13 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway.answer.responses import duration
+from tests.serving.channel.harness import wait_until
 from tests.serving.test_api_keys import record
 
 from .builders import Engine, chat, gateway, http_client
 from .fleet import fleet_of
 
+CHAT = "/v1/chat/completions"
 LIMIT = 7
 
 
@@ -89,3 +91,27 @@ async def test_a_key_without_limits_has_no_such_headers_and_a_model_that_it_may_
 )
 def test_times_are_written_as_openai_does(seconds: float, text: bytes) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("terms", [{"tokens_per_minute": 1_000_000}])
+async def test_a_stream_that_is_left_near_its_end_costs_what_it_has_received(
+    terms: dict[str, Any], tmp_path: Path
+) -> None:
+    found, secret = record(**terms)
+    path = tmp_path / "keys.json"
+    changed_keys(path, lambda _: [found])
+    headers = {"authorization": f"Bearer {secret}"}
+    async with fleet_of([Engine()], keys_file=str(path)) as fleet:
+
+        async def remaining() -> int:
+            answer = await fleet.http.post(CHAT, json=chat(max_tokens=1), headers=headers)
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        before = await remaining()
+        body = chat(max_tokens=900, stream=True)
+        async with fleet.http.stream("POST", CHAT, json=body, headers=headers) as stream:
+            async for line in stream.aiter_lines():
+                if "w800 " in line:
+                    break
+        await wait_until(lambda: not len(fleet.core), "the request has ended")
+        assert before - await remaining() > 800

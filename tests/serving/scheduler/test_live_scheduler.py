@@ -16,6 +16,7 @@ from serve_app.errors import ChannelError, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.metric_cells import HistogramCell
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.findings import status_findings
 from serve_app.serving.scheduler.history import RequestHistory
@@ -274,3 +275,20 @@ async def test_a_recorded_run_replays_to_the_same_commands(
     for _, decision in run.decisions:
         core.handle(decision.event, decision.now)
     assert repr(core) == repr(control_plane.live.core)
+
+
+async def test_a_fault_of_the_timing_of_decisions_ends_nothing(
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: object) -> None:
+        raise ZeroDivisionError("a fault")
+
+    live = await control_plane.begin()
+    monkeypatch.setattr(HistogramCell, "observe", faulty)
+    gateway = await control_plane.gateway()
+    await control_plane.replica("s1")
+    await granted(gateway, "r1")
+    gateway.end("r1", Outcome.COMPLETED, USAGE)
+    await wait_until(lambda: len(live.core) == 0)
+    assert control_plane.ends == []
+    assert live.end_reason == ""

@@ -114,7 +114,7 @@ class TokenEstimator:
         self._output.observe(request, usage)
         shape = request.shape
         if shape.prompt_tokens is None and usage.prompt_tokens > 0:
-            self._observe_prompt(shape, usage.prompt_tokens)
+            self._observe_prompt(shape, usage.prompt_tokens, request.tenant)
 
     def _prompt(self, shape: PromptShape) -> tuple[int, int, int]:
         """Return the mean tokens of all prompts, then upper estimate and lower bound of the longest one."""
@@ -130,9 +130,9 @@ class TokenEstimator:
             high += media + shape.media_items * self._media.deviation * self.settings.margin_deviations
         return math.ceil(expected), max(math.ceil(high * longest), 1), max(math.floor(low / prompts), 1)
 
-    def _observe_prompt(self, shape: PromptShape, tokens: int) -> None:
+    def _observe_prompt(self, shape: PromptShape, tokens: int, tenant: str) -> None:
         if not shape.media_items:
-            self._text.observe(shape, tokens)
+            self._text.observe(shape, tokens, tenant)
             return
         text, _, _ = self._text.estimate(shape)
         media = shape.media_items * self._media.mean

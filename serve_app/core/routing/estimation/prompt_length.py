@@ -18,6 +18,9 @@ never observed, and the second one texts that differ.
 - **Cold start.** The prior has means and variances over four tokenizer families (experiments/estimator).
 - **Outliers**, such as a prompt that the engine truncated, count as one at 2.5 standard deviations, and do
   not make the weights surer.
+- **Tenants.** An outlier that leads away from the prior is not learned while most other tenants' prompts have
+  the expected length, so the odd prompts of one tenant, such as hidden ones, teach others little. No weight
+  leaves what tokenizers have, which bounds the error if one tenant has most of the traffic.
 - **Drift.** The variances of the weights in use grow slowly, so new traffic is learned at any time.
 - **Sampling.** After 200 observations of a text category, one in 8 is learned, because learning one costs
   more than estimating it. Each counts as before, so errors and margins stay the same. An outlier may be
@@ -78,6 +81,11 @@ _PRIORS = [_CLASS_PRIORS[name] for name in ByteClass if name < CLASSES] + [
 _PRIOR_MEAN = np.array([mean for mean, _ in _PRIORS])
 _PRIOR_VARIANCE = np.array([deviation for _, deviation in _PRIORS]) ** 2
 _SIZES = len(_PRIORS)
+# Beyond what tokenizers have, with room for long system prompts in templates.
+_MOST_WEIGHTS = _PRIOR_MEAN + 4 * np.sqrt(_PRIOR_VARIANCE)
+_MOST_WEIGHTS[_SIZES - 2 :] = 4_096.0, 64.0
+# Tenants whose prompts are compared.
+_MOST_TENANTS = 64
 _TOOLS, _CHAT, _MESSAGES = CLASSES, CLASSES + 1, CLASSES + 2
 # English prose, for a text of unknown classes.
 _PROSE = np.zeros(CLASSES)
@@ -137,6 +145,8 @@ class PromptLength:
         self._covariance: Sizes = np.diag(_PRIOR_VARIANCE)
         # A view of the covariance.
         self._variances = _diagonal(self._covariance)
+        # Whether the last prompt of each tenant had the expected length, the latest last.
+        self._fits: dict[str, bool] = {}
         # Relative error, and the number of observations.
         self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_COUNT))
 
@@ -161,8 +171,8 @@ class PromptLength:
         plain = 0.0 if shape.messages > 0 else _PLAIN_TOKENS * max(1, shape.prompts)
         return expected + plain, high + plain, expected / _OPTIMISTIC_FACTOR + plain
 
-    def observe(self, shape: PromptShape, tokens: float) -> None:
-        """Learn that a prompt had this length. Impossible values are ignored."""
+    def observe(self, shape: PromptShape, tokens: float, tenant: str = "") -> None:
+        """Learn that a tenant's prompt had this length. Impossible values are ignored."""
         if tokens <= 0 or not math.isfinite(tokens):
             return
         deviation, count = self._deviations[shape.category]
@@ -180,7 +190,12 @@ class PromptLength:
         innovation = tokens - expected
         limit = min(_OUTLIER * math.sqrt(variance), _OUTLIER_RATIO * max(1.0, expected))
         clipped = min(max(innovation, -limit), limit)
-        self.weights = np.maximum(self.weights + gains * (clipped / variance), 0.0)
+        if self._is_odd(tenant, fits=clipped == innovation):
+            prior = float(_PRIOR_MEAN @ sizes)
+            if abs(tokens - prior) > abs(expected - prior):
+                self._deviations[shape.category] = deviation, count + 1
+                return
+        self.weights = np.clip(self.weights + gains * (clipped / variance), 0.0, _MOST_WEIGHTS)
         if clipped == innovation:
             self._covariance -= gains[:, None] * (gains / variance)
         else:
@@ -193,6 +208,16 @@ class PromptLength:
             squared += (min(share, 1.0) - squared) / min(count + 1, _MEMORY)
             deviation = max(_MIN_DEVIATION, math.sqrt(squared))
         self._deviations[shape.category] = deviation, count + 1
+
+    def _is_odd(self, tenant: str, *, fits: bool) -> bool:
+        """Record whether a tenant's prompt fits; return whether it does not, and most other tenants' do."""
+        self._fits.pop(tenant, None)
+        others = len(self._fits)
+        is_odd = not fits and others > 0 and 2 * sum(self._fits.values()) >= others
+        self._fits[tenant] = fits
+        if others >= _MOST_TENANTS:
+            del self._fits[next(iter(self._fits))]
+        return is_odd
 
     def _forecast(self, shape: PromptShape, sizes: Sizes) -> tuple[float, float]:
         """Return expected tokens without those of a plain prompt's start, and their standard deviation."""
@@ -214,6 +239,7 @@ class PromptLength:
             "weights": self.weights.tolist(),
             "covariance": self._covariance.ravel().tolist(),
             "deviations": {name.value: list(value) for name, value in self._deviations.items()},
+            "fits": dict(self._fits),
         }
 
     def restore(self, state: Snapshot) -> None:
@@ -235,6 +261,9 @@ class PromptLength:
             deviations[name] = max(_MIN_DEVIATION, deviation), weight
         self.weights, self._covariance, self._deviations = weights, covariance, deviations
         self._variances = _diagonal(covariance)
+        # States of 0.4.0 have none.
+        fits = section(state, "fits") if "fits" in state else {}
+        self._fits = {tenant: fit is True for tenant, fit in fits.items()}
 
 
 def _diagonal(matrix: Sizes) -> Sizes:

@@ -241,6 +241,7 @@ class StreamScanner:
         hide_usage: drop the event that carries only usage.
 
     Attributes:
+        events: number of whole events so far; each token of the output is in one.
         usage: last usage from the engine; None before the first.
         times: stage times that came with it; None if the engine reports none.
         response_id: the answer's id, from an event with usage; empty before one.
@@ -253,6 +254,7 @@ class StreamScanner:
         "_held",
         "_hide_usage",
         "error",
+        "events",
         "is_engine_error",
         "response_id",
         "times",
@@ -260,6 +262,7 @@ class StreamScanner:
     )
 
     def __init__(self, *, hide_usage: bool) -> None:
+        self.events = 0
         self.usage: Usage | None = None
         self.times: EngineTimes | None = None
         self.response_id = ""
@@ -272,6 +275,7 @@ class StreamScanner:
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes from the engine, and return those that may be sent to the client now."""
+        self.events += data.count(b"\n\n") or data.count(b"\n\r\n")
         if self._held or not data.endswith((b"\n\n", b"\n\r\n")):
             data = self._whole(data)
             if not data:

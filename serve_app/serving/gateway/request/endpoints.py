@@ -42,6 +42,7 @@ from serve_app.serving.gateway.request.measure import (
     chat_shape,
     completion_shape,
     embedding_shape,
+    json_bytes,
     messages_shape,
     responses_shape,
     uncounted_bytes,
@@ -278,7 +279,7 @@ _sized_decoder = msgspec.json.Decoder(BodyFields, strict=False)
 
 def _read_sized(body: bytes) -> ParsedBody:
     fields = _decode(_sized_decoder, body)
-    return ParsedBody(fields=fields, spec=TEXTS.spec(fields.model, len(body)))
+    return ParsedBody(fields=fields, spec=TEXTS.spec(fields.model, json_bytes(body)))
 
 
 def read_form(body: bytes, content_type: bytes) -> ParsedBody:

@@ -85,6 +85,7 @@ class BodyFields(msgspec.Struct):
     user: str | None = None
     safety_identifier: str | None = None
     priority: EnginePriority | None = None
+    cache_salt: str | None = None
 
     @property
     def end_user(self) -> str | None:
@@ -96,7 +97,6 @@ class GenerationFields(BodyFields):
     """Fields of all OpenAI endpoints that generate text."""
 
     stream: bool | None = None
-    cache_salt: str | None = None
     # Ids of a conversation, see `program`.
     session_id: msgspec.Raw = ABSENT
     prompt_cache_key: msgspec.Raw = ABSENT
@@ -234,7 +234,6 @@ class MessagesFields(BodyFields, kw_only=True):
     system: Blocks | None = None
     stream: bool | None = None
     metadata: MetadataFields | None = None
-    cache_salt: str | None = None
     tools: msgspec.Raw = ABSENT
     output_config: msgspec.Raw = ABSENT
 

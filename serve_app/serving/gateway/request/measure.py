@@ -10,6 +10,7 @@ unexplained: more than the quotes, names and escapes around the measured parts. 
 comparison, and an ASCII-only body is compared as if its texts were in UTF-8.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -78,6 +79,18 @@ class Utf8:
 
 
 _NULL = b"null"
+# Bytes of JSON that certainly count as a token, for an element that may be a token id.
+_ID_BYTES = 4
+
+
+def json_bytes(value: msgspec.Raw | memoryview | bytes) -> int:
+    """Return the bytes by which JSON counts: short token ids in it count as much as longer ones."""
+    data = bytes(value)
+    return max(len(data), _ID_BYTES * (data.count(b",") + 1))
+
+
+# Bytes of a completion's embeddings that count as one item: a thousand tokens of a small model, in 16 bits.
+_EMBEDS_BYTES = 2_800_000
 # Templates render roles; roles of ordinary length are part of the overhead of a message.
 _ROLE_CHARACTERS = 32
 _MEDIA_TYPES = frozenset(
@@ -133,7 +146,7 @@ class PromptMeasure:
                 continue
             view = memoryview(piece)
             if view and view != _NULL:
-                self.tool_bytes += len(view)
+                self.tool_bytes += json_bytes(view)
 
     def add_text(self, *pieces: msgspec.Raw) -> None:
         """Count strings as text, and other values by the bytes of their JSON."""
@@ -193,6 +206,7 @@ def chat_shape(body: ChatFields, measure: PromptMeasure) -> PromptShape:
     """Return the shape of a chat completion's prompt."""
     measure.add_messages(body.messages)
     measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
+    measure.add_raw(body.kv_transfer_params)
     return measure.shape(messages=len(body.messages))
 
 
@@ -201,9 +215,9 @@ def completion_shape(body: CompletionFields) -> PromptShape:
     measure = PromptMeasure()
     if body.suffix:
         measure.texts.append(body.suffix)
-    measure.add_raw(body.response_format)
-    if memoryview(body.prompt_embeds):
-        measure.media_items += 1
+    measure.add_raw(body.response_format, body.kv_transfer_params)
+    if size := len(memoryview(body.prompt_embeds)):
+        measure.media_items += math.ceil(size / _EMBEDS_BYTES)
     return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
 
 
@@ -218,7 +232,7 @@ def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShap
     if body.instructions:
         messages += 1
         measure.texts.append(body.instructions)
-    measure.add_raw(body.tools, body.text)
+    measure.add_raw(body.tools, body.text, body.kv_transfer_params)
     return measure.shape(messages=messages)
 
 
@@ -227,6 +241,9 @@ def embedding_shape(body: EmbeddingFields) -> PromptShape:
     measure = PromptMeasure()
     if body.messages is not None:
         measure.add_messages(body.messages)
+        if body.input is not None:
+            # The engine chooses one of the two.
+            measure.add_raw(msgspec.Raw(msgspec.json.encode(body.input)))
         return measure.shape(messages=len(body.messages))
     return _prompts_shape(measure, body.input if body.input is not None else "")
 
@@ -236,16 +253,21 @@ def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
     if isinstance(prompt, str):
         measure.texts.append(prompt)
         return measure.shape()
-    if prompt and isinstance(prompt[0], int):
-        return measure.shape(prompt_tokens=len(prompt))
-    ids = 0
-    for one in prompt:
-        if isinstance(one, str):
-            measure.texts.append(one)
-        elif isinstance(one, list):
-            ids += len(one)
-    only_ids = ids > 0 and not measure.texts
-    return measure.shape(prompts=max(1, len(prompt)), prompt_tokens=ids if only_ids else None)
+    is_one = bool(prompt) and isinstance(prompt[0], int)
+    if is_one and set(map(type, prompt)) == {int}:
+        ids = len(prompt)
+    else:
+        ids = 0
+        for one in prompt:
+            if isinstance(one, str):
+                measure.texts.append(one)
+            else:
+                ids += len(one) if isinstance(one, list) else 1
+    prompts = 1 if is_one else max(1, len(prompt))
+    if ids and not (measure.texts or measure.media_items):
+        return measure.shape(prompts=prompts, prompt_tokens=ids + measure.tool_bytes // _ID_BYTES)
+    measure.tool_bytes += _ID_BYTES * ids
+    return measure.shape(prompts=prompts)
 
 
 # -- Anthropic's Messages ---------------------------------------------------------------------------------
@@ -309,12 +331,12 @@ _INERT_NAMES = """
     logprobs top_logprobs prompt_logprobs logprob_token_ids allowed_token_ids logits_processors echo
     use_beam_search ignore_eos skip_special_tokens spaces_between_special_tokens
     include_stop_str_in_output truncate_prompt_tokens truncation_side add_generation_prompt
-    continue_final_message add_special_tokens media_io_kwargs mm_processor_kwargs mm_payload
-    return_mm_kwargs structured_outputs guided_json guided_regex guided_choice guided_grammar
-    kv_transfer_params ec_transfer_params vllm_xargs stream_interval watermarking
+    continue_final_message add_special_tokens return_mm_kwargs
+    structured_outputs guided_json guided_regex guided_choice guided_grammar
+    stream_interval watermarking
     return_tokens_as_token_ids return_token_ids return_token_offsets return_prompt_text reasoning_effort
-    include_reasoning parallel_tool_calls modalities audio prediction web_search_options encoding_format
-    thinking stop_sequences context_management container mcp_servers
+    include_reasoning parallel_tool_calls modalities audio encoding_format
+    thinking stop_sequences context_management container
     top_n max_tokens_per_query max_tokens_per_doc input_type embedding_types output_dimension truncate
     padding task use_activation dimensions embed_dtype endianness normalize
     enable_response_messages chat_template_content_format
@@ -359,7 +381,7 @@ def _is_ordinary(size: int, explained: int) -> bool:
 
 
 def _bytes_besides(fields: Mapping[str, msgspec.Raw], inert: frozenset[str]) -> int:
-    return sum(len(name) + len(memoryview(fields[name])) for name in fields.keys() - inert)
+    return sum(len(name) + json_bytes(fields[name]) for name in fields.keys() - inert)
 
 
 def _objects(value: msgspec.Raw) -> Iterable[_Fields]:

@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
+
 from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
-from tests.serving.gateway.builders import chat
+from tests.serving.gateway.builders import MODEL, chat
 from tests.serving.gateway.conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -31,3 +33,13 @@ async def test_isolated_tenants_share_neither_hashes_nor_blocks_of_an_engine() -
         assert first == again != other
         salts = [json.loads(sent)["cache_salt"] for sent in harness.engine.bodies]
         assert salts == [engine_salt(tenant, "of the client") for tenant in ("a", "b", "a")]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v2/rerank", "/pooling", "/classify"])
+async def test_isolated_tenants_share_no_blocks_of_embeddings_scores_and_ranks(path: str) -> None:
+    async with running_gateway(prefix=PrefixSettings(per_tenant=True)) as harness:
+        for tenant in ("a", "b"):
+            body = {"model": MODEL, "input": "x" * 600, "cache_salt": "of the client"}
+            await harness.http.post(path, json=body, headers={"x-tenant": tenant})
+        salts = [json.loads(sent)["cache_salt"] for sent in harness.engine.bodies]
+        assert salts == [engine_salt(tenant, "of the client") for tenant in ("a", "b")]

@@ -164,6 +164,33 @@ def test_fields_that_no_model_reads_are_not_counted(inert: dict[str, Any]) -> No
     assert (found.text_bytes, found.tool_bytes) == (3, 0)
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "vllm_xargs", "mm_processor_kwargs", "prediction"])
+@pytest.mark.parametrize("size", [200, 10_000])
+def test_token_ids_in_a_field_of_a_chat_count(name: str, size: int) -> None:
+    alone = shape(CHAT, messages=[{"role": "user", "content": "abc"}])
+    found = shape(
+        CHAT, messages=[{"role": "user", "content": "abc"}], **{name: {"prompt_token_ids": [7] * size}}
+    )
+    # A token for each id, by any tokenizer's ratio for JSON.
+    assert found.tool_bytes - alone.tool_bytes >= (4 * size if size > 200 or name[0] == "k" else 0)
+
+
+def test_token_ids_of_a_completion_count_beside_texts_and_in_other_fields() -> None:
+    ids = [7] * 10_000
+    assert shape(COMPLETIONS, prompt=["text", ids]).tool_bytes >= 40_000
+    assert shape(COMPLETIONS, prompt=[1, "text" * 1_000]).text_bytes == 4_000
+    exact = shape(COMPLETIONS, prompt=[1], kv_transfer_params={"prompt_token_ids": ids})
+    assert exact.prompt_tokens is not None
+    assert exact.prompt_tokens >= 10_000
+    assert shape(COMPLETIONS, prompt="a", prompt_embeds="A" * 40_000_000).media_items > 10
+
+
+def test_ids_of_pooling_and_a_second_input_of_an_embedding_count() -> None:
+    assert shape("/pooling", input=[[7] * 10_000]).tool_bytes >= 40_000
+    both = shape("/v1/embeddings", input="x" * 5_000, messages=[{"role": "user", "content": "abc"}])
+    assert both.text_bytes + both.tool_bytes >= 5_003
+
+
 def test_a_text_beside_an_image_hides_neither() -> None:
     found = chat({"type": "image_url", "text": "abc", "image_url": {"url": URL}})
     assert (found.text_bytes, found.media_items) == (3, 1)
