@@ -106,6 +106,12 @@ def test_an_interrupted_play_resumes(catalogue: Catalogue) -> None:
     assert not partial_of(results).exists()
 
 
+def as_in_the_background() -> None:
+    """Ignore SIGINT, as a shell does for such commands, but not SIGHUP, as `nohup` does for these tests."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     "wait",
     ["wait(served.pid)", "uvloop.run(wait_in_loop(served.pid))", "list(parallel(wait, [served.pid] * 2, 2))"],
@@ -127,8 +133,7 @@ def test_an_interrupted_play_ends_its_application(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # As a shell starts a command in the background.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509 - one thread
+        preexec_fn=as_in_the_background,  # noqa: PLW1509 - one thread
     ) as outer:
         assert outer.stdout is not None
         application = psutil.Process(int(outer.stdout.readline()))
