@@ -56,6 +56,17 @@ def test_a_replica_that_rejoins_forgets_what_was_learned() -> None:
     assert state.max_num_seqs is None
 
 
+def test_a_told_limit_replaces_a_learned_one() -> None:
+    driver = replica_without_load_reports()
+    assert len(sent(driver, range(3))) == 3
+    driver.feed(DispatchFailed("q2", "r1", DispatchFailure.BUSY))
+    driver.join("r1", "only", kv_tokens=None, max_num_seqs=6)
+    driver.report("r1", **SILENT)
+    sent(driver, range(3, 20))
+    state = driver.scheduler.ledger["r1"]
+    assert (state.max_num_seqs, state.in_flight) == (6, 6)
+
+
 def test_a_known_batch_is_the_limit_of_an_engine_without_load_reports() -> None:
     # A request beyond the four slots would wait in the engine, where nothing shows it.
     assert len(sent(replica_without_load_reports(max_num_seqs=4), range(30))) == 4
