@@ -6,11 +6,13 @@ applications. It is called once the head has been read, with the whole body if t
 head, and may respond at once, later by callbacks, or in a task (`Exchange.run`). Rules:
 
 - Responses are sent in the order of the requests. A pipelined request waits until the previous response is
-  complete, and reading pauses.
+  complete and the client has read enough of it. Reading and parsing pause meanwhile, so that a connection
+  holds few requests, about one read of bytes, and one response above the limit of the write buffer.
 - Backpressure works in both directions. Reading pauses while more than `_BODY_BUFFER_BYTES` of a body are
   buffered. While the client does not read, `send` waits and `write_chunk` returns False.
-- The head is limited in size and time, idle connections in time. What frames a body (sizes and extensions of
-  chunks, trailers) is limited like a head, from one piece of the body to the next.
+- The head is limited in size and time, idle connections in time. A TLS handshake counts as a connection, and
+  is limited in time like a head. What frames a body (sizes and extensions of chunks, trailers) is limited
+  like a head, from one piece of the body to the next.
 - If a response ends before the body of its request, the rest of the body is read and dropped for a while.
   Closing at once would reset the connection, and the client could lose the response.
 - Timeouts are enforced one check (a second) late, so that a process resumed after a suspension first reads
@@ -35,6 +37,7 @@ import asyncio
 import contextlib
 import http
 import logging
+import os
 import re
 import socket
 import ssl
@@ -73,6 +76,8 @@ CHECK_INTERVAL_S = 1.0
 _OVERLOAD_CONNECTIONS = 4096
 
 _BODY_BUFFER_BYTES = 64 * 1024
+# Bytes that are parsed at once; if they contain pipelined requests, the rest is parsed after these.
+_PARSED_BYTES = 16 * 1024
 # Longer pieces are written separately from the head, because a copy would cost more.
 _MAX_COALESCED_BYTES = 64 * 1024
 _INVALID_IN_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
@@ -136,6 +141,7 @@ class HttpServer:
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[Connection] = set()
+        self._handshakes: dict[Connection, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()
         self._check_timer: asyncio.TimerHandle | None = None
 
@@ -144,15 +150,16 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
-        return len(self._connections)
+        """Number of open connections, including those in a TLS handshake."""
+        return len(self._connections) + len(self._handshakes)
 
     async def start(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
         loop = asyncio.get_running_loop()
         self._socket = sock
+        protocol = Connection if self._options.tls is None else _Accepted
         self._server = await loop.create_server(
-            lambda: Connection(self), sock=sock, backlog=self._options.backlog, ssl=self._options.tls
+            lambda: protocol(self), sock=sock, backlog=self._options.backlog
         )
 
     def check_health(self) -> None:
@@ -178,9 +185,11 @@ class HttpServer:
             for connection in tuple(self._connections):
                 if connection.is_idle:
                     connection.close()
+            self._end_handshakes()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._all_closed()
+        self._end_handshakes()
         for task in tuple(self.tasks):
             task.cancel()
         if self.tasks:
@@ -196,21 +205,49 @@ class HttpServer:
             connection.transport.abort()
 
     async def _all_closed(self) -> None:
-        while self._connections:
+        while self.connections:
             self._closed.clear()
             await self._closed.wait()
+
+    def _end_handshakes(self) -> None:
+        for handshake in tuple(self._handshakes.values()):
+            handshake.cancel()
 
     # Called by connections.
 
     def register(self, connection: "Connection") -> "Application | None":
         """Register a new connection, and return its application, or None to reset it."""
         self._connections.add(connection)
+        self._handshakes.pop(connection, None)
         if self._check_timer is None:
             self._check_timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check_timeouts)
         limit = self._options.max_connections
-        if limit is None or len(self._connections) <= limit:
+        if limit is None or self.connections <= limit:
             return self.app
-        return self._options.overload if len(self._connections) <= limit + _OVERLOAD_CONNECTIONS else None
+        return self._options.overload if self.connections <= limit + _OVERLOAD_CONNECTIONS else None
+
+    def begin_handshake(self, sock: socket.socket) -> None:
+        """Run the TLS handshake of a new connection, or close it if there are far too many."""
+        limit = self._options.max_connections
+        if limit is not None and self.connections >= limit + _OVERLOAD_CONNECTIONS:
+            sock.close()
+            return
+        connection = Connection(self)
+        task = asyncio.get_running_loop().create_task(self._handshake(connection, sock))
+        self._handshakes[connection] = task
+        task.add_done_callback(lambda _: self._end_handshake(connection))
+
+    async def _handshake(self, connection: "Connection", sock: socket.socket) -> None:
+        # The client fails, disconnects or is too slow.
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, sock, ssl=self._options.tls, ssl_handshake_timeout=HEAD_TIMEOUT_S
+            )
+
+    def _end_handshake(self, connection: "Connection") -> None:
+        if self._handshakes.pop(connection, None) is not None:
+            # It failed, which asyncio does not report to the connection.
+            connection.connection_lost(None)
 
     def unregister(self, connection: "Connection") -> None:
         """Remove a closed connection."""
@@ -239,6 +276,25 @@ class HttpServer:
         )
 
 
+class _Accepted(asyncio.Protocol):
+    """A connection that is accepted for TLS.
+
+    The servers of asyncio and uvloop report a connection only after its handshake, and their `start_tls` may
+    deliver bytes before it returns the transport. Therefore the socket moves to another transport.
+    """
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of sockets
+        try:
+            sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        finally:
+            transport.abort()
+        sock.setblocking(False)
+        self._server.begin_handshake(sock)
+
+
 class Connection(asyncio.Protocol):
     """One connection: parses requests and runs them one after the other.
 
@@ -253,6 +309,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         # None after a malformed request and at the end.
         self._parser: httptools.HttpRequestParser | None = _parser_of(self)
+        # Received, but not parsed yet.
+        self._unparsed = b""
         self.transport: asyncio.Transport
         self.server_address: tuple[str, int] | None = None
         self.client_address: tuple[str, int] | None = None
@@ -312,26 +370,44 @@ class Connection(asyncio.Protocol):
             exchange.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of requests."""
-        parser = self._parser
-        if parser is None:
+        """Parse bytes of requests, except those behind a request that waits."""
+        if self._parser is None:
             return
-        self._framing_bytes += len(data)
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            head, self._head_without_upgrade = self._head_without_upgrade, b""
-            self._parser = _parser_of(self)
-            self.data_received(head + data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserError:
-            self._start()
-            self._reject(400, "Invalid HTTP request received.")
-            return
+        if self._unparsed:
+            data, self._unparsed = self._unparsed + data, b""
+        start = 0
+        while start < len(data):
+            if self._waiting:
+                self._unparsed = data[start:]
+                self.pause_reading()
+                break
+            try:
+                self._parse(data[start : start + _PARSED_BYTES])
+            except httptools.HttpParserError:
+                self._start()
+                self._reject(400, "Invalid HTTP request received.")
+                return
+            start += _PARSED_BYTES
         self._start()
         if self._framing_bytes > MAX_HEAD_BYTES:
             part = "head" if self._in_head else "chunk framing"
             self._reject(400, f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes.")
+
+    def _parse_rest(self) -> None:
+        self.data_received(b"")
+        self.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        while (parser := self._parser) is not None:
+            self._framing_bytes += len(data)
+            try:
+                parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                head, self._head_without_upgrade = self._head_without_upgrade, b""
+                self._parser = _parser_of(self)
+                data = head + data[upgrade.args[0] :]
+            else:
+                break
 
     def pause_writing(self) -> None:
         """Pause writing, because the write buffer is full."""
@@ -343,7 +419,9 @@ class Connection(asyncio.Protocol):
         self.write_paused = False
         self._unread_bytes = self._stalled_checks = 0
         self._writable.set()
-        if (exchange := self._active) is not None and exchange.on_writable is not None:
+        if (exchange := self._active) is None:
+            self._next()
+        elif exchange.on_writable is not None:
             exchange.on_writable()
 
     # httptools.
@@ -386,7 +464,7 @@ class Connection(asyncio.Protocol):
         exchange.keep_alive = version != "1.0" and parser.should_keep_alive()
         exchange.expects_continue = self._expects_continue
         self._last = exchange
-        if self._active is None:
+        if self._active is None and not self.write_paused:
             self._active, self._is_started = exchange, False
         else:
             self.pause_reading()
@@ -413,10 +491,17 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading, unless the connection is closing. Idempotent."""
-        if self._read_paused and not self.transport.is_closing():
+        """Resume reading once all bytes are parsed, unless the connection is closing. Idempotent."""
+        if not self._read_paused or self.transport.is_closing():
+            return
+        if not self._unparsed:
             self._read_paused = False
             self.transport.resume_reading()
+            if self._head_since is not None:
+                self._head_since = self._loop.time()
+        elif not self._waiting:
+            # Not here, because an application that responds at once would call this method again.
+            self._loop.call_soon(self._parse_rest)
 
     async def drain(self) -> None:
         """Wait until the client reads or disconnects."""
@@ -429,9 +514,13 @@ class Connection(asyncio.Protocol):
         self._active = None
         if not keep_alive or (self.server.closes_idle and not self._waiting):
             self.transport.close()
+        self._next()
+
+    def _next(self) -> None:
+        """Run the next request, unless the client does not read, and read further ones."""
         if self.transport.is_closing():
             return
-        if self._waiting:
+        if self._waiting and not self.write_paused:
             self._active, self._is_started = self._waiting.popleft(), False
             # Not here, because an application that responds at once would call this method again.
             self._loop.call_soon(self._start)
@@ -443,7 +532,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """True if no request is open or arriving."""
-        return self._active is None and not self._in_head
+        return self._active is None and not self._waiting and not self._in_head
 
     def close(self) -> None:
         """Close after pending writes."""
@@ -451,6 +540,10 @@ class Connection(asyncio.Protocol):
 
     def check_timeouts(self, now: float, idle_s: float) -> None:
         """Enforce timeouts that had already elapsed at the last check."""
+        if self._waiting:
+            # The server does not read.
+            self._elapsed_since = None
+            return
         if self._head_since is not None:
             since, limit_s = self._head_since, HEAD_TIMEOUT_S
         elif self._active is None and self._last is not None:
@@ -497,7 +590,7 @@ class Connection(asyncio.Protocol):
 
     def _reject(self, status: int, message: str) -> None:
         """Stop parsing, with an error response if possible; earlier requests still get their responses."""
-        self._parser = None
+        self._parser, self._unparsed = None, b""
         last = self._last
         if last is not None and last.more_body and (last.status or last is not self._active):
             self.transport.close()

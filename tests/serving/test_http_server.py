@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import re
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,12 @@ import uvloop
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.serving import http_server
 from serve_app.serving.asgi import asgi_application
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
+from serve_app.serving.http_server import (
+    Exchange,
+    HttpServer,
+    HttpServerOptions,
+    ServerNotRunningError,
+)
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening
 from tests.serving.channel.harness import wait_until
@@ -31,6 +37,14 @@ async def echo(_: Scope, receive: Receive, send: Send) -> None:
         more = message["more_body"]
         await send({"type": "http.response.body", "body": message["body"], "more_body": True})
     await send({"type": "http.response.body"})
+
+
+async def paths(scope: Scope, _: Receive, send: Send) -> None:
+    """Answer with the path and a semicolon."""
+    body = scope["path"].encode() + b";"
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def fails(_: Scope, __: Receive, ___: Send) -> None:
@@ -214,10 +228,35 @@ async def endless(_: Scope, __: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
 
 
+class Respond:
+    """Application that responds at once with 10 kB, as error responses and `/-/healthz` do."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def __call__(self, exchange: Exchange) -> None:
+        self.paths.append(exchange.path)
+        exchange.respond(200, [], exchange.path.encode().ljust(10_000))
+
+
+async def echo_whole(_: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the request's body once it has arrived, after the `100 Continue` if one is expected."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await asyncio.sleep(0)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10000")]})
+    await send({"type": "http.response.body", "body": body.ljust(10_000)})
+
+
 @contextlib.asynccontextmanager
-async def requested(app: ASGIApp, stalled_s: float | None) -> AsyncIterator[tuple[HttpServer, socket.socket]]:
-    """Run a server that has a request over small socket buffers; yield the server and the client."""
-    server = HttpServer("a test", asgi_application(app), HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
+async def requested(
+    app: ASGIApp | Respond, stalled_s: float | None, sent: bytes = b"GET / HTTP/1.1\r\n" + CLOSE
+) -> AsyncIterator[tuple[HttpServer, socket.socket]]:
+    """Run a server that receives bytes over small socket buffers; yield the server and the client."""
+    application = app if isinstance(app, Respond) else asgi_application(app)
+    server = HttpServer("a test", application, HttpServerOptions(idle_s=5.0, stalled_s=stalled_s))
     listener = listening_socket("127.0.0.1", 0, 1, 16)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
     await server.start(listener)
@@ -226,9 +265,12 @@ async def requested(app: ASGIApp, stalled_s: float | None) -> AsyncIterator[tupl
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, listener.getsockname())
-        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\n" + CLOSE)
+        sending = asyncio.create_task(loop.sock_sendall(client, sent))
         await wait_until(lambda: server.connections)
         yield server, client
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await sending
         await server.stop(0.0)
 
 
@@ -252,6 +294,127 @@ async def test_a_client_that_reads_slowly_receives_all(monkeypatch: pytest.Monke
                 pauses += 1
                 await asyncio.sleep(0.2)
     assert received > 10_000_000
+
+
+def open_exchanges() -> int:
+    return sum(isinstance(each, Exchange) for each in gc.get_objects())
+
+
+def pipelined(count: int) -> bytes:
+    return b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(count))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_pipelined_requests_wait_while_their_client_reads_nothing(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def run() -> None:
+        app, count = Respond(), 50_000
+        async with asyncio.timeout(60), requested(app, None, pipelined(count)) as (_, client):
+            responses = -1
+            while responses < len(app.paths):
+                responses = len(app.paths)
+                await asyncio.sleep(0.5)
+            assert responses < 100
+            assert open_exchanges() < 2_000
+            received = bytearray()
+            while received.count(b"\r\n\r\n", -20_000) == 0 or len(app.paths) < 500:
+                received += await asyncio.get_running_loop().sock_recv(client, 1_000_000)
+            assert app.paths == [f"/{number}" for number in range(len(app.paths))]
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("size", [1, 20_000])
+async def test_a_client_that_reads_late_receives_every_pipelined_response(size: int) -> None:
+    count = 2_000
+    sent = pipelined(count - 1) + b"GET /last HTTP/1.1\r\n" + CLOSE
+    async with asyncio.timeout(60), requested(Respond(), None, sent) as (_, client):
+        await asyncio.sleep(0.5)
+        received = bytearray()
+        while piece := await asyncio.get_running_loop().sock_recv(client, size * 50):
+            received += piece
+    paths = re.findall(rb"\r\n\r\n(/\w+) ", received)
+    assert paths == [*(b"/%d" % number for number in range(count - 1)), b"/last"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_pipelined_bodies_of_any_size_are_returned(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    sent, total = b"", 0
+    for number in range(300):
+        body = b"%d" % (number % 10) * (number * 7919 % 40_000 + 1)
+        total += len(body)
+        if number % 2:
+            sent += b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        else:
+            sent += CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    sent += b"GET / HTTP/1.1\r\n" + CLOSE
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answer = runner.run(answer_to(echo, sent))
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == 301
+    chunks = re.findall(rb"\r\n([0-9a-f]+)\r\n(?=\d)", answer)
+    assert sum(int(size, 16) for size in chunks if int(size, 16)) == total
+
+
+async def test_framing_without_end_behind_requests_that_wait_ends_the_connection() -> None:
+    async with listening(echo_whole) as port, asyncio.timeout(20):
+        _, answer = await endless_after(port, pipelined(3) + CHUNKED + b"3;", b"a" * 50_000)
+    assert answer.count(b"HTTP/1.1 200 ") <= 3
+
+
+@pytest.mark.parametrize("app", [Respond(), echo_whole])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+    ],
+)
+async def test_a_client_that_reads_no_pipelined_response_is_disconnected(
+    app: ASGIApp | Respond, request_: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.05)
+    async with requested(app, 1.0, request_ * 50_000) as (server, _):
+        most, _ = 0, gc.collect()
+        while server.connections:
+            most = max(most, open_exchanges())
+            await asyncio.sleep(0.05)
+        assert most < 2_000
+        await wait_until(lambda: not server.tasks)
+
+
+async def test_a_head_behind_a_slow_response_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does not read it while requests before it wait."""
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+
+    async def slow(_: Scope, __: Receive, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    sent = b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nGET /3 HTTP"
+    async with listening(slow) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"/1.1\r\n" + CLOSE)
+        rest = await reader.read()
+        writer.close()
+    assert rest.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_thousands_of_upgrades_in_one_write_are_responded_to(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    offer = b"GET /%d HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    sent = b"".join(offer % number for number in range(5_000)) + b"GET /last HTTP/1.1\r\n" + CLOSE
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answer = runner.run(answer_to(paths, sent))
+    assert re.findall(rb"/\w+;", answer) == [*(b"/%d;" % number for number in range(5_000)), b"/last;"]
 
 
 async def test_stopping_disconnects_a_client_that_reads_nothing() -> None:

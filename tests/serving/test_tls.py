@@ -3,22 +3,27 @@
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.errors import SettingsError
+from serve_app.serving import http_server
+from serve_app.serving.asgi import asgi_application
 from serve_app.serving.channel.messages import Welcome
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
 from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
+from serve_app.serving.listening import listening_socket
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 from serve_app.serving.tls import Tls, TlsSettings
@@ -165,6 +170,133 @@ async def test_a_request_is_served_over_tls_from_gateway_to_engine(
         assert "[DONE]" in answer.text
     app.close()
     await replica.stop()
+
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+@contextlib.asynccontextmanager
+async def encrypted_port(
+    tls: TlsSettings, max_connections: int | None = None, overload: Application | None = None
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    options = HttpServerOptions(
+        idle_s=5.0, max_connections=max_connections, overload=overload, tls=Tls(tls).server
+    )
+    server = HttpServer("a test", asgi_application(hello_world), options)
+    sock = listening_socket("127.0.0.1", 0, 1, 256)
+    await server.start(sock)
+    try:
+        yield server, sock.getsockname()[1]
+    finally:
+        await server.stop(0.0)
+
+
+# Nothing, one byte, a part of a ClientHello, and no TLS.
+@pytest.mark.parametrize("sent", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", REQUEST])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_half_open_handshakes_count_as_connections_and_time_out(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    sent: bytes,
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.8)
+
+    async def run() -> None:
+        async with encrypted_port(authority.process()) as (server, port), asyncio.timeout(20):
+            clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _, writer in clients:
+                writer.write(sent)
+            await asyncio.sleep(0.3)
+            # Bytes that are no TLS end the handshake at once.
+            assert server.connections == (0 if sent == REQUEST else 20)
+            for reader, writer in clients:
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+            await wait_until(lambda: server.connections == 0 and not server.tasks)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_handshakes_are_limited_like_connections(
+    loop: Callable[[], asyncio.AbstractEventLoop], authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_OVERLOAD_CONNECTIONS", 1)
+    client = Tls(authority.process("client")).client
+
+    def overload(exchange: Exchange) -> None:
+        exchange.respond(503, [(b"connection", b"close")], b"")
+
+    async def run() -> None:
+        async with (
+            encrypted_port(authority.process(), 2, overload) as (server, port),
+            asyncio.timeout(20),
+        ):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            await wait_until(lambda: server.connections == 2)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            refused, excess = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionError):
+                assert await refused.read() == b""
+            excess.close()
+            writer.write(REQUEST)
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+            for _, each in (*silent, (reader, writer)):
+                each.close()
+            await wait_until(lambda: server.connections == 0)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            writer.write(REQUEST)
+            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_request_in_the_packet_that_ends_the_handshake_is_answered_encrypted(
+    loop: Callable[[], asyncio.AbstractEventLoop], authority: Authority
+) -> None:
+    context = Tls(authority.process("client")).client
+
+    async def run() -> None:
+        async with encrypted_port(authority.process()) as (_, port), asyncio.timeout(20):
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            tls = context.wrap_bio(incoming, outgoing)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    writer.write(outgoing.read())
+                    incoming.write(await reader.read(65_536))
+            tls.write(REQUEST)
+            writer.write(outgoing.read())
+            answer = b""
+            while b"hello" not in answer:
+                incoming.write(await reader.read(65_536))
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    answer += tls.read(65_536)
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 5.0])
+async def test_stopping_ends_handshakes(authority: Authority, grace_s: float) -> None:
+    async with encrypted_port(authority.process()) as (server, port), asyncio.timeout(4):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)
+        await server.stop(grace_s)
+        assert (server.connections, await reader.read()) == (0, b"")
+        writer.close()
 
 
 def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
