@@ -6,7 +6,7 @@ applications. It is called once the head has been read, with the whole body if t
 head, and may respond at once, later by callbacks, or in a task (`Exchange.run`). Rules:
 
 - Responses are sent in the order of the requests. A pipelined request waits until the previous response is
-  complete and the client has read enough of it. Reading and parsing pause meanwhile, so that a connection
+  complete and the client has read enough of it. Reading and parsing pause until then, so that a connection
   holds few requests, about one read of bytes, and one response above the limit of the write buffer.
 - Backpressure works in both directions. Reading pauses while more than `_BODY_BUFFER_BYTES` of a body are
   buffered. While the client does not read, `send` waits and `write_chunk` returns False.

@@ -98,7 +98,7 @@ Selection = Callable[[RequestRecord], bool]
 def groups_of(records: Sequence[RequestRecord], short_at: int) -> dict[str, Selection]:
     """Return short and long prompts without batch work, and classes and large tenants if there are several.
 
-    Batch work waits for capacity that other requests leave, so it is always a group of its own.
+    Batch work waits for capacity that other requests leave, so it is always a separate group.
     """
     groups: dict[str, Selection] = {
         "short": lambda record: record.prompt_tokens <= short_at and not is_batch(record),

@@ -9,7 +9,7 @@ because it fails fast and so looks idle. Failures count against a replica as fol
 | could not be sent, or its connection broke | immediately: no request should cause that                 |
 | found the engine busy                      | the third time in a row without a success in between      |
 | got an error of the engine                 | the same, and only once another replica has served it     |
-| was told when to come back (`Retry-After`) | it receives nothing before, for at most 20 s              |
+| stated when to come back (`Retry-After`)   | it receives nothing before, for at most 20 s              |
 
 A busy engine that does not report its load may have reached a limit. Its first rejection therefore becomes a
 learned limit (`observed.limits`), and only rejections within that limit count.

@@ -107,9 +107,9 @@ def _reserved(core: Scheduler, state: ReplicaState | None, now: float) -> dict[s
 
 
 def limit_text(state: ReplicaState, now: float) -> str:
-    """Return what limits the requests on a replica: a told, a reported or a learned limit."""
+    """Return what limits the requests on a replica: a configured, a reported or a learned limit."""
     if state.spec.max_num_seqs is not None:
-        return f"{state.spec.max_num_seqs} (told)"
+        return f"{state.spec.max_num_seqs} (configured)"
     learned = state.learned_limit
     if learned is None:
         size = None if state.batch is None else state.batch.size

@@ -56,7 +56,7 @@ def test_a_replica_that_rejoins_forgets_what_was_learned() -> None:
     assert state.max_num_seqs is None
 
 
-def test_a_told_limit_replaces_a_learned_one() -> None:
+def test_a_configured_limit_replaces_a_learned_one() -> None:
     driver = replica_without_load_reports()
     assert len(sent(driver, range(3))) == 3
     driver.feed(DispatchFailed("q2", "r1", DispatchFailure.BUSY))

@@ -81,8 +81,8 @@ def test_the_state_is_what_an_operator_should_know_first(changes: dict[str, Any]
 
 
 def test_the_limit_of_a_replica_names_its_source() -> None:
-    told = one_replica(limits={"max_num_seqs": 8}).scheduler.ledger["r1"]
-    assert limit_text(told, 0.0) == "8 (told)"
+    configured = one_replica(limits={"max_num_seqs": 8}).scheduler.ledger["r1"]
+    assert limit_text(configured, 0.0) == "8 (configured)"
 
     driver = one_replica(limits={"max_num_seqs": None})
     state = driver.scheduler.ledger["r1"]
@@ -112,7 +112,11 @@ def test_a_document_shows_whether_its_replica_takes_more() -> None:
     reports = {"r1": (state.spec, state.report)}
     for is_open in (True, False):
         document = replica_documents(driver.scheduler, reports, (), driver.now)["r1"]
-        assert (document["open"], document["limit"], document["state"]) == (is_open, "8 (told)", "ready")
+        assert (document["open"], document["limit"], document["state"]) == (
+            is_open,
+            "8 (configured)",
+            "ready",
+        )
         fill(driver)
 
 
