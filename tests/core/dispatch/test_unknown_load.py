@@ -6,6 +6,7 @@ import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken
+from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome
 from tests.builders import ManualDriver, dispatched, one_replica
 
@@ -100,16 +101,31 @@ def test_a_pause_that_an_engine_asks_for_is_bounded() -> None:
     assert dispatched(driver.report("r1", after_s=21.0, **SILENT)) == [("q0", "r1")]
 
 
+def isolating() -> ManualDriver:
+    """Return an engine without metrics, with a short request, behind a scheduler that isolates long ones."""
+    limits = {"kv_tokens": None, "max_num_seqs": 100, "max_model_len": 100_000}
+    isolation = IsolationSettings(prior_boundary_tokens=300, max_long_prefills=1, no_short_s=1e6)
+    driver = one_replica(limits=limits, policy="fcfs-isolated", isolation=isolation)
+    driver.report("r1", **SILENT)
+    assert sent(driver, range(1)) == ["q0"]
+    return driver
+
+
 def test_a_long_prompt_waits_for_no_other_on_an_engine_that_showed_no_interference() -> None:
-    driver = replica_without_load_reports(max_num_seqs=10)
-    assert len(sent(driver, range(8), prompt_tokens=20_000)) == 8
+    driver = isolating()
+    assert len(sent(driver, range(1, 9), prompt_tokens=2_000)) == 8
+
+
+def test_long_prefills_are_isolated_on_an_engine_that_showed_interference() -> None:
+    driver = isolating()
+    driver.scheduler.ledger["r1"].interference.is_shown = True
+    assert sent(driver, range(1, 9), prompt_tokens=2_000) == ["q1"]
 
 
 def test_an_engine_that_reports_its_queue_is_known_to_compute_prefills_in_its_batch() -> None:
-    driver = replica_without_load_reports(max_num_seqs=100)
-    driver.report("r1", received=0, waiting=0, running=0, kv_usage_ratio=0.0)
-    sent(driver, range(1))
-    assert 0 < len(sent(driver, range(1, 9), prompt_tokens=20_000)) <= 2
+    driver = isolating()
+    driver.report("r1", received=1, waiting=0, running=1, kv_usage_ratio=0.0)
+    assert sent(driver, range(1, 9), prompt_tokens=2_000) == ["q1"]
 
 
 def test_an_unknown_cache_is_no_limit() -> None:
@@ -151,3 +167,8 @@ def test_a_no_wait_request_goes_only_to_an_engine_that_begins_it_at_once() -> No
     driver.report("r1", received=0, waiting=0, running=0, kv_usage_ratio=0.0)
     assert sent(driver, range(3)) == ["q0", "q1", "q2"]
     assert sent(driver, range(3, 4), no_wait=True) == []
+    # A request of another gateway that waits in the engine precedes it.
+    driver = replica_without_load_reports(max_num_seqs=10)
+    driver.report("r1", received=1, waiting=1, running=1, kv_usage_ratio=0.0)
+    assert sent(driver, range(1), no_wait=True) == []
+    assert sent(driver, range(1, 2)) == ["q1"]
