@@ -366,7 +366,8 @@ class Scheduler:
         if event.generated_tokens != scheduled.generated:
             scheduled.generated = event.generated_tokens
             scheduled.expect(self.estimator.estimate(scheduled.request).after(event.generated_tokens))
-        record_put_back(scheduled, event, self.ledger[event.replica_id], now)
+        replica = self.ledger[event.replica_id]
+        record_put_back(scheduled, event, replica, now)
         self.in_flight.release(scheduled, now, ran=is_revoked)
         self.programs.on_release(scheduled, event.replica_id)
         if scheduled.target is not None:
@@ -380,13 +381,13 @@ class Scheduler:
         if conclusion := conclusion or self.admission.overdue_conclusion(scheduled, now):
             self._conclude(scheduled, conclusion, dispatched=True)
         else:
-            self._put_back(scheduled, event.message, now)
+            self._put_back(scheduled, event.message, replica.lost_at, now)
 
-    def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
+    def _put_back(self, scheduled: ScheduledRequest, message: str, lost_at: float, now: float) -> None:
         """Queue a put-back request again, as `record_put_back` has recorded."""
         # Route it again, because an engine may have rejected it as too long, and pools may have changed
         # since.
-        scheduled.pools, rejection = self._routing.route_again(scheduled, now)
+        scheduled.pools, rejection = self._routing.route_again(scheduled, now, lost_at)
         if rejection:
             if rejection.outcome is Outcome.REJECTED_TOO_LONG and message:
                 rejection = replace(rejection, message=message)
@@ -410,7 +411,7 @@ class Scheduler:
         self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
-        self.ledger.lose(event.replica_id)
+        self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
         self._backfill.on_loss(self.ledger)
         for scheduled in self.programs.on_replica_loss(event.replica_id):

@@ -92,6 +92,21 @@ def test_it_is_rejected_if_its_replica_does_not_return() -> None:
     assert rejection.retry_after_s is None
 
 
+@pytest.mark.parametrize(("returns_after_s", "rejected"), [(GRACE_S - 1.0, False), (GRACE_S, True)])
+def test_the_grace_of_a_request_that_ran_there_begins_with_the_loss(
+    returns_after_s: float, rejected: bool
+) -> None:
+    driver = two_replicas()
+    driver.arrive("ran", bound_to="s1")
+    driver.feed(ReplicaLost("s1"))
+    driver.report("s2", after_s=returns_after_s)
+    returned = driver.feed(DispatchFailed("ran", "s1", DispatchFailure.LOST, "the connection broke"))
+    assert concluded(returned) == ([("ran", "rejected_unknown_response")] if rejected else [])
+    if not rejected:
+        driver.report("s2", after_s=0.9)
+        assert concluded(driver.feed(Woke(), after_s=0.1)) == [("ran", "rejected_unknown_response")]
+
+
 def test_a_new_scheduler_waits_for_the_replica_to_register() -> None:
     driver = one_replica("s2")
     assert driver.arrive("r", bound_to="s1") == []

@@ -84,7 +84,7 @@ class ReplicaLedger:
         if state is None:
             state = self._add(spec, now)
         self._move(state, spec)
-        state.joined, state.report, state.stale = True, None, False
+        state.joined, state.lost_at, state.report, state.stale = True, math.inf, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         state.least_tpot_s = math.inf
         state.hang_detector.join(spec.stall_timeout_s)
@@ -129,12 +129,12 @@ class ReplicaLedger:
         self.open.update(state)
         return was_stale
 
-    def lose(self, replica_id: str) -> None:
+    def lose(self, replica_id: str, now: float) -> None:
         """Close a lost replica. The holds of its requests remain until each is released."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return
-        state.joined = False
+        state.joined, state.lost_at = False, now
         self._fresh.pop(replica_id, None)
         self.open.update(state)
         self._remove_if_done(state)
@@ -198,7 +198,7 @@ class ReplicaLedger:
         if state is None:
             # The gateway reconnected before the replica: record the hold without opening the replica.
             state = self._add(_unknown_spec(replica_id), now)
-            state.joined = False
+            state.joined, state.lost_at = False, now
         state.order, self._next_order = self._next_order, self._next_order + 1
         state.in_flight += 1
         state.dispatches += not seen

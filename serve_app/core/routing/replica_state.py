@@ -65,6 +65,7 @@ class ReplicaState:
         order: number of its last dispatch or, before one, of its joining. It breaks ties, so that equals take
             turns.
         joined: whether it is connected. A lost replica remains until its last request has been released.
+        lost_at: when it was lost; infinite while it is connected.
         suspended: whether it gets no requests until its first report at or after `suspended_until`.
         suspensions: number of suspensions since it last started an answer.
         faults: consecutive requests that failed through its fault (see `dispatch.in_flight`).
@@ -96,6 +97,7 @@ class ReplicaState:
     starts: DecayingRate
     kv_budget: int
     joined: bool = True
+    lost_at: float = math.inf
     stale: bool = False
     suspended: bool = False
     suspended_until: float = 0.0

@@ -3,11 +3,14 @@
 Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
 on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
 alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting replica and a
-failover of the scheduler. After that it is rejected, because the state is lost with the replica.
+failover of the scheduler. After that it is rejected, because the state is lost with the replica. The period
+begins with the loss for a request that ran there, and otherwise when the replica is first found missing.
 
 A request for a LoRA adapter goes to pools with a replica that lists the adapter. If there is none, it waits
 for the same grace period, and is then rejected as a request for an unknown model.
 """
+
+import math
 
 from serve_app.core.admission.admission import Admission, too_long
 from serve_app.core.request import ScheduledRequest
@@ -37,15 +40,23 @@ class RequestRouting:
     def __repr__(self) -> str:
         return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
 
-    def route(self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0) -> Route:
+    def route(
+        self,
+        request: Request,
+        estimate: TokenEstimate,
+        now: float,
+        above_tokens: int = 0,
+        lost_at: float = math.inf,
+    ) -> Route:
         """Return the pools that may serve a request, and its rejection if it may not wait for them.
 
         Args:
             above_tokens: longest context limit of the engines that rejected it as too long.
+            lost_at: when the replica on which it ran was lost, if it was.
         """
         bound_to = request.bound_to
         if bound_to is not None:
-            return self._route_bound(bound_to, request, estimate, now, above_tokens)
+            return self._route_bound(bound_to, request, estimate, now, above_tokens, lost_at)
         if request.spec.adapter is not None:
             return self._route_adapter(request.spec.adapter, request, estimate, now, above_tokens)
         pools = self._router.route(request, estimate, above_tokens=above_tokens)
@@ -53,9 +64,9 @@ class RequestRouting:
             return pools, too_long(request, estimate, self._router.longest_context())
         return pools, self._admission.outage_rejection(request, pools, now)
 
-    def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
-        """Return the route of a request that has been admitted."""
-        return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+    def route_again(self, scheduled: ScheduledRequest, now: float, lost_at: float = math.inf) -> Route:
+        """Return the route of a request that has been admitted; see `route`."""
+        return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens, lost_at)
 
     def next_at(self) -> float | None:
         """Return the next end of a grace period for missing replicas, or None if there is none."""
@@ -73,7 +84,13 @@ class RequestRouting:
             del self._missing_since[missing]
 
     def _route_bound(
-        self, bound_to: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+        self,
+        bound_to: str,
+        request: Request,
+        estimate: TokenEstimate,
+        now: float,
+        above_tokens: int,
+        lost_at: float,
     ) -> Route:
         replica, order = self._ledger.get(bound_to), self._router.order()
         pool = "" if replica is None else replica.spec.pool
@@ -84,7 +101,7 @@ class RequestRouting:
         # earlier scheduler sent has no pool yet.
         pools = (pool,) if pool else order[-1:]
         if replica is None or not replica.joined:
-            has_ended = self._grace_has_ended(Destination(bound_to), now)
+            has_ended = self._grace_has_ended(Destination(bound_to), now, lost_at)
             rejection = self._admission.outage_rejection(request, pools, now)
             return pools, rejection or (_lost_response(bound_to) if has_ended else None)
         self._missing_since.pop(Destination(bound_to), None)
@@ -121,8 +138,12 @@ class RequestRouting:
             return pools, too_long(request, estimate, max(state.context_limit for state in listing))
         return pools, self._admission.outage_rejection(request, pools, now)
 
-    def _grace_has_ended(self, missing: Destination, now: float) -> bool:
-        return now >= self._missing_since.setdefault(missing, now) + self._grace_s
+    def _grace_has_ended(self, missing: Destination, now: float, lost_at: float = math.inf) -> bool:
+        since = min(self._missing_since.get(missing, now), lost_at)
+        if now >= since + self._grace_s:
+            return True
+        self._missing_since[missing] = since
+        return False
 
 
 def _unknown_adapter(adapter: str) -> Conclusion:
