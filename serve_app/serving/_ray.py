@@ -38,12 +38,14 @@ class ServedAddress(NamedTuple):
         application: its name.
         route: its route prefix; `/` for all paths.
         has_proxy: a proxy of Ray Serve listens there.
+        cluster: address of the cluster's control service.
     """
 
     options: HttpOptions
     application: str
     route: str
     has_proxy: bool
+    cluster: str = ""
 
 
 def served_address() -> ServedAddress:
@@ -62,7 +64,8 @@ def served_address() -> ServedAddress:
     if (port := os.environ.get("RAY_SERVE_WORKER_PROXY_HTTP_PORT")) is not None:
         # Serve's variable for several nodes on one machine.
         options = options.model_copy(update={"port": int(port)})
-    return ServedAddress(options, application, route, has_proxy)
+    cluster = ray.get_runtime_context().gcs_address
+    return ServedAddress(options, application, route, has_proxy, cluster)
 
 
 def alive_nodes() -> int:

@@ -21,16 +21,14 @@ head, and may respond at once, later by callbacks, or in a task (`Exchange.run`)
   the connection closes, it is aborted after `stalled_s`.
 - The head of a response is sent with the first piece of its body, in one segment.
 
-Several processes may share an address (`SO_REUSEPORT`), so that a successor listens before its predecessor
-stops. `stop` then loses no request:
+Several processes may accept from the same socket. `stop` then loses no request:
 
-1. The kernel drops connection attempts; clients retry a second later, and another process accepts them.
-2. The server stops listening once handshakes in progress have been accepted.
-3. Each connection gets one more response, with `connection: close`.
-4. Connections that are idle for `STOPPING_IDLE_TIMEOUT_S` are closed. In-flight responses may continue until
+1. The server accepts no more connections; they wait in the kernel for another process.
+2. Each connection gets one more response, with `connection: close`.
+3. Connections that are idle for `STOPPING_IDLE_TIMEOUT_S` are closed. In-flight responses may continue until
    the deadline, and are then aborted.
 
-Without `shares_address`, no attempts are dropped, and idle connections are closed at once.
+Without `shares_socket`, idle connections are closed at once.
 """
 
 import asyncio
@@ -53,7 +51,6 @@ import httptools
 
 from serve_app.engines.engine import Message
 from serve_app.errors import ServeAppError
-from serve_app.serving.listening import drop_new_connections
 
 logger = logging.getLogger("ray.serve")
 
@@ -68,8 +65,6 @@ REST_OF_BODY_TIMEOUT_S = 5.0
 STOPPING_IDLE_TIMEOUT_S = 2.0
 # Time for the last bytes of aborted responses.
 _LAST_BYTES_S = 1.0
-# Time for handshakes in progress, which take a round trip. Less than the second after which clients retry.
-_HANDSHAKE_S = 0.5
 # Interval of timeout checks.
 CHECK_INTERVAL_S = 1.0
 # Connections above the limit that receive an error response; further ones are reset.
@@ -104,7 +99,7 @@ class HttpServerOptions:
         overload: application that responds to connections above that limit.
         send_date: whether responses have a `date`.
         tls: context for TLS; None to accept unencrypted connections.
-        shares_address: whether other processes may listen on the same address; see the module.
+        shares_socket: whether other processes accept from the same socket; see the module.
         backlog: listen backlog.
     """
 
@@ -114,7 +109,7 @@ class HttpServerOptions:
     overload: "Application | None" = None
     send_date: bool = True
     tls: ssl.SSLContext | None = None
-    shares_address: bool = False
+    shares_socket: bool = False
     backlog: int = 4096
 
 
@@ -138,7 +133,6 @@ class HttpServer:
         self._name = name
         self._options = options
         self._date = (0, b"")
-        self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[Connection] = set()
         self._handshakes: dict[Connection, asyncio.Task[None]] = {}
@@ -156,7 +150,6 @@ class HttpServer:
     async def start(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
         loop = asyncio.get_running_loop()
-        self._socket = sock
         protocol = Connection if self._options.tls is None else _Accepted
         self._server = await loop.create_server(
             lambda: protocol(self), sock=sock, backlog=self._options.backlog
@@ -171,15 +164,17 @@ class HttpServer:
 
     async def stop(self, grace_s: float) -> None:
         """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent."""
-        if self._server is None or self._socket is None or self.stopping:
+        if self._server is None or self.stopping:
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         self.stopping = True
-        if self._options.shares_address and drop_new_connections(self._socket):
-            await asyncio.sleep(min(_HANDSHAKE_S, grace_s))
+        # The loop of asyncio completes an accepted connection in its next iteration, and would lose it then.
+        for sock in self._server.sockets:
+            loop.remove_reader(sock.fileno())
+        await asyncio.sleep(0)
         self._server.close()
-        if not self._options.shares_address:
+        if not self._options.shares_socket:
             # The peers are gateways, which retry a request if its connection was closed.
             self.closes_idle = True
             for connection in tuple(self._connections):

@@ -1,17 +1,28 @@
-"""Listening sockets: on any free port, on the first free one of a range, or on a shared one."""
+"""Listening sockets: on any free port, on the first free one of a range, or one for a node's gateways."""
 
+import asyncio
 import contextlib
-import ctypes
 import errno
 import ipaddress
+import logging
+import os
 import socket
-import struct
+import subprocess
+import sys
+import time
 from typing import Any
 
 from serve_app.errors import ServeAppError
+from serve_app.serving import socket_holder
+from serve_app.serving.socket_holder import ACCEPTED, CLOSE, MESSAGE_BYTES, peer_uid
 
-# Linux' SO_ATTACH_FILTER, which Python does not define; its argument is a Berkeley Packet Filter program.
-_ATTACH_FILTER = 26
+logger = logging.getLogger("ray.serve")
+
+# Names of UNIX sockets are limited.
+_MAX_NAME = 100
+# A holder that another gateway starts listens within milliseconds.
+_ATTEMPTS, _RETRY_S = 50, 0.02
+_HOLDER_TIMEOUT_S = 5.0
 
 
 class PortError(ServeAppError):
@@ -42,42 +53,133 @@ def listening_socket(host: str, port: int, ports: int, backlog: int) -> socket.s
     )
 
 
-def shared_socket(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen on a port that this user's processes may share, and return the socket.
-
-    The kernel assigns each new connection to one of the listeners. A process and its successor can thus
-    listen at the same time, without refused connections in between.
+class HeldSocket:
+    """The listening socket of a node's gateways, which a `socket_holder` keeps open after they have ended.
 
     Args:
         host: an address, or a name of one.
-
-    Raises:
-        PortError: the address is not this machine's, or a process that does not share has the port.
+        cluster: address of the Ray cluster; gateways of another one do not share the socket.
     """
+
+    def __init__(self, host: str, port: int, backlog: int, cluster: str) -> None:
+        self._address = host, port, backlog
+        # In the namespace of the node's network, like the port.
+        self._name = f"\0ewsjf-listener-{os.getuid()}-{port}-{host}"[:_MAX_NAME]
+        self._cluster = (cluster or "this machine").encode()[:MESSAGE_BYTES]
+        self._sock: socket.socket | None = None
+        self._lease: socket.socket | None = None
+        self._renewal: asyncio.Task[socket.socket] | None = None
+
+    def __repr__(self) -> str:
+        return f"HeldSocket({self._address[0]}:{self._address[1]}, held={self._lease is not None})"
+
+    async def open(self) -> socket.socket:
+        """Return the socket of the node's holder; start a holder if there is none.
+
+        Without a holder, for example on another system than Linux, the socket ends with its gateways.
+
+        Raises:
+            PortError: the address is not this machine's, or others have the port.
+        """
+        try:
+            await asyncio.to_thread(self._attach)
+        except (OSError, PortError, subprocess.SubprocessError) as error:
+            if isinstance(error, PortError) and self._sock is None:
+                raise
+            logger.warning("event=no_socket_holder reason=%r", str(error))
+        if self._lease is not None:
+            asyncio.get_running_loop().add_reader(self._lease, self._on_holder_end)
+        self._sock = self._sock or _shared_socket(*self._address)
+        return self._sock
+
+    def leave(self, *, closes: bool = False) -> None:
+        """Leave the socket to other gateways. `closes`: no other one follows, so refuse connections."""
+        if self._lease is not None:
+            asyncio.get_running_loop().remove_reader(self._lease)
+            if closes:
+                with contextlib.suppress(OSError):
+                    self._lease.send(CLOSE)
+            self._lease.close()
+            self._lease = None
+
+    def _on_holder_end(self) -> None:
+        self.leave()
+        self._renewal = asyncio.get_running_loop().create_task(self.open())
+
+    def _attach(self) -> None:
+        """Connect to the holder, or start one.
+
+        Raises:
+            OSError, subprocess.SubprocessError: no holder could be started.
+            PortError: see `open`.
+        """
+        for _ in range(_ATTEMPTS):
+            if self._connect():
+                return
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as name:
+                try:
+                    # Only one process gets the name, and opens the port.
+                    name.bind(self._name)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    time.sleep(_RETRY_S)
+                    continue
+                name.listen()
+                self._sock = self._sock or _shared_socket(*self._address)
+                _start_holder(name, self._sock)
+        raise OSError("it does not respond")
+
+    def _connect(self) -> bool:
+        with contextlib.ExitStack() as closing:
+            lease = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            lease.settimeout(_HOLDER_TIMEOUT_S)
+            try:
+                lease.connect(self._name)
+                is_own = peer_uid(lease) == os.getuid()
+                lease.send(self._cluster)
+                message, received, _, _ = socket.recv_fds(lease, MESSAGE_BYTES, 1)
+            except OSError:
+                return False
+            if not is_own or message != ACCEPTED:
+                raise PortError(
+                    f"cannot listen on {self._address[0]}:{self._address[1]}: gateways of "
+                    f"{f'the Ray cluster {message.decode()}' if is_own and message else 'another user'} have "
+                    "the port; stop them, or choose another http_options.port"
+                )
+            held = socket.socket(fileno=received[0])
+            if self._sock is None:
+                self._sock = held
+            else:
+                held.close()
+            self._lease = lease
+            closing.pop_all()
+            return True
+
+
+def _start_holder(name: socket.socket, sock: socket.socket) -> None:
+    descriptors = name.fileno(), sock.fileno()
+    command = [sys.executable, "-I", "-S", socket_holder.__file__, *map(str, descriptors)]
+    # It continues in the background, outside this process' group and session.
+    subprocess.run(  # noqa: S603
+        command,
+        check=True,
+        cwd="/",
+        pass_fds=descriptors,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _shared_socket(host: str, port: int, backlog: int) -> socket.socket:
     try:
         ((family, _, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Shared, because gateways of 0.4.0 have the port until they are replaced.
         return _open(family, address, backlog, shared=True)
     except OSError as exc:
         raise PortError(f"cannot listen on {host}:{port}: {exc}") from exc
-
-
-def drop_new_connections(sock: socket.socket) -> bool:
-    """Make the kernel drop connection attempts to a shared socket; return whether it does.
-
-    Called before the socket is closed. Handshakes in progress are still accepted. A dropped client retries
-    after a second, and reaches another listener. Without this, the connections in the backlog would be reset.
-    """
-    # Load the TCP flags, test SYN; return length 0 (drop) if it is set, and the whole segment otherwise.
-    program = [(0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF_FFFF)]
-    code = b"".join(struct.pack("HBBI", *each) for each in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    try:
-        sock.setsockopt(
-            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(buffer))
-        )
-    except OSError:
-        return False
-    return True
 
 
 def _listening(host: str, port: int, backlog: int) -> socket.socket:

@@ -180,6 +180,33 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
     assert (answer.status, answer.tokens, answer.ends) == (200, 10, 1)
 
 
+async def test_connections_wait_while_all_gateways_are_replaced(app: Served) -> None:
+    dead: list[psutil.Process] = []
+    ended: list[tuple[bool, Answer | httpx.TransportError]] = []
+
+    async def connect(number: int) -> None:
+        began_after = bool(dead)
+        try:
+            async with httpx.AsyncClient(base_url=app.url, timeout=60) as http:
+                ended.append((began_after, await streamed(http, f"new-{number}", 10)))
+        except httpx.TransportError as error:
+            ended.append((began_after, error))
+
+    async with asyncio.TaskGroup() as clients:
+        for number in range(160):
+            clients.create_task(connect(number))
+            await asyncio.sleep(0.05)
+            if number == 40:
+                dead = await asyncio.to_thread(lambda: [kill_one(app, "gateway") for _ in range(2)])
+    assert [error for _, error in ended if isinstance(error, httpx.ConnectError)] == []
+    assert {
+        (answer.status, answer.tokens, answer.ends) if isinstance(answer, Answer) else repr(answer)
+        for began_after, answer in ended
+        if began_after
+    } == {(200, 10, 1)}
+    await asyncio.to_thread(wait_for, lambda: len(app.replicas("gateway")) == 2, 60, "two new gateways")
+
+
 @pytest.mark.slow
 async def test_a_halted_scheduler_is_replaced_before_its_clients_give_up(app: Served) -> None:
     victim: psutil.Process = app.replicas("scheduler")[0]

@@ -1,12 +1,37 @@
+import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 
+import psutil
 import pytest
 
-from serve_app.serving.listening import PortError, listening_socket
+from experiments.common.application import free_port
+from serve_app.serving import listening, socket_holder
+from serve_app.serving.listening import HeldSocket, PortError, listening_socket
+from serve_app.serving.socket_holder import SocketHolder
 
 HOST = "127.0.0.1"
+# Answers each connection with its process id.
+ACCEPTING = f"""
+import asyncio, os, sys
+from serve_app.serving.listening import HeldSocket
+
+async def answer(_, writer):
+    writer.write(str(os.getpid()).encode())
+    writer.close()
+
+async def main():
+    sock = await HeldSocket("{HOST}", int(sys.argv[1]), 64, "cluster").open()
+    async with await asyncio.start_server(answer, sock=sock) as server:
+        print(flush=True)
+        await server.serve_forever()
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -45,3 +70,150 @@ def test_port_0_is_any_free_port() -> None:
 def test_an_address_of_another_machine_is_reported() -> None:
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1:0"):
         listening_socket("192.0.2.1", 0, 1, 8)
+
+
+async def accepting(port: int) -> asyncio.subprocess.Process:
+    """Start a process that accepts connections from the node's socket."""
+    command = sys.executable, "-c", ACCEPTING, str(port)
+    started = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert started.stdout is not None
+    await started.stdout.readline()
+    return started
+
+
+@contextlib.asynccontextmanager
+async def held(port: int, cluster: str = "cluster") -> AsyncIterator[HeldSocket]:
+    """Hold the socket from this process, and refuse connections in the end."""
+    made = HeldSocket(HOST, port, 64, cluster)
+    with await made.open():
+        yield made
+        made.leave(closes=True)
+
+
+def holder(port: int) -> psutil.Process:
+    """Wait for the process that holds the socket, and return it."""
+    for _ in range(1_000):
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] == "ewsjf-listener" and any(
+                each.laddr.port == port for each in process.net_connections("tcp")
+            ):
+                return process
+        time.sleep(0.01)
+    pytest.fail(f"no process holds port {port}")
+
+
+async def is_refused(port: int, within_s: float = 5.0) -> bool:
+    """Wait until the port refuses connections; return whether it does."""
+    until = asyncio.get_running_loop().time() + within_s
+    while asyncio.get_running_loop().time() < until:
+        try:
+            (await asyncio.open_connection(HOST, port))[1].close()
+        except ConnectionRefusedError:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def answers(port: int, connections: int) -> list[bytes]:
+    async def one() -> bytes:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+    return await asyncio.gather(*(one() for _ in range(connections)))
+
+
+async def test_connections_wait_for_the_successor_of_a_killed_process() -> None:
+    port = free_port()
+    killed = await accepting(port)
+    assert await answers(port, 1) == [str(killed.pid).encode()]
+    killed.kill()
+    await killed.wait()
+    asking = asyncio.create_task(answers(port, 20))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    successor = await accepting(port)
+    assert await asking == [str(successor.pid).encode()] * 20
+    successor.terminate()
+    await successor.wait()
+    holder(port).kill()
+
+
+async def test_a_killed_holder_is_replaced_by_one_with_the_same_socket() -> None:
+    port = free_port()
+    async with held(port):
+        killed = holder(port)
+        killed.kill()
+        killed.wait(10)
+        assert (await asyncio.to_thread(holder, port)).pid != killed.pid
+        successor = await accepting(port)
+        assert await answers(port, 20) == [str(successor.pid).encode()] * 20
+        successor.terminate()
+        await successor.wait()
+    assert await is_refused(port)
+
+
+async def test_gateways_of_another_cluster_get_the_port_only_when_it_is_free() -> None:
+    port = free_port()
+    first = HeldSocket(HOST, port, 64, "10.0.0.1:6379")
+    with await first.open():
+        with pytest.raises(
+            PortError, match=r"gateways of the Ray cluster 10\.0\.0\.1:6379 have the port; stop"
+        ):
+            await HeldSocket(HOST, port, 64, "10.0.0.2:6379").open()
+        first.leave()
+    async with held(port, "10.0.0.2:6379"):
+        assert not await is_refused(port, within_s=0.2)
+    assert await is_refused(port)
+
+
+async def test_the_port_stays_open_while_one_gateway_of_several_stays() -> None:
+    port = free_port()
+    async with held(port):
+        async with held(port):
+            pass
+        assert not await is_refused(port, within_s=0.2)
+
+
+async def test_the_port_closes_some_time_after_the_last_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_holder, "ALONE_S", 0.2)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as name,
+        listening_socket(HOST, 0, 1, 8) as sock,
+    ):
+        name.bind("")
+        name.listen()
+        running = threading.Thread(target=SocketHolder(name, sock).run, daemon=True)
+        running.start()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gateway:
+            gateway.connect(name.getsockname())
+            gateway.send(b"cluster")
+            message, received, _, _ = socket.recv_fds(gateway, 64, 1)
+            assert message == socket_holder.ACCEPTED
+            with socket.socket(fileno=received[0]) as same:
+                assert same.getsockname() == sock.getsockname()
+            running.join(0.5)
+            assert running.is_alive()
+        await asyncio.to_thread(running.join, 10.0)
+        assert not running.is_alive()
+
+
+async def test_a_socket_that_another_user_holds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    async with held(port):
+        monkeypatch.setattr(listening, "peer_uid", lambda _: -1)
+        with pytest.raises(PortError, match="gateways of another user have the port"):
+            await HeldSocket(HOST, port, 64, "cluster").open()
+
+
+async def test_without_a_holder_the_port_is_open_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing")
+    port = free_port()
+    with await HeldSocket(HOST, port, 64, "cluster").open():
+        assert not await is_refused(port, within_s=0.2)
+    assert "event=no_socket_holder" in caplog.text
+    assert await is_refused(port)

@@ -122,7 +122,7 @@ class GatewayDeployment:
 
     async def begin_drain(self, drain_s: float, retry_after_s: float) -> None:
         """Fail the health check of load balancers, and start to drain; see `Gateway.drain`. Idempotent."""
-        self._listener.deregister()
+        self._listener.deregister(closes=True)
         if self._drain is None:
             # In an empty context, because Serve cancels the tasks of a call's context with the call.
             drain = self._gateway.drain(drain_s, retry_after_s)

@@ -14,7 +14,7 @@ from serve_app.serving._ray import HttpOptions, ServedAddress
 from serve_app.serving.access import max_connections, raise_descriptor_limit
 from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRejected
 from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
-from serve_app.serving.listening import shared_socket
+from serve_app.serving.listening import HeldSocket
 
 # Listen backlog; the kernel's default limit.
 _BACKLOG = 4096
@@ -48,6 +48,8 @@ class GatewayListener:
         self._options = options
         # `serve` has done this already, but `ray start` and KubeRay have not.
         raise_descriptor_limit()
+        self._socket = HeldSocket(options.host or "127.0.0.1", options.port, _BACKLOG, address.cluster)
+        self._closes = False
         self._mounted = MountedGateway(gateway, address.route, address.application)
         self._server = HttpServer(
             "the gateway",
@@ -58,7 +60,7 @@ class GatewayListener:
                 max_connections=max_connections(),
                 overload=_refuse_connection,
                 tls=_tls_of(options),
-                shares_address=True,
+                shares_socket=True,
                 backlog=_BACKLOG,
             ),
         )
@@ -72,16 +74,16 @@ class GatewayListener:
         Raises:
             PortError: the address is not available.
         """
-        options = self._options
-        await self._server.start(shared_socket(options.host or "127.0.0.1", options.port, _BACKLOG))
+        await self._server.start(await self._socket.open())
 
     def check_health(self) -> None:
         """Raise `ServerNotRunningError` if no connections are accepted."""
         self._server.check_health()
 
-    def deregister(self) -> None:
-        """Fail `/-/healthz` from now on, and serve all else."""
+    def deregister(self, *, closes: bool = False) -> None:
+        """Fail `/-/healthz` from now on, and serve all else. `closes`: no gateway follows on this address."""
         self._mounted.leaving = True
+        self._closes = self._closes or closes
 
     async def stop(self, grace_s: float, deregister_s: float = 0.0) -> None:
         """Shut down gracefully.
@@ -92,6 +94,7 @@ class GatewayListener:
         """
         self.deregister()
         await asyncio.sleep(deregister_s)
+        self._socket.leave(closes=self._closes)
         await self._server.stop(grace_s)
 
 

@@ -29,7 +29,6 @@ from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Ro
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.listening import drop_new_connections
 from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -53,7 +52,18 @@ _SO_ATTACH_FILTER = 26
 def permits_socket_filters() -> bool:
     """Return whether this user may filter the packets of a socket; some kernels let only root."""
     with socket.socket() as sock:
-        return drop_new_connections(sock)
+        try:
+            _reject_segments(sock)
+        except OSError:
+            return False
+        return True
+
+
+def _reject_segments(sock: socket.socket) -> None:
+    """Make the kernel drop all that arrives for a socket."""
+    reject_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject_all))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 M = TypeVar("M")
@@ -438,10 +448,7 @@ class RawPeer:
 
     def vanish(self) -> None:
         """Drop all packets below TCP, as a host without power does: not even the kernel acknowledges."""
-        reject_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject_all))
-        sock = self._writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        _reject_segments(self._writer.get_extra_info("socket"))
 
     def leave(self) -> None:
         self._writer.transport.abort()
