@@ -127,3 +127,7 @@ def test_a_tenants_odd_prompts_teach_others_within_bounds(earlier: int, most: fl
         ask("odd", prose, 30_000, 1_000 + number)
     after = estimated(driver.arrive("after", shape=prose, tenant="other"))
     assert before * 0.8 < after < before * most
+    # Where the odd ones came first, one ordinary prompt corrects them, however many they were.
+    ask("other", prose, 1_900, 1_000)
+    ask("odd", prose, 30_000, 2_000)
+    assert before * 0.8 < estimated(driver.arrive("again", shape=prose, tenant="other")) < before * 1.3

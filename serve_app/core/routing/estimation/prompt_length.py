@@ -20,7 +20,8 @@ never observed, and the second one texts that differ.
   not make the weights surer.
 - **Tenants.** An outlier that leads away from the prior is not learned while most other tenants' prompts have
   the expected length, so the odd prompts of one tenant, such as hidden ones, teach others little. No weight
-  leaves what tokenizers have, which bounds the error if one tenant has most of the traffic.
+  leaves what tokenizers have, which bounds the error if one tenant has most of the traffic. Where the first
+  prompts were odd, the first plausible one returns all weights to the prior.
 - **Drift.** The variances of the weights in use grow slowly, so new traffic is learned at any time.
 - **Sampling.** After 200 observations of a text category, one in 8 is learned, because learning one costs
   more than estimating it. Each counts as before, so errors and margins stay the same. An outlier may be
@@ -111,6 +112,7 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
 _OUTLIER = 2.5  # standard deviations
 _OUTLIER_RATIO = 2.0  # of the error to the expected tokens
+_PLAUSIBLE, _IMPLAUSIBLE = 2.0, 3.0  # standard deviations of the priors
 # Growth of a weight's variance per observation, up to the prior one: 0.02 of the standard deviation.
 _DRIFT_VARIANCE = 0.02**2 * _PRIOR_VARIANCE
 # The lower bound assumes this many times fewer tokens. It decides which requests are rejected as too long, so
@@ -180,9 +182,15 @@ class PromptLength:
             self._deviations[shape.category] = deviation, count + 1
             return
         sizes = _sizes(shape)
-        expected = float(self.weights @ sizes)
         if shape.messages <= 0:
             tokens = max(1.0, tokens - _PLAIN_TOKENS * max(1, shape.prompts))
+        prior = float(_PRIOR_MEAN @ sizes)
+        expected = float(self.weights @ sizes)
+        spread = math.sqrt(float(_PRIOR_VARIANCE @ (sizes * sizes)))
+        if abs(tokens - prior) <= _PLAUSIBLE * spread and abs(expected - prior) > _IMPLAUSIBLE * spread:
+            self._forget()
+            expected = prior
+            deviation, count = self._deviations[shape.category]
         gains = self._covariance @ sizes
         known = max(0.0, float(gains @ sizes))
         text = expected - self._template(shape)
@@ -190,11 +198,9 @@ class PromptLength:
         innovation = tokens - expected
         limit = min(_OUTLIER * math.sqrt(variance), _OUTLIER_RATIO * max(1.0, expected))
         clipped = min(max(innovation, -limit), limit)
-        if self._is_odd(tenant, fits=clipped == innovation):
-            prior = float(_PRIOR_MEAN @ sizes)
-            if abs(tokens - prior) > abs(expected - prior):
-                self._deviations[shape.category] = deviation, count + 1
-                return
+        if self._is_odd(tenant, fits=clipped == innovation) and abs(tokens - prior) > abs(expected - prior):
+            self._deviations[shape.category] = deviation, count + 1
+            return
         self.weights = np.clip(self.weights + gains * (clipped / variance), 0.0, _MOST_WEIGHTS)
         if clipped == innovation:
             self._covariance -= gains[:, None] * (gains / variance)
@@ -208,6 +214,13 @@ class PromptLength:
             squared += (min(share, 1.0) - squared) / min(count + 1, _MEMORY)
             deviation = max(_MIN_DEVIATION, math.sqrt(squared))
         self._deviations[shape.category] = deviation, count + 1
+
+    def _forget(self) -> None:
+        """Return to the prior."""
+        self.weights = _PRIOR_MEAN.copy()
+        self._covariance = np.diag(_PRIOR_VARIANCE)
+        self._variances = _diagonal(self._covariance)
+        self._deviations = dict.fromkeys(TextCategory, (_COLD_DEVIATION, _COLD_COUNT))
 
     def _is_odd(self, tenant: str, *, fits: bool) -> bool:
         """Record whether a tenant's prompt fits; return whether it does not, and most other tenants' do."""
