@@ -163,7 +163,7 @@ def test_dead_processes_are_noticed_within_a_second() -> None:
     assert {period for name, period in periods.items() if not name.startswith("tuner")} == {1.0}
 
 
-def test_halted_gateways_and_schedulers_are_replaced_within_half_a_minute() -> None:
+def test_hanging_gateways_and_schedulers_are_replaced_within_half_a_minute() -> None:
     found = deployments_of(application_of(settings()))
     timeouts_s = [
         options(each)["health_check_timeout_s"]

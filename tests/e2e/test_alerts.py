@@ -251,9 +251,10 @@ def slow_and_dying_schedulers(watched: Watched) -> None:
     def suspend_repeatedly() -> None:
         while not is_over.is_set():
             scheduler.suspend()
-            time.sleep(0.4)
+            # Its watchdog kills it after half a second.
+            time.sleep(0.25)
             scheduler.resume()
-            time.sleep(0.2)
+            time.sleep(0.15)
 
     halting = threading.Thread(target=suspend_repeatedly)
     with load(watched.app.url, 3, max_tokens=4):

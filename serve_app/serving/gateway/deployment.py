@@ -28,6 +28,7 @@ from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.memory import tune_memory
+from serve_app.serving.watchdog import start_watchdog
 
 logger = logging.getLogger("ray.serve")
 
@@ -91,6 +92,7 @@ class GatewayDeployment:
         if folder is not None:
             self._gateway.start_batches(folder)
         tune_memory()
+        self._watchdog = start_watchdog()
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply other hot settings; see `Gateway.change`.

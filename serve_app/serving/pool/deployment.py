@@ -14,6 +14,7 @@ from serve_app.engines.engine import EngineSettings
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.discovery import locator
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.watchdog import start_watchdog
 
 # Serve replaces a replica after three failed checks in a row. A dead engine does not recover, so a longer
 # period would only delay its replacement.
@@ -36,6 +37,7 @@ class PoolDeployment:
             replica_id, host, settings, engine.make(), locator(scheduler, Role.REPLICA)
         )
         await self._replica.start()
+        self._watchdog = start_watchdog()
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced."""

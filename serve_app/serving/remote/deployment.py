@@ -14,6 +14,7 @@ from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointWatcher
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
+from serve_app.serving.watchdog import start_watchdog
 
 # One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
 # running requests, and new ones wait. A changed one stops once its successor has found an endpoint that can
@@ -73,6 +74,7 @@ class EndpointsDeployment:
             scheduler.show_endpoints.remote,
         )
         await self._watcher.start()
+        self._watchdog = start_watchdog()
 
     async def check_health(self) -> None:
         """Raise if the watcher must be replaced."""

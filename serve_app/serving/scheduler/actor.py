@@ -48,8 +48,8 @@ logger = logging.getLogger("ray.serve")
 SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 1_000,
     "health_check_period_s": 1.0,
-    # Serve replaces a process after three failed checks in a row. Requests wait while a scheduler is halted,
-    # and its replacement loses none of them, so it is better early than late.
+    # Serve replaces a process after three failed checks in a row. Requests wait while a scheduler hangs, and
+    # its replacement loses none of them, so it is better early than late.
     "health_check_timeout_s": 3.0,
     "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,

@@ -6,6 +6,10 @@ from ray import serve
 
 from serve_app.serving.memory import tune_memory
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings
+from serve_app.serving.watchdog import start_watchdog
+
+# All requests wait while the scheduler is halted, and its replacement loses none of them.
+_HALTED_S = 0.5
 
 
 class SchedulerDeployment(SchedulerActor):
@@ -19,6 +23,7 @@ class SchedulerDeployment(SchedulerActor):
         application = serve.get_replica_context().app_name
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
         tune_memory()
+        self._watchdog = start_watchdog(_HALTED_S)
 
     # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:
