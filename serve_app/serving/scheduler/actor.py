@@ -47,7 +47,8 @@ logger = logging.getLogger("ray.serve")
 # second. Nothing needs draining, because the gateways hold the requests. Calls on its handle are rare.
 SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 1_000,
-    "health_check_period_s": 1.0,
+    # Serve notices a dead process by the next check, and until then all requests wait.
+    "health_check_period_s": 0.5,
     # Serve replaces a process after three failed checks in a row. Requests wait while a scheduler hangs, and
     # its replacement loses none of them, so it is better early than late.
     "health_check_timeout_s": 3.0,
