@@ -227,6 +227,8 @@ def failing_engines(watched: Watched, faulty_endpoint: BackgroundServer) -> None
 def silent_and_dying_replicas(watched: Watched) -> None:
     """Suspend one replica, and kill one under load."""
     silent = watched.process("only-demo")
+    for watchdog in silent.children():
+        watchdog.kill()
     silent.suspend()
     try:
         watched.expect("StaleReplicas")
