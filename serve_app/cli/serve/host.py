@@ -23,7 +23,7 @@ import yaml
 
 from serve_app.cli.serve.failures import RayStartError
 from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
-from serve_app.cli.serve.processes import become_subreaper, kill_descendants
+from serve_app.cli.serve.processes import become_subreaper, children, kill_descendants, reap_orphans
 from serve_app.errors import ServeAppError
 
 # Polling intervals of the controller during the start, and afterwards.
@@ -76,6 +76,8 @@ class ApplicationHost:
         application = ThreadPoolExecutor(1).submit(build, self._content)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
+        # Later ones are orphans: of the application's processes.
+        self._own = children()
         self._send(StepBegun("application"))
         self._cluster.deploy(application.result())
         self._send(StepBegun("engines"))
@@ -100,6 +102,7 @@ class ApplicationHost:
         """
         responded_at = time.monotonic()
         while True:
+            reap_orphans(self._own)
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=_RUN_POLL_S)
             if self._cluster.is_controller_alive():

@@ -6,8 +6,10 @@ the parent of such orphans, so they remain in its process tree.
 
 import contextlib
 import ctypes
+import os
 import sys
 import time
+from collections.abc import Set
 
 import psutil
 
@@ -19,6 +21,24 @@ def become_subreaper() -> None:
     """Become the parent of every orphaned descendant. Linux only; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Return the ids of this process's children, orphans that it has adopted included."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+def reap_orphans(own: Set[int]) -> None:
+    """Reap children that have ended, except for those that this process has started itself.
+
+    Their exit status belongs to the code that has started them. Without this, each dead process of Ray would
+    leave the entries of its children in the kernel's process table.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def descendants() -> list[psutil.Process]:
