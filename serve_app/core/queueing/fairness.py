@@ -111,18 +111,28 @@ class TenantWeights:
 
     def __init__(self, settings: FairnessSettings) -> None:
         self._settings = settings
+        # The tenant whose requests were observed least recently first.
         self._of_keys: dict[str, float] = {}
 
     def observe(self, request: Request) -> bool:
         """Learn the weight sent with a request. Return whether it has changed."""
-        key, before = request.submission.key, self._of_keys.get(request.tenant)
+        key, before = request.submission.key, self._of_keys.pop(request.tenant, None)
         if key is None or key.weight is None:
-            if before is None:
-                return False
-            del self._of_keys[request.tenant]
-            return True
+            return before is not None
         self._of_keys[request.tenant] = key.weight
         return before != key.weight
+
+    def forget_idle(self, queued: Collection[Collection[str]]) -> None:
+        """Forget the weights of most tenants without queued requests, if they are too many.
+
+        Args:
+            queued: the tenants with queued requests, by class.
+        """
+        if len(self._of_keys) <= _MAX_IDLE + 2 * sum(map(len, queued)):
+            return
+        idle = [tenant for tenant in self._of_keys if not any(tenant in tenants for tenants in queued)]
+        for tenant in idle[: -_MAX_IDLE // 2]:
+            del self._of_keys[tenant]
 
     def of(self, tenant: str) -> float:
         """Return the current weight of a tenant: that of its key, else the configured one."""

@@ -490,6 +490,7 @@ class RequestQueue:
     def _observe_weight(self, request: Request) -> None:
         """Learn the weight sent with a request. A change affects all queued work of its tenant."""
         if self.weights.observe(request):
+            self.weights.forget_idle(self._tenants.values())
             for work in self._fair_work.values():
                 work.update(request.tenant, 0)
             for shares in self.shares.values():

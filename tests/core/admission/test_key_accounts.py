@@ -233,6 +233,24 @@ def test_idle_accounts_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(driver.scheduler.admission.keys) <= 10
 
 
+def test_weights_of_idle_tenants_are_forgotten_and_those_of_queued_requests_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.core.queueing.fairness._MAX_IDLE", 10)
+    driver = fleet(seats=1)
+    weights = driver.scheduler.queue.weights
+    weighted = key(weight=3.0)
+    for number in range(3):
+        driver.arrive(f"waits{number}", tenant="waits", key=weighted)
+    for number in range(50):
+        driver.arrive(f"a{number}", tenant=f"t{number}", key=weighted)
+        driver.feed(Cancelled(f"a{number}"))
+    known = [each for each in range(50) if weights.of(f"t{each}") == 3.0]
+    assert weights.of("waits") == 3.0
+    assert len(known) <= 12
+    assert known[-1] == 49
+
+
 def test_a_key_without_limits_per_minute_has_no_rate_limit_status() -> None:
     driver = fleet()
     assert driver.scheduler.admission.keys.status(key(concurrent=3), 0.0) is None
