@@ -68,7 +68,9 @@ class StartEstimates:
         self._spreads: dict[_SpreadKey, RatioSpread] = {}
         self._margins: defaultdict[tuple[int, int], Margin] = defaultdict(Margin)
         self._pending: dict[str, list[_PendingEstimate]] = {}
+        # A heap; estimates that were learned or discarded leave it at their time, or when most are such.
         self._due: list[tuple[float, int, _PendingEstimate]] = []
+        self._unlearned = 0
         self._recorded = 0
 
     def on_tick(self, homes: Mapping[str, int], now: float) -> None:
@@ -82,6 +84,7 @@ class StartEstimates:
         """Discard pending estimates while no request is watched, because dispatches are not observed then."""
         self._pending.clear()
         self._due.clear()
+        self._unlearned = 0
 
     def rate(self, home: str, share: float) -> float | None:
         """Return the drain rate of a home pool in tokens per second, or None while it is unknown.
@@ -120,7 +123,11 @@ class StartEstimates:
         estimate = _PendingEstimate(scheduled, octave, now, uncorrected_s, start)
         estimates.append(estimate)
         self._recorded += 1
+        self._unlearned += 1
         heapq.heappush(self._due, (now + start.high, self._recorded, estimate))
+        if len(self._due) > 64 and len(self._due) > 2 * self._unlearned:
+            self._due = [item for item in self._due if not item[2].learned]
+            heapq.heapify(self._due)
 
     def learn_late_starts(self, now: float) -> None:
         """Learn from requests that still wait after the end of their interval."""
@@ -143,12 +150,19 @@ class StartEstimates:
     def discard(self, request_id: str) -> None:
         """Discard the estimates of a request that left for another reason."""
         for estimate in self._pending.pop(request_id, ()):
-            estimate.learned = True
+            self._end(estimate)
+
+    def _end(self, estimate: _PendingEstimate) -> bool:
+        """End an estimate. Return whether it had not ended before."""
+        if estimate.learned:
+            return False
+        estimate.learned = True
+        self._unlearned -= 1
+        return True
 
     def _learn(self, estimate: _PendingEstimate, factor: float, now: float) -> None:
-        if estimate.learned:
+        if not self._end(estimate):
             return
-        estimate.learned = True
         octave, actual_s = min(estimate.octave, _MAX_OCTAVE), factor * (now - estimate.at)
         self._margins[estimate.scheduled.request.priority.rank, octave].learn(actual_s, estimate.start)
         ratio = actual_s / estimate.uncorrected_s

@@ -271,3 +271,17 @@ def test_a_turn_that_waits_for_room_gets_updates() -> None:
     assert watched.watch("b1", driver.now)
     assert updates(watched, driver.now)["b1"].position == 1
     assert set(updates(watched, driver.now + 15.0)) == {"b1"}
+
+
+def test_estimates_of_requests_that_left_are_not_held_until_the_end_of_their_interval() -> None:
+    line = ServedQueue(service_s=10.0)
+    line.learn()
+    line.arrive(20)
+    updates(line.watched, line.now)
+    due = line.watched._estimates._due
+    most = 2 * len(due) + 64
+    for number in range(500):
+        line.feed(Arrived(request(f"leaves{number}", arrived_at=line.now)))
+        updates(line.watched, line.now)
+        line.feed(Cancelled(f"leaves{number}"))
+        assert len(line.watched._estimates._due) <= most
