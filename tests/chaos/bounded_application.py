@@ -1,0 +1,49 @@
+"""Application whose bounds on memory are so low that a test of half a minute reaches all of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve import Application
+
+import serve_app.app
+from serve_app.core.admission import key_limits, retry_reservations
+from serve_app.core.dispatch import headroom
+from serve_app.core.programs import recognition
+from serve_app.core.queueing import fairness
+from serve_app.core.routing.estimation import output_length
+from serve_app.core.routing.prefix import affinity
+from serve_app.serving import memory
+from serve_app.serving.gateway.deployment import GatewayDeployment
+from serve_app.serving.scheduler import gauges, history, recent_activity, usage
+from serve_app.serving.scheduler.deployment import SchedulerDeployment
+
+
+class BoundedScheduler(SchedulerDeployment):
+    """Deployment whose replicas import this module, and so the bounds below."""
+
+
+class BoundedGateway(GatewayDeployment):
+    """Likewise."""
+
+
+recognition._MOST_CONVERSATIONS = 300
+affinity._MAX_BLOCKS = 2_000
+fairness._MAX_IDLE = 200
+key_limits._MAX_ACCOUNTS = 10
+retry_reservations._MAX_RESERVATIONS = 50
+output_length._MAX_TENANTS = 100
+headroom._ACTIVE_S = 5.0
+history.RETENTION_S = 5.0
+gauges._MAX_TENANTS = 50
+recent_activity._MAX_TENANTS = 5
+recent_activity.SLOTS = 2
+usage._MAX_LABELS = 10
+# Garbage and freed memory would hide growth for minutes.
+memory._YOUNG_OBJECTS, memory._OLDER_PER_YOUNG, memory._OLDEST_PER_OLDER = 700, 10, 10
+memory._KEPT_BYTES = memory._LONGEST_KEPT_BYTES = 128 * 1024
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """Build the application with these bounds."""
+    vars(serve_app.app).update(SchedulerDeployment=BoundedScheduler, GatewayDeployment=BoundedGateway)
+    return serve_app.app.build_app(args)
