@@ -9,8 +9,7 @@ from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.commands import Command, Conclude, Dispatch
 from serve_app.core.events import Arrived, Event, ReplicaJoined, ReplicaReported
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Conclusion

@@ -57,7 +57,7 @@ PURE_LIBRARIES = {
     "core/events.py": "msgspec",
     "core/metrics/record.py": "msgspec",
     "core/routing/estimation/byte_classes.py": "numpy",
-    "core/routing/estimation/prompt_length.py": "numpy",
+    "core/routing/estimation/estimate.py": "numpy",
     "request.py": "msgspec",
 }
 

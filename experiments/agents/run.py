@@ -35,8 +35,8 @@ from serve_app.cli.command import progress_bar
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core import events as ev
 from serve_app.core.metrics.summary import Distribution, percentile
-from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.settings import ProgramsSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.batch import parallel

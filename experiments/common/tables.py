@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from experiments.common.provenance import Machine
 from experiments.common.rows import Row, where
-from serve_app.core.metrics.confidence import interval_95
+from serve_app.core.metrics.summary import interval_95
 from serve_app.errors import SettingsError
 
 _SHORT_COMMIT = 7

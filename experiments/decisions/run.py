@@ -17,7 +17,7 @@ from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
 from serve_app.cli.command import progress_bar
-from serve_app.core.admission.retry_reservations import RetryReservations
+from serve_app.core.admission.admission import RetryReservations
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
@@ -26,9 +26,8 @@ from serve_app.core.policies import MakePolicy, make_policy
 from serve_app.core.policies.ewsjf import Ewsjf
 from serve_app.core.policies.protocol import PolicyInputs
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
 from serve_app.core.settings_base import settings
 from serve_app.engines.model.profiles import load_profile
 from serve_app.errors import Outcome, SettingsError

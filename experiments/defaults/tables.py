@@ -6,7 +6,7 @@ from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown, plus_minus
 from experiments.defaults.map import picture
 from experiments.defaults.verdicts import FIGURES, Verdict, cells_of, ratio, verdict
-from serve_app.core.metrics.confidence import ConfidenceInterval
+from serve_app.core.metrics.summary import ConfidenceInterval
 
 # Parts of ours, by the variant that lacks only this part.
 _PARTS = {

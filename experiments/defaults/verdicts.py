@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from experiments.common.rows import Row
-from serve_app.core.metrics.confidence import ConfidenceInterval, interval_95
+from serve_app.core.metrics.summary import ConfidenceInterval, interval_95
 
 OURS = "ewsjf"
 OTHERS = ("fcfs", "sjf", "wspt-drr", "fcfs-isolated", "ewsjf, no isolation", "ewsjf-paper")

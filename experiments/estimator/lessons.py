@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from experiments.estimator.bodies import Bodies, Sample, Tokenizer
-from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings
 from serve_app.request import Request, RequestSpec, Submission, TextCategory, Usage
 

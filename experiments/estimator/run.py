@@ -30,8 +30,7 @@ from experiments.estimator.lessons import (
     seeded,
 )
 from serve_app.cli.command import progress_bar
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 

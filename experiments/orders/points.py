@@ -14,7 +14,7 @@ from experiments.common.experiment import Context, Measurement
 from experiments.common.rows import Key, Row
 from experiments.policies.grid import PolicyGrid, cells_of, play_grid
 from experiments.policies.tables import COLUMNS
-from serve_app.core.metrics.confidence import ConfidenceInterval, interval_95
+from serve_app.core.metrics.summary import ConfidenceInterval, interval_95
 
 SHORT, LONG = "short_ttft_p99_s", "long_ttft_p99_s"
 _PAIRED = (SHORT, LONG)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown
 from experiments.orders.points import LONG, SHORT, Order, orders_of
-from serve_app.core.metrics.confidence import ConfidenceInterval, interval_95
+from serve_app.core.metrics.summary import ConfidenceInterval, interval_95
 
 _OURS, _BEFORE, _ISOLATED, _DIRECT = "ewsjf", "ewsjf, no bound", "fcfs-isolated", "direct"
 _WAIT, _GOODPUT = "queue_wait_max_s", "goodput_per_s"

@@ -24,7 +24,7 @@ is rounded up to whole instances.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.lab.planning.fleets import CostTable, FleetPlan
 from serve_app.lab.planning.queueing import UTILISATION_CAP, LengthMix, PoolModel
 

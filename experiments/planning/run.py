@@ -15,7 +15,7 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
 from experiments.planning.closed_forms import ClosedForm, closed_form
 from serve_app.cli.command import progress_bar
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.core.settings_base import settings
 from serve_app.lab.planning.fleets import POOLS, CostTable
 from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan

@@ -7,8 +7,7 @@ from random import Random
 
 import numpy as np
 
-from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.workloads.generators import plain_stream, stream
 from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from experiments.common.rows import Row, where
 from experiments.common.tables import Table, markdown, plus_minus
-from serve_app.core.metrics.confidence import interval_95
+from serve_app.core.metrics.summary import interval_95
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from experiments.common.rows import Key
 from experiments.prefix.sessions import SESSIONS
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.routing.prefix.index import PrefixIndex
+from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel

@@ -22,8 +22,7 @@ from experiments.scaling.rules import (
 from experiments.scaling.traffic import traffic
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.slo import slo_attainment_ratio
-from serve_app.core.metrics.summary import percentile
+from serve_app.core.metrics.summary import percentile, slo_attainment_ratio
 from serve_app.core.scaling import AutoscalingSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome

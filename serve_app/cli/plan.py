@@ -25,7 +25,7 @@ from serve_app.cli.workload_arguments import (
     configure_trace,
     settings_of,
 )
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.core.policies import POLICIES
 from serve_app.lab.planning.configuration import configuration
 from serve_app.lab.planning.fleets import CostTable

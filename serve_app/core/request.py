@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from serve_app.core.accounting.engine_share import EngineShare
-from serve_app.core.accounting.wait_causes import WaitTally
+from serve_app.core.accounting.wait_causes import EngineShare, WaitTally
 from serve_app.core.commands import Dispatch
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate

@@ -28,18 +28,20 @@ from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapsh
 from serve_app.core.accounting.wait_causes import WaitCause
 from serve_app.core.accounting.waits import WaitUpdater, record_attempt, wait_breakdown
 from serve_app.core.admission.admission import Admission
-from serve_app.core.admission.slot_rate import SlotRate
-from serve_app.core.dispatch.backfill import Backfill
+from serve_app.core.admission.wait_prediction import SlotRate
+from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
 from serve_app.core.dispatch.backpressure import EngineBackpressure
-from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher
-from serve_app.core.dispatch.engine_priority import EnginePriorities
-from serve_app.core.dispatch.headroom import TenantHeadroom
-from serve_app.core.dispatch.in_flight import InFlight
+from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, Placement
+from serve_app.core.dispatch.in_flight import (
+    InFlight,
+    SlowStarts,
+    Suspensions,
+    record_put_back,
+    restore_put_backs,
+    retry_limit_conclusion,
+)
 from serve_app.core.dispatch.pass_through import PassThrough
-from serve_app.core.dispatch.placement import Placement
-from serve_app.core.dispatch.put_backs import record_put_back, restore_put_backs, retry_limit_conclusion
-from serve_app.core.dispatch.slow_starts import SlowStarts
-from serve_app.core.dispatch.suspensions import Suspensions
+from serve_app.core.dispatch.promotion import EnginePriorities
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
 from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.policies import POLICIES, MakePolicy, make_policy
@@ -49,16 +51,13 @@ from serve_app.core.queueing.expiry import ExpiryHeap, earliest
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import RequestTable, ScheduledRequest
 from serve_app.core.retuning import checked_retuning
-from serve_app.core.routing.arrived_work import ArrivedWork
-from serve_app.core.routing.context_learning import ContextLearning
 from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
-from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.pools import PoolRouter
+from serve_app.core.routing.ledger import ContextLearning, ReplicaLedger
+from serve_app.core.routing.pools import ArrivedWork, PoolRouter
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.prefix.affinity import PrefixAffinity
+from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import Hold
-from serve_app.core.routing.request_routing import RequestRouting
-from serve_app.core.routing.rerouting import Rejections, Rerouting
+from serve_app.core.routing.request_routing import Rejections, RequestRouting, Rerouting
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request

@@ -1,22 +1,23 @@
-"""Settings of one model's scheduler, including those of admission and of the EWSJF policies."""
+"""Settings of one model's scheduler, including those of admission and of the EWSJF policies.
 
+Settings of the scheduling of programs.
+"""
+
+import enum
 from dataclasses import field, replace
 from typing import Annotated
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.dispatch.backfill import BackfillSettings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.class_floors import ClassFloorSettings
-from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
-from serve_app.core.dispatch.promotion import PromotionSettings
+from serve_app.core.dispatch.promotion import ClassFloorSettings, EnginePrioritySettings, PromotionSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.latency_targets import LatencyTargetSettings
-from serve_app.core.programs.settings import ProgramsSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings
 from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
-from serve_app.core.routing.prefix.affinity import AffinitySettings
+from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.core.settings_base import (
     ADVANCED,
     FINITE,
@@ -29,6 +30,34 @@ from serve_app.core.settings_base import (
     settings,
 )
 from serve_app.request import PriorityClass
+
+
+class ProgramOrder(enum.StrEnum):
+    """Order among the waiting programs of a tenant."""
+
+    FCFS = "fcfs"
+    """The program that started first."""
+    LEAST_SERVICE = "least-service"
+    """The program with the least attained service."""
+
+
+@settings(block="programs")
+class ProgramsSettings:
+    """Scheduling of agent programs: conversations of many turns, with their sub-agents."""
+
+    # Disable it to schedule each request by itself.
+    enabled: bool = True
+    # Order among programs that wait for KV cache. `least-service` lets programs that have used little pass
+    # those that have used much.
+    order: ProgramOrder = ProgramOrder.FCFS
+    # Whether turns wait for room in the KV cache.
+    residency: Annotated[bool, INTERNAL] = True
+    # Whether a turn waits for the replica of its context.
+    stay: Annotated[bool, INTERNAL] = True
+    # Whether the last open sub-agent of a program is served first.
+    joins: Annotated[bool, INTERNAL] = True
+    # Factor on the learned time for which contexts are retained; 0 retains none.
+    retention: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
 
 
 @settings(block="admission")

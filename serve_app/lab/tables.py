@@ -5,7 +5,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from serve_app.core.metrics.confidence import ConfidenceInterval
+from serve_app.core.metrics.summary import ConfidenceInterval
 
 Line = Sequence[str]
 

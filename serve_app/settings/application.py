@@ -11,7 +11,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.policies import learns_queues
 from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
 from serve_app.core.settings import SchedulerConfig, SchedulerSettings

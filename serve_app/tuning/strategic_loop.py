@@ -34,7 +34,7 @@ _MIN_DISTANCE = 0.3
 """`partition_distance` at which a learned partition replaces the current one: above that between samples of
 some hundred requests of the same traffic."""
 
-Lengths = Sequence[int] | npt.NDArray[np.integer]
+ObservedLengths = Sequence[int] | npt.NDArray[np.integer]
 
 
 @settings
@@ -68,7 +68,7 @@ class PartitionChange:
     distance: float
 
 
-def partition_distance(first: Partition, second: Partition, lengths: Lengths) -> float:
+def partition_distance(first: Partition, second: Partition, lengths: ObservedLengths) -> float:
     """Return how differently two partitions treat the same prompts.
 
     The score of a request depends on its queue through the queue's mean length. The distance is the mean over
@@ -78,7 +78,7 @@ def partition_distance(first: Partition, second: Partition, lengths: Lengths) ->
     return float(np.abs(np.log(ratios)).mean())
 
 
-def queue_means(partition: Partition, lengths: Lengths) -> npt.NDArray[np.float64]:
+def queue_means(partition: Partition, lengths: ObservedLengths) -> npt.NDArray[np.float64]:
     """Return the mean length of each prompt's queue. A prompt in a gap counts to the queue below it."""
     starts = [queue.min_tokens for queue in partition.intervals]
     means = np.array([queue.mean_tokens for queue in partition.intervals], dtype=np.float64)

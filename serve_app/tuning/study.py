@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from serve_app.core.metrics.confidence import t_95
+from serve_app.core.metrics.summary import t_95
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
 from serve_app.tuning.objective import Reward, finite
 from serve_app.tuning.optimiser import TpeOptimiser

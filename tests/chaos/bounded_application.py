@@ -6,12 +6,12 @@ from typing import Any
 from ray.serve import Application
 
 import serve_app.app
-from serve_app.core.admission import key_limits, retry_reservations
-from serve_app.core.dispatch import headroom
-from serve_app.core.programs import recognition
+from serve_app.core.admission import admission, key_limits
+from serve_app.core.dispatch import backfill
+from serve_app.core.programs import program
 from serve_app.core.queueing import fairness
+from serve_app.core.routing import prefix
 from serve_app.core.routing.estimation import output_length
-from serve_app.core.routing.prefix import affinity
 from serve_app.serving import memory
 from serve_app.serving.gateway.deployment import GatewayDeployment
 from serve_app.serving.scheduler import gauges, history, recent_activity, usage
@@ -26,13 +26,13 @@ class BoundedGateway(GatewayDeployment):
     """Likewise."""
 
 
-recognition._MOST_CONVERSATIONS = 300
-affinity._MAX_BLOCKS = 2_000
+program._MOST_CONVERSATIONS = 300
+prefix._MAX_BLOCKS = 2_000
 fairness._MAX_IDLE = 200
 key_limits._MAX_ACCOUNTS = 10
-retry_reservations._MAX_RESERVATIONS = 50
+admission._MAX_RESERVATIONS = 50
 output_length._MAX_TENANTS = 100
-headroom._ACTIVE_S = 5.0
+backfill._ACTIVE_S = 5.0
 history.RETENTION_S = 5.0
 gauges._MAX_TENANTS = 50
 recent_activity._MAX_TENANTS = 5

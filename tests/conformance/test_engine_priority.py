@@ -8,7 +8,7 @@ import pytest
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import Decision
-from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.dispatch.promotion import EnginePrioritySettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.policies import POLICIES
 from serve_app.core.routing.pools import RoutingSettings

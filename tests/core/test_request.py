@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from tests.builders import request
 
 

@@ -9,7 +9,7 @@ import pytest
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.fairness import FairnessSettings
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings
 from serve_app.core.settings import ScoreWeights
 
 

@@ -9,7 +9,7 @@ from experiments.planning.closed_forms import (
     two_pool_saving,
     work_share,
 )
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.lab.planning.fleets import CostTable, PoolPlan, paged_fleet, split_fleet
 from serve_app.lab.planning.sizing import smallest_pool
 from tests.lab.planning.builders import mix, pool_model

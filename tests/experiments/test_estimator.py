@@ -30,8 +30,7 @@ from experiments.estimator.lessons import (
 )
 from experiments.estimator.run import EstimatorExperiment, Subject, languages, learning, margins, unavailable
 from experiments.estimator.tables import TABLES
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.request import Usage
 from tests.core.routing.prompts import request
 from tests.experiments.builders import row

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.core.programs import capacity
-from serve_app.core.programs.capacity import LearnedCapacity
+from serve_app.core.programs import residency
+from serve_app.core.programs.residency import LearnedCapacity
 from tests.experiments.agents import fleet, generated, play
 
 KV_TOKENS = 400_000
@@ -22,7 +22,7 @@ def prefill_tokens(*, reports_load: bool) -> int:
 def test_a_capacity_that_is_learned_is_nearly_as_good_as_a_reported_one(
     assumed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "LIKELY_KV_TOKENS", assumed)
+    monkeypatch.setattr(residency, "LIKELY_KV_TOKENS", assumed)
     reported, learned = (prefill_tokens(reports_load=reports) for reports in (True, False))
     monkeypatch.setattr(LearnedCapacity, "on_hit", lambda *_: None)
     monkeypatch.setattr(LearnedCapacity, "on_miss", lambda *_: None)

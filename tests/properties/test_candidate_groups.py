@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, settings
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.commands import Command
-from serve_app.core.dispatch import candidate_groups, dispatcher
-from serve_app.core.dispatch.candidate_groups import CandidateGroups
-from serve_app.core.queueing.head_groups import HeadGroup
+from serve_app.core.dispatch import dispatcher
+from serve_app.core.dispatch import dispatcher as candidate_groups
+from serve_app.core.dispatch.dispatcher import CandidateGroups
+from serve_app.core.queueing.request_queue import HeadGroup
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.dispatch.promotion import EnginePrioritySettings
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.model import SchedulingPolicy
 from tests.serving.channel.harness import scheduler_settings

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core import SchedulerSettings
-from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.dispatch.promotion import EnginePrioritySettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.settings import EwsjfSettings, ScoreWeights
 from serve_app.errors import SettingsError

@@ -17,8 +17,8 @@ import numpy as np
 
 from serve_app.cli.report.recording import Document, Recording, ReportError, figures, groups_of
 from serve_app.core import SchedulerSettings
-from serve_app.core.metrics.confidence import t_95
 from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import t_95
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaSpec
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulationSettings
 from serve_app.lab.workloads.trace import Trace

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from serve_app.core.accounting.wait_causes import WaitCause
-from serve_app.core.metrics.confidence import t_95
+from serve_app.core.metrics.summary import t_95
 from serve_app.lab.tables import number_text, paragraph, table_text
 
 Document = Mapping[str, Any]

@@ -24,7 +24,7 @@ the remaining undivided time. All charges add up to the busy time.
 
 from collections.abc import Iterator
 
-from serve_app.core.accounting.engine_share import EngineShare, ReplicaTime
+from serve_app.core.accounting.wait_causes import EngineShare, ReplicaTime
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica_state import ReplicaState

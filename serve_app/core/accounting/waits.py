@@ -22,8 +22,7 @@ from serve_app.core.accounting.costs import TenantTotals
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, WaitTally, nanoseconds
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.open_replicas import CapacityQuery
+from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.request import ANYWHERE, Destination, PriorityClass
 

@@ -1,5 +1,5 @@
 """Admission: decides which requests may queue, and sets the `Retry-After` of those that are rejected.
 
-`admission` checks each arriving request. It uses `wait_prediction`, `slot_rate` (before enough waits were
-observed), `outages` and `key_limits`, and records the work of rejected requests in `retry_reservations`.
+`admission` checks each arriving request, and records outages and the work of rejected requests. It uses
+`wait_prediction` and `key_limits`.
 """

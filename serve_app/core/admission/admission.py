@@ -1,7 +1,9 @@
-"""Admission control: decides whether a request may queue, and when a rejected one should retry.
+"""Admission: which requests may queue, and when a rejected one should retry.
+
+Admission control: decides whether a request may queue, and when a rejected one should retry.
 
 A request is rejected on arrival if its model is not served here, a limit of its API key is reached
-(`arrival_rejection`, `key_limits`), the model's budget is used up (`spending`), or no replica that could
+(`arrival_rejection`, `key_limits`), the model's budget is used up (`key_limits`), or no replica that could
 serve it is alive (`outage_rejection`, `outages`). A request that fits a replica is dispatched immediately,
 however full the queue is. Any other request may queue if it meets these conditions (`queue_rejection`):
 
@@ -26,25 +28,47 @@ and precedes newcomers.
 
 `Retry-After` has jitter, so that clients rejected together do not retry together. The jitter is a hash of the
 request id, which is deterministic: the same events give the same commands.
+
+Outages: pools without a live replica, and their expected duration.
+
+A replica is alive while it is connected, reports its load and does not drain. During an outage a request
+waits for a grace period, which covers replicas that reconnect or report late. After that it is rejected,
+whether it has just arrived or has waited. An engine takes from seconds to many minutes to start, so the
+client may prefer to fail over or to retry later.
+
+The expected remaining time of an outage is the mean length of earlier ones, less its age. The first outage is
+the start of the application, so the start time of an engine is known from then on. An outage that is older
+than expected, and the first one, is expected to last as long again as it has lasted. Outages shorter than the
+grace period say nothing about the start of an engine, and are not counted.
+
+A pool that scales from zero *on demand* has no replica because none was needed. A request waits for its
+engine to start until its own queue timeout.
+
+Retry reservations: work of rejected requests, reserved for the time at which each client should retry.
+
+A rejected request gets a `Retry-After` after which it could be admitted, and its work is reserved for that
+time. Reserved work counts as ahead of newcomers. Requests rejected later therefore get later times, and
+newcomers do not use the capacity that was promised. In effect all clients share one queue, of which the
+scheduler stores only the front.
+
+A request that retries is recognised by its tenant, its class and the shape of its prompt (`_key`). It claims
+its reservation, so its work does not count twice. Reservations that are not claimed in time expire. Because
+clients that never retry would delay all others, reserved work is weighted by the recent claim rate.
+
+A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
+reservations (`admissible_in_s`).
+
+Source: ours; virtual queues as in telephone call-back systems, and the textbook fluid queue.
 """
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from serve_app.core.admission.key_limits import KeyAccounts
-from serve_app.core.admission.outages import Outages
-from serve_app.core.admission.retry_reservations import (
-    QueueLimit,
-    ReservedWork,
-    RetryReservations,
-    fair_tokens,
-)
-from serve_app.core.admission.slot_rate import SlotRate
-from serve_app.core.admission.spending import Spending
-from serve_app.core.admission.wait_prediction import WaitPredictor
-from serve_app.core.dispatch.put_backs import describe_expiry
+from serve_app.core.admission.key_limits import KeyAccounts, Spending
+from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
+from serve_app.core.dispatch.in_flight import describe_expiry
 from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.queueing.fairness import FairnessMode
 from serve_app.core.queueing.request_queue import RequestQueue
@@ -53,7 +77,324 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.pools import least_budget_tokens
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import PriorityClass, Request
+from serve_app.request import PriorityClass, PromptShape, Request
+
+# Engines do not start in less time.
+_MIN_S = 2.0
+# Weight of one outage in the mean of their lengths.
+_WEIGHT = 0.5
+
+
+class Outages:
+    """The pools of one model that have no live replica.
+
+    Args:
+        pools: all pools of the model; each starts without a replica.
+        grace_s: how long a request may wait for a pool without a replica, in seconds.
+        on_demand: pools that get their first replica when a request waits for them.
+
+    Attributes:
+        changes: number of starts and ends of outages so far.
+    """
+
+    def __init__(
+        self, pools: Iterable[str], grace_s: float, now: float, on_demand: Iterable[str] = ()
+    ) -> None:
+        self._pools = tuple(pools)
+        self._on_demand = frozenset(on_demand)
+        self._grace_s = grace_s
+        self._since = dict.fromkeys(self._pools, now)
+        # Time at which the grace period of a pool ends; removed once its requests have been rejected.
+        self._ends_at = dict.fromkeys(self._pools, now + grace_s)
+        self._mean_s: float | None = None
+        self.changes = 0
+
+    def observe(self, has_alive: Callable[[str], bool], now: float) -> None:
+        """Update which pools have a live replica."""
+        for pool in self._pools:
+            since = self._since.get(pool)
+            if has_alive(pool):
+                if since is not None:
+                    self.changes += 1
+                    self._end(pool, now - since)
+            elif since is None:
+                self.changes += 1
+                self._since[pool] = now
+                self._ends_at[pool] = now + self._grace_s
+
+    def all_down(self, pools: Iterable[str]) -> bool:
+        """Return whether none of these pools has a live replica."""
+        return all(pool in self._since for pool in pools)
+
+    def must_reject(self, pools: Sequence[str], now: float) -> bool:
+        """Return whether all pools have been down for the grace period and none starts on demand."""
+        if (pools and not self._since) or not self._on_demand.isdisjoint(pools):
+            return False
+        return all(now >= self._since.get(pool, math.inf) + self._grace_s for pool in pools)
+
+    def next_at(self) -> float | None:
+        """Return the next end of a grace period, or None if no outage is within its grace period."""
+        return min(self._ends_at.values()) if self._ends_at else None
+
+    def pop_due(self, now: float) -> bool:
+        """Return whether the grace period of a pool has ended since the last call."""
+        if not self._ends_at:
+            return False
+        due = [pool for pool, ends_at in self._ends_at.items() if ends_at <= now]
+        for pool in due:
+            del self._ends_at[pool]
+        return bool(due)
+
+    def age_s(self, pools: Iterable[str], now: float) -> float:
+        """Return the seconds since the last of these pools lost its last replica."""
+        return now - max(self._since.get(pool, now) for pool in pools)
+
+    def expected_remaining_s(self, pools: Iterable[str], now: float) -> float:
+        """Return the expected seconds until one of these pools has a live replica again."""
+        return min(self._expected_remaining_s(now - self._since.get(pool, now)) for pool in pools)
+
+    def describe(self, model: str, pools: Iterable[str], now: float) -> str:
+        """Return a description of the outage for a client."""
+        suitable = "" if self.all_down(self._pools) else " that can serve this request"
+        return (
+            f"{model} has had no live replica{suitable} for {self.age_s(pools, now):.1f} s: its engines are "
+            "starting or being replaced; retry after the delay in Retry-After"
+        )
+
+    def _expected_remaining_s(self, age_s: float) -> float:
+        mean_s = self._mean_s or 0.0
+        return max(mean_s - age_s if age_s < mean_s else age_s, _MIN_S)
+
+    def _end(self, pool: str, lasted_s: float) -> None:
+        del self._since[pool]
+        self._ends_at.pop(pool, None)
+        if lasted_s > self._grace_s:
+            mean_s = lasted_s if self._mean_s is None else self._mean_s
+            self._mean_s = mean_s + _WEIGHT * (lasted_s - mean_s)
+
+    def __repr__(self) -> str:
+        return f"<Outages {sorted(self._since)} mean={self._mean_s}>"
+
+
+# Resolution of the due times, in seconds.
+_SLOT_S = 0.5
+# Reserved work counts for more than its estimate, so that reservations alone do not reach the limit. Errors
+# of the estimate then delay newcomers instead of clients with a reservation.
+_RESERVATION_WEIGHT = 1.25
+# Minimum share of Retry-After before a claim. Without it, the later requests of a burst of similar ones would
+# claim the reservations of the earlier ones.
+_MIN_WAIT_SHARE = 0.5
+# Weight of one reservation in the claim rate: an average over about the last thirty.
+_CLAIM_WEIGHT = 1 / 32
+
+_Key = tuple[str, int, PromptShape, int | None, int, tuple[int, ...]]
+_Group = tuple[int, str]
+# How early a reservation can be claimed. Clients that round Retry-After to whole seconds retry up to a second
+# late, never early.
+_EARLY_S = 0.25
+# How long an unclaimed reservation is valid after it is due.
+_GRACE_S = 3.0
+# Bound on memory, about 0.5 KB each; twice the default of `max_waiting`.
+_MAX_RESERVATIONS = 4_000
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimit:
+    """A queue modelled as a fluid, and its limit.
+
+    Attributes:
+        level: current content, in any unit.
+        drain_per_s: content that leaves per second.
+        limit: maximum content at which one more request may join.
+    """
+
+    level: float
+    drain_per_s: float
+    limit: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _RetryReservation:
+    """The expected retry of one request."""
+
+    key: _Key
+    due_at: float
+    claimable_at: float
+    rank: int
+    tenant: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class ReservedWork:
+    """The reservations of one tenant and class that are due in the same time slot."""
+
+    rank: int
+    tenant: str
+    count: int = 0
+    tokens: int = 0
+
+
+class RetryReservations:
+    """The expected retries of rejected requests; `claim_rate` is the share recently claimed."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[_Key, list[_RetryReservation]] = {}
+        self._slots: dict[int, dict[_Group, ReservedWork]] = {}
+        self._in_slot: dict[int, list[_RetryReservation]] = {}
+        self._count = 0
+        self.claim_rate = 1.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def reserve(self, request: Request, tokens: int, after_s: float, now: float) -> bool:
+        """Reserve work for a retry in `after_s` seconds. Return False at the maximum of reservations."""
+        if self._count >= _MAX_RESERVATIONS:
+            return False
+        due_at = now + after_s
+        reservation = _RetryReservation(
+            key=_key(request),
+            due_at=due_at,
+            claimable_at=max(due_at - _EARLY_S, now + _MIN_WAIT_SHARE * after_s),
+            rank=request.priority.rank,
+            tenant=request.tenant,
+            tokens=tokens,
+        )
+        slot = _slot(due_at)
+        self._by_key.setdefault(reservation.key, []).append(reservation)
+        self._in_slot.setdefault(slot, []).append(reservation)
+        groups = self._slots.setdefault(slot, {})
+        group = groups.setdefault(
+            (reservation.rank, reservation.tenant), ReservedWork(reservation.rank, reservation.tenant)
+        )
+        group.count += 1
+        group.tokens += tokens
+        self._count += 1
+        return True
+
+    def claim(self, request: Request, now: float) -> bool:
+        """Claim a due reservation of a request that retries. Return whether there was one."""
+        if not self._count:
+            return False
+        due = [each for each in self._by_key.get(_key(request), ()) if each.claimable_at <= now]
+        if not due:
+            return False
+        reservation = min(due, key=lambda each: each.due_at)
+        self._in_slot[_slot(reservation.due_at)].remove(reservation)
+        self._remove(reservation)
+        self.claim_rate += _CLAIM_WEIGHT * (1.0 - self.claim_rate)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Remove the reservations that were not claimed in time."""
+        if not self._in_slot:
+            return
+        last = _slot(now - _GRACE_S) - 1
+        for slot in [slot for slot in self._in_slot if slot <= last]:
+            for reservation in self._in_slot[slot]:
+                self._remove(reservation)
+                self.claim_rate -= _CLAIM_WEIGHT * self.claim_rate
+            del self._in_slot[slot]
+
+    def admissible_in_s(
+        self, queue: QueueLimit, work_of: Callable[[ReservedWork], float], now: float
+    ) -> float:
+        """Return the seconds until one more request may join without breaking the limit for reserved ones.
+
+        Args:
+            work_of: returns how much reserved work adds to the queue, in its unit. It is called in the order
+                of due times.
+
+        Returns:
+            0.0 if it may join now. Infinity if the queue is above its limit and does not drain.
+        """
+        level, at_s = queue.level, 0.0
+        admissible_in_s, weight = _until_limit_s(level, queue), _RESERVATION_WEIGHT
+        for slot in sorted(self._slots):
+            due_s = max(0.0, slot * _SLOT_S - now)
+            level = max(0.0, level - queue.drain_per_s * (due_s - at_s))
+            at_s, joins = due_s, False
+            # This loop dominates the cost of a rejection if many tenants are rejected.
+            for reserved in self._slots[slot].values():
+                work = work_of(reserved) * self.claim_rate * weight
+                if work > 0:
+                    level, joins = level + work, True
+            if joins and level > queue.limit:
+                admissible_in_s = at_s + _until_limit_s(level, queue)
+        return admissible_in_s
+
+    def _remove(self, reservation: _RetryReservation) -> None:
+        same = self._by_key[reservation.key]
+        same.remove(reservation)
+        if not same:
+            del self._by_key[reservation.key]
+        groups = self._slots[_slot(reservation.due_at)]
+        group = groups[reservation.rank, reservation.tenant]
+        group.count -= 1
+        group.tokens -= reservation.tokens
+        if not group.count:
+            del groups[reservation.rank, reservation.tenant]
+        if not groups:
+            del self._slots[_slot(reservation.due_at)]
+        self._count -= 1
+
+    def __repr__(self) -> str:
+        return f"<RetryReservations {self._count}, claim rate {self.claim_rate:.0%}>"
+
+
+def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
+    """Return a function for the tokens that reserved work puts ahead of `request` under fair shares.
+
+    All work of higher classes and of the same tenant is ahead. Of each other tenant of its class, at most as
+    much as its own tenant has is ahead.
+
+    Args:
+        own_tokens: tokens that its tenant has queued, this request included.
+    """
+    own, rank, tenant = own_tokens, request.priority.rank, request.tenant
+    counted: dict[str, float] = {}
+
+    def work_of(reserved: ReservedWork) -> float:
+        nonlocal own
+        tokens = reserved.tokens
+        if reserved.rank != rank:
+            return float(tokens) if reserved.rank < rank else 0.0
+        if reserved.tenant == tenant:
+            own += tokens
+            return float(tokens)
+        before = counted.get(reserved.tenant, 0.0)
+        if before >= own:
+            # Fair shares serve the other tenant no more than this one, whatever else is reserved.
+            return 0.0
+        after = counted[reserved.tenant] = min(before + tokens, own)
+        return after - before
+
+    return work_of
+
+
+def _until_limit_s(level: float, queue: QueueLimit) -> float:
+    """Return the seconds until a level has drained to the limit if nothing joins."""
+    if level <= queue.limit:
+        return 0.0
+    return (level - queue.limit) / queue.drain_per_s if queue.drain_per_s > 0 else math.inf
+
+
+def _slot(at: float) -> int:
+    return math.floor(at / _SLOT_S)
+
+
+def _key(request: Request) -> _Key:
+    """Return what identifies a request that retries; its request id is new."""
+    return (
+        request.tenant,
+        request.priority.rank,
+        request.shape,
+        request.spec.max_output_tokens,
+        request.spec.choices,
+        request.submission.prefix,
+    )
+
 
 # Reservations already separate the retries, so the jitter only needs to break ties.
 _JITTER_RATIO, _MAX_JITTER_S = 0.25, 1.0

@@ -1,9 +1,11 @@
-"""The dispatcher: selects the next request in the order of service, and its replica.
+"""Dispatch: the next request that fits, and its replica.
+
+The dispatcher: selects the next request in the order of service, and its replica.
 
 1. A request put back for a fault of its replica, such as its loss: it had been dispatched in time.
 2. The request for which capacity is reserved (`capacity_reservations`).
 3. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
-   starvation bound (`class_floors`).
+   starvation bound (`promotion`).
 4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
    equal shares have one turn: first the oldest request of each that is beyond its starvation bound, at a
    bounded rate (`promotion`); then those that would otherwise miss their latency target
@@ -13,6 +15,30 @@
 
 The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
 that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
+
+Candidate groups: the groups of heads that may fit a pool, so that the others need not be examined.
+
+For each group (`queueing.request_queue`) a hypothetical request is tested: the fewest tokens of any head,
+under the most permissive limits of any tenant. If no replica accepts it, no head of the group fits. The cost
+of a search among heads that all must wait therefore does not grow with the tenants.
+
+A candidate group may have no head that fits. A group with a head that fits, or with one that gets a capacity
+reservation, is never omitted.
+
+Capacity reservations: KV tokens reserved for a queued request that is owed service and fits no replica.
+
+Without a reservation, smaller requests use all capacity as it becomes free, and a request that needs most
+of a KV cache never fits. A promoted request, or the next one of a tenant behind its share (`fairness`),
+therefore gets a reservation if it fits nowhere in its pool. The reservation is on the replica where it
+lacks the fewest tokens. That replica accepts no other request that needs the reserved tokens until this one
+fits. Each pool has at most one reservation, which lasts as long as its request waits.
+
+The cost is idle capacity. It is bounded by the rate of promotions, which do not accumulate while a
+reservation exists, and by what fair shares owe a tenant.
+
+Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
+
+Placement: selects the replica for a request by load, speed, cached prefix and latency targets.
 """
 
 import math
@@ -21,21 +47,294 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from serve_app.core.dispatch.candidate_groups import OWED_REQUESTS, CandidateGroups
-from serve_app.core.dispatch.capacity_reservations import CapacityReservations
-from serve_app.core.dispatch.class_floors import ClassFloors
-from serve_app.core.dispatch.headroom import TenantHeadroom
-from serve_app.core.dispatch.placement import Placement
-from serve_app.core.dispatch.promotion import Promotion
+from serve_app.core.dispatch.backfill import TenantHeadroom
+from serve_app.core.dispatch.promotion import ClassFloors, Promotion
+from serve_app.core.isolation import PrefillIsolation
+from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.policies.protocol import OrderingPolicy
-from serve_app.core.queueing.head_groups import HeadGroup
-from serve_app.core.queueing.request_queue import HeadQuery, RequestQueue
+from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQueue
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.open_replicas import CapacityQuery
+from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
+from serve_app.core.routing.prefix import PrefixAffinity, PrefixQuery
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.core.settings import SchedulerSettings
 from serve_app.request import ANYWHERE, PriorityClass
+
+# A tenant that is owed this many average requests gets capacity reserved for its next one. Similar
+# tenants are seldom that far behind.
+OWED_REQUESTS = 0.5
+# Examining this many heads costs no more than testing the groups.
+_FEW_HEADS = 3
+
+
+class CandidateGroups:
+    """Selects the groups with a head that may fit."""
+
+    def __init__(
+        self, queue: RequestQueue, ledger: ReplicaLedger, isolation: PrefillIsolation, floors: ClassFloors
+    ) -> None:
+        self._queue = queue
+        self._ledger = ledger
+        self._isolation = isolation
+        self._floors = floors
+
+    def groups(self, pool: str, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
+        """Return the groups that may have a head that fits a replica of `pool`.
+
+        Args:
+            position: position of `pool` in the preference of requests: 0 is the home pool.
+            reserves: whether to include heads of an owed tenant that lack capacity, to reserve it for them.
+        """
+        limit = self._ledger.context_limit(pool)
+        groups = [group for group in self._queue.groups.at(pool, position) if group]
+        if limit is None:
+            return []
+        if sum(map(len, groups)) <= _FEW_HEADS:
+            return groups
+        # Batch work that precedes the higher classes is no backfill.
+        batch_is_first = PriorityClass.BATCH in self._floors.owed()
+        return [
+            group
+            for group in groups
+            if self._may_fit(group, pool, limit, now, is_backfill=not batch_is_first)
+            or (reserves and self._needs_reservation(group, pool, limit, now))
+        ]
+
+    def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, is_backfill: bool) -> bool:
+        if group.restricted:
+            # They need certain replicas, which are looked up without the heaps.
+            return True
+        smallest = group.smallest()
+        if smallest is None:
+            return False
+        limits: tuple[int, ...] = ()
+        if group.prefill_class is not PrefillClass.SHORT and not group.cached:
+            most = max(self._queue.deficits(group.priority, group.tenants).values(), default=0.0)
+            limits = self._isolation.limits(group.prefill_class, now, most)
+        is_backfill = (
+            is_backfill and group.priority is PriorityClass.BATCH and group.first_starved(now) is None
+        )
+        query = CapacityQuery(pool, min(smallest.estimate.expected_tokens, limit), limits, is_backfill)
+        return self._ledger.open.best(query, now) is not None
+
+    def _needs_reservation(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
+        """Return whether to reserve capacity for a head that is owed service and fits nowhere now."""
+        starved = group.first_starved(now)
+        tokens = 0 if starved is None else starved.estimate.expected_tokens
+        for tenant, deficit in self._queue.deficits(group.priority, group.tenants).items():
+            if deficit >= OWED_REQUESTS:
+                tokens = max(tokens, *(head.estimate.expected_tokens for head in group.heads_of(tenant)))
+        return tokens > 0 and self._ledger.open.best(CapacityQuery(pool, min(tokens, limit)), now) is None
+
+    def __repr__(self) -> str:
+        return f"<CandidateGroups {self._queue.groups}>"
+
+
+@dataclass(slots=True)
+class CapacityReservation:
+    """KV tokens reserved on one replica."""
+
+    scheduled: ScheduledRequest
+    replica: ReplicaState
+    tokens: int
+
+
+class CapacityReservations:
+    """The reservations of all pools, at most one for each."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+        self._by_pool: dict[str, CapacityReservation] = {}
+
+    def __repr__(self) -> str:
+        reserved = {each.scheduled.request.request_id: each.replica.spec.replica_id for each in self}
+        return f"<CapacityReservations {reserved}>"
+
+    def __iter__(self) -> Iterator[CapacityReservation]:
+        return iter(self._by_pool.values())
+
+    def of(self, pool: str) -> CapacityReservation | None:
+        """Return the reservation of a pool, or None."""
+        return self._by_pool.get(pool)
+
+    def prune(self) -> None:
+        """Remove the reservations of requests that no longer wait or have another home pool."""
+        if not self._by_pool:
+            return
+        for pool, reservation in list(self._by_pool.items()):
+            if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
+                self._drop(pool)
+
+    def release_for_trial(self, pool: str) -> ScheduledRequest | None:
+        """Release the reserved tokens to test whether their request fits now. Return that request.
+
+        The caller reserves the tokens again if it does not fit.
+        """
+        reservation = self._by_pool.get(pool)
+        if reservation is None:
+            return None
+        self._ledger.reserve(reservation.replica, 0)
+        return reservation.scheduled
+
+    def reserve(self, scheduled: ScheduledRequest, pool: str, tokens: int) -> None:
+        """Reserve tokens for a request on the same replica as before, or where it lacks the fewest.
+
+        Replaces a reservation of the pool for another request.
+        """
+        reservation = self._by_pool.get(pool)
+        if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
+            replica = self._ledger.most_free(pool, scheduled.destination)
+            if reservation is not None:
+                self._drop(pool)
+            if replica is None:
+                return
+            reservation = self._by_pool[pool] = CapacityReservation(scheduled, replica, tokens)
+        reservation.tokens = tokens
+        self._ledger.reserve(reservation.replica, tokens)
+
+    def on_dispatch(self, scheduled: ScheduledRequest) -> bool:
+        """Remove the reservations of a dispatched request. Return whether it had any."""
+        if not self._by_pool:
+            return False
+        pools = [pool for pool, each in self._by_pool.items() if each.scheduled is scheduled]
+        for pool in pools:
+            self._drop(pool)
+        return bool(pools)
+
+    def _drop(self, pool: str) -> None:
+        self._ledger.reserve(self._by_pool.pop(pool).replica, 0)
+
+
+class Placement:
+    """Selects the replica for the request that is to be dispatched."""
+
+    def __init__(
+        self,
+        ledger: ReplicaLedger,
+        isolation: PrefillIsolation,
+        affinity: PrefixAffinity,
+        targets: LatencyTargets,
+    ) -> None:
+        self._ledger = ledger
+        self.isolation = isolation
+        self._affinity = affinity
+        self._targets = targets
+
+    def choose(
+        self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the replica and what to hold there, or None if no replica may accept the request.
+
+        Args:
+            by_load: the best of like replicas for the whole prefill; None if isolation or load excludes all.
+            query: requirements of the whole prefill.
+        """
+        if head.home is not None:
+            return self._at_home(head, query, now)
+        usual = self._usual(head, by_load, query, now)
+        if usual is None or not self._targets.affects(head):
+            return usual
+        return self._by_target(head, usual, query, now)
+
+    def _usual(
+        self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the replica for a request without regard to latency targets, as `choose` does."""
+        if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
+            return None
+        if self._ledger.speeds.are_unlike(query.pool):
+            placed = self._by_speed(head, query, now)
+            if placed is not None:
+                return placed
+        estimate = head.estimate
+        if by_load is not None and not head.request.submission.prefix:
+            # No replica can have a part of the prompt cached.
+            prompt_tokens = estimate.expected_prompt_tokens
+            return by_load, Hold(query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
+
+        def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
+            return self._admissible(head, replica_id, prefill_tokens, query, now)
+
+        prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens)
+        found = self._affinity.choose(by_load, prompt, admissible)
+        if found is None:
+            return None
+        return found.replica, self._hold(head, found.prefill_tokens, query)
+
+    def _by_target(
+        self, head: ScheduledRequest, usual: tuple[ReplicaState, Hold], query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold]:
+        """Return the usual replica, or the best of those on which all latency targets are met."""
+        targets, hold = self._targets, usual[1]
+        if targets.are_met(head, usual[0], hold.prefill_tokens, now):
+            return usual
+        prompt_tokens = head.estimate.expected_prompt_tokens
+        best, least_s = usual, math.inf
+        for replica in self._ledger.of_pool(query.pool):
+            cached = self._affinity.cached_on(replica.spec.replica_id, head.request, prompt_tokens)
+            left = prompt_tokens - cached
+            if self._admissible(head, replica.spec.replica_id, left, query, now) is None:
+                continue
+            first_s = targets.first_token_s(replica, left)
+            if first_s < least_s and targets.are_met(head, replica, left, now):
+                best, least_s = (replica, self._hold(head, left, query)), first_s
+        return best
+
+    def _by_speed(
+        self, head: ScheduledRequest, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the best of unlike replicas that may accept the request; see `routing.prefill_cost`."""
+        speeds, estimate, fits = self._ledger.speeds, head.estimate, self._ledger.open.fits
+        left: dict[ReplicaState, int] = {}
+        for replica in self._ledger.of_pool(query.pool):
+            replica_id, tokens = replica.spec.replica_id, estimate.expected_prompt_tokens
+            if head.cached_tokens:
+                tokens -= self._affinity.cached_on(replica_id, head.request, tokens)
+            if fits(replica, query, now) or self._admissible(head, replica_id, tokens, query, now):
+                left[replica] = tokens
+
+        def completion(at: ReplicaState) -> tuple[float, int]:
+            return speeds.completion(at, left[at], estimate.expected_output_tokens, now), at.order
+
+        best = min(left, key=completion, default=None)
+        if best is None:
+            return None
+        if head.cached_tokens and best.in_flight:
+            best = min(left, key=lambda at: (speeds.cost(at, left[at], now), at.order))
+        return best, self._hold(head, left[best], query)
+
+    def _hold(self, head: ScheduledRequest, prefill_tokens: int, query: CapacityQuery) -> Hold:
+        return Hold(
+            query.tokens, self._prefill_class(head, prefill_tokens), prefill_tokens, query.quarantined
+        )
+
+    def _at_home(
+        self, head: ScheduledRequest, query: CapacityQuery, now: float
+    ) -> tuple[ReplicaState, Hold] | None:
+        """Return the replica of the request's context, or None if it may not accept the request."""
+        assert head.home is not None
+        prefill_tokens = head.prefill_tokens
+        replica = self._admissible(head, head.home, prefill_tokens, query, now)
+        if replica is None:
+            return None
+        return replica, self._hold(head, prefill_tokens, query)
+
+    def _admissible(
+        self, head: ScheduledRequest, replica_id: str, prefill_tokens: int, query: CapacityQuery, now: float
+    ) -> ReplicaState | None:
+        """Return a replica if it may accept the request with so many tokens to compute, else None."""
+        limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now)
+        replica = self._ledger.get(replica_id)
+        fits = replica is not None and self._ledger.open.fits(
+            replica, replace(query, long_limits=limits), now
+        )
+        return replica if fits else None
+
+    def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
+        if prefill_tokens >= head.estimate.expected_prompt_tokens:
+            return head.prefill_class
+        # Boundaries may have changed since admission, but a cached prefix never raises the class.
+        return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))
 
 
 # Not frozen, because creation is faster; as `CapacityQuery`.

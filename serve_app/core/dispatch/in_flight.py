@@ -1,18 +1,313 @@
-"""Requests in flight on replicas: held capacity, and learning from their answers."""
+"""Requests in flight: what they hold, and what their failures change.
+
+Requests in flight on replicas: held capacity, and learning from their answers.
+
+Put-backs: handling of requests that a replica returned before their client received a byte.
+
+- One budget: `max_put_backs` bounds the dispatches of a request, for all reasons and across schedulers.
+- One deadline: its queue timeout counts from its arrival and is not extended.
+- Backoff: the first retry is immediate, because most faults affect only one replica. Each further backoff
+  is twice as long as the one before. A request in backoff is queued, but in no sub-queue.
+- Failover: it goes to a replica on which it has not failed, as long as one is usable.
+- Quarantine: a request under which an engine was lost may be the cause. No replica has two of these until
+  an answer starts. So a request that loses a second engine, alone among suspects, fails with `max_attempts`
+  of 2.
+- Position: a request goes to the front if its replica was lost, because it had been dispatched in time. One
+  rejected by an engine does not: otherwise a tenant's failing requests would pass the others' good ones.
+
+Suspensions: replicas that receive no requests for a while, because they lose or reject them.
+
+A failure may be the fault of the replica or of the request. If every failure suspended a replica, one
+client with failing requests could stop a fleet. If none did, a broken replica would attract requests,
+because it fails fast and so looks idle. Failures count against a replica as follows:
+
+| the request                                | counts                                                    |
+|--------------------------------------------|-----------------------------------------------------------|
+| could not be sent, or its connection broke | immediately: no request should cause that                 |
+| found the engine busy                      | the third time in a row without a success in between      |
+| got an error of the engine                 | the same, and only once another replica has served it     |
+| stated when to come back (`Retry-After`)   | it receives nothing before, for at most 20 s              |
+
+A busy engine that does not report its load may have reached a limit. Its first rejection therefore becomes a
+learned limit (`observed`), and only rejections within that limit count.
+
+A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
+the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
+one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
+replicas are detected by their connection to the scheduler, not here.
+
+Slow starts: requests whose first token is overdue are moved to another replica.
+
+A server can hang on answers although it accepts requests and passes health checks. A request whose first
+token takes `_FACTOR` times as long as the slowest of the recent ones on its replica, and at least
+`_LEAST_WAIT_S`, is revoked there and dispatched elsewhere, if another replica of its pools accepts it now.
+It is moved rather than doubled, so that no engine works for two answers, and nothing is answered or charged
+twice.
+
+- A replica that reports its queue shows whether it computes. Its requests are moved only if it has given no
+  sign of life since their dispatch.
+- A request is moved once. Moves are at most `_SHARE` of all dispatches, except for a few at the beginning.
+- A replica without any sign of life since the dispatch counts as hung (`observed`) and
+  receives no further requests until it answers.
+"""
+
+import heapq
+import itertools
+import zlib
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
-from serve_app.core.dispatch.backfill import Backfill
-from serve_app.core.dispatch.engine_priority import EnginePriorities
-from serve_app.core.dispatch.headroom import TenantHeadroom
-from serve_app.core.dispatch.suspensions import Suspensions
+from serve_app.core.accounting.waits import wait_breakdown
+from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
+from serve_app.core.dispatch.promotion import EnginePriorities
+from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.kv_forecast import KvUse
-from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.observed.limits import AnswerStart
+from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
+from serve_app.core.routing.observed import AnswerStart
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
-from serve_app.request import Usage
+from serve_app.core.settings import SchedulerSettings
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Request, Usage
+
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
+# Jitter of the backoff, so that requests that failed together are not retried together.
+_JITTER_RATIO = 0.25
+REPLICA_FAULTS = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
+"""Failures that no request should cause."""
+
+
+def record_put_back(
+    scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
+) -> None:
+    """Record a put-back in the state of the request."""
+    scheduled.bypassed = False
+    if event.failure.is_after_service(event.generated_tokens):
+        # It did not wait in this time, so its queue timeout begins again.
+        request = scheduled.request
+        scheduled.expires_at = now + request.expires_at - request.arrived_at
+    if event.failure is DispatchFailure.REVOKED:
+        # A request that was moved precedes those that were never dispatched.
+        scheduled.returned = scheduled.moved_from == event.replica_id
+        scheduled.avoided |= {event.replica_id} if scheduled.returned else frozenset()
+        return
+    scheduled.put_backs += 1
+    scheduled.last_failure = event.message or str(event.failure)
+    if event.failure is DispatchFailure.TOO_LONG:
+        # The replica is healthy, and the request goes to pools with a longer context.
+        scheduled.returned = True
+        scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
+        return
+    scheduled.returned = event.failure in REPLICA_FAULTS
+    scheduled.losses += event.failure is DispatchFailure.LOST
+    scheduled.avoided |= {event.replica_id}
+    if event.failure is DispatchFailure.ENGINE_ERROR:
+        scheduled.failed_on = event.replica_id
+    backoff_s = _backoff_s(scheduled)
+    scheduled.backoff_until = now + backoff_s if backoff_s else 0.0
+
+
+def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
+    """Restore the put-backs of a request that an earlier scheduler had dispatched."""
+    request = scheduled.request
+    scheduled.returned = request.attempts > 0
+    scheduled.put_backs = min(request.attempts, settings.max_put_backs - 1)
+    scheduled.losses = min(int(request.lost), settings.max_attempts - 1)
+
+
+def retry_limit_conclusion(
+    scheduled: ScheduledRequest, settings: SchedulerSettings, *, many_lost: bool
+) -> Conclusion | None:
+    """Return the failure of a request that may not be retried, or None if it may.
+
+    Args:
+        many_lost: whether several replicas were lost at the same time, so that the request is hardly the
+            cause: then it gets one more attempt.
+    """
+    reason = scheduled.last_failure
+    if scheduled.losses >= settings.max_attempts + many_lost:
+        text = f"{scheduled.losses} replicas were lost under this request; last failure: {reason}"
+    elif scheduled.put_backs >= settings.max_put_backs:
+        text = f"the request was put back {scheduled.put_backs} times; last failure: {reason}"
+    else:
+        return None
+    return Conclusion(Outcome.FAILED, text)
+
+
+def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
+    """Describe an expired request for its client: its wait, the main cause and its put-backs."""
+    text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
+    if not scheduled.put_backs:
+        waited = wait_breakdown(scheduled, now)
+        cause = waited.main_cause if waited is not None else None
+        return text if cause is None else f"{text}; main cause: {cause.meaning}"
+    text = f"{text}; it was put back {scheduled.put_backs} times"
+    return f"{text}; last failure: {scheduled.last_failure}" if scheduled.last_failure else text
+
+
+def _backoff_s(scheduled: ScheduledRequest) -> float:
+    tries = scheduled.put_backs - 1
+    if tries < 1:
+        return 0.0
+    jitter = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
+    usual_s: float = min(_FIRST_BACKOFF_S * 2.0 ** min(tries - 1, 20), _MAX_BACKOFF_S)
+    return usual_s * (1 + _JITTER_RATIO * jitter)
+
+
+# Fewer may coincide by chance; each costs its request one more dispatch.
+_FAULTS = 3
+# The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
+_FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
+# Longest pause that an engine can ask for: a request that exceeds a provider's limit must not close it.
+_MAX_PAUSE_S = 20.0
+_MAX_SHARE = 0.5
+# Replicas that one request can hardly have ended: it is tried on two, one after the other.
+_MANY, _COINCIDENCE_S = 3, 10.0
+
+
+class Suspensions:
+    """Suspends replicas in the ledger. All state is in `ReplicaState`."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+        # Time of the last loss of each replica, for those of the last seconds.
+        self._lost_at: dict[str, float] = {}
+
+    def many_lost(self, now: float) -> bool:
+        """Return whether several replicas were lost within seconds, as when a node or a rack fails."""
+        self._lost_at = {name: at for name, at in self._lost_at.items() if at > now - _COINCIDENCE_S}
+        return len(self._lost_at) >= _MANY
+
+    def on_failure(self, event: DispatchFailed, sent_at: float, now: float) -> None:
+        """Count a failure against the replica that put back a request, and has released it."""
+        state = self._ledger.get(event.replica_id)
+        if event.failure is DispatchFailure.LOST:
+            self._lost_at[event.replica_id] = now
+        if state is None:
+            return
+        if event.failure in REPLICA_FAULTS:
+            self._suspend(state, now)
+        elif event.failure is DispatchFailure.BUSY:
+            limit = state.learned_limit
+            if limit is not None and limit.on_rejection(state.in_flight, sent_at, now):
+                self._ledger.open.update(state)
+            elif event.retry_after_s is not None:
+                self._ledger.suspend(state, now + min(event.retry_after_s, _MAX_PAUSE_S))
+            else:
+                self._count_fault(state, now)
+
+    def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+        """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
+        state.faults = state.suspensions = 0
+        if scheduled.failed_on is None:
+            return
+        failed = self._ledger.get(scheduled.failed_on)
+        scheduled.failed_on = None
+        if failed is not None and failed is not state:
+            self._count_fault(failed, now)
+
+    def _count_fault(self, state: ReplicaState, now: float) -> None:
+        state.faults += 1
+        if state.faults >= _FAULTS:
+            self._suspend(state, now)
+
+    def _suspend(self, state: ReplicaState, now: float) -> None:
+        if state.suspended or not state.is_alive:
+            return
+        alive = [each for each in self._ledger if each.is_alive and each.spec.pool == state.spec.pool]
+        if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
+            return
+        state.faults = 0
+        suspension_s = (
+            min(_FIRST_SUSPENSION_S * 2.0 ** min(state.suspensions, 20), _MAX_SUSPENSION_S)
+            if state.suspensions
+            else 0.0
+        )
+        state.suspensions += 1
+        self._ledger.suspend(state, now + suspension_s)
+
+    def __repr__(self) -> str:
+        suspended = [state.spec.replica_id for state in self._ledger if state.suspended]
+        return f"<Suspensions {suspended}>"
+
+
+_LEAST_WAIT_S, _FACTOR = 5.0, 3.0
+# Starts from which those of a replica are known; otherwise those of its pool count.
+_KNOWN = 8
+_SHARE, _MAX_CREDIT = 0.05, 8.0
+
+
+class SlowStarts:
+    """Finds the requests to move."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+        self._credit = _MAX_CREDIT
+        # (time of the next look, order, request, its hold, which identifies the attempt).
+        self._due: list[tuple[float, int, ScheduledRequest, Hold]] = []
+        self._order = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<SlowStarts {len(self._due)} credit={self._credit:.1f}>"
+
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Watch a request that was dispatched to a replica."""
+        self._credit = min(_MAX_CREDIT, self._credit + _SHARE)
+        if scheduled.request.spec.streamed and scheduled.moved_from is None and not scheduled.bypassed:
+            heapq.heappush(self._due, (now + _LEAST_WAIT_S, next(self._order), scheduled, scheduled.hold))
+
+    def next_at(self) -> float | None:
+        """Return the time of the next look, or None if every watched answer has started."""
+        while self._due and not _is_waiting(*self._due[0][2:]):
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def overdue(self, now: float) -> list[ScheduledRequest]:
+        """Return the requests to move now, each once."""
+        moved = []
+        while (at := self.next_at()) is not None and at <= now:
+            _, _, scheduled, hold = heapq.heappop(self._due)
+            assert scheduled.replica_id is not None, "it waits for its first token"
+            replica = self._ledger[scheduled.replica_id]
+            limit_s = self._limit_s(replica)
+            due_at = scheduled.dispatched_at + limit_s
+            if due_at <= now and self._credit >= 1 and self._can_move(scheduled, replica, now):
+                self._credit -= 1
+                scheduled.moved_from = replica.spec.replica_id
+                if replica.hang_detector.is_silent_since(scheduled.dispatched_at):
+                    replica.hang_detector.hangs = True
+                    self._ledger.open.update(replica)
+                moved.append(scheduled)
+            else:
+                again_at = max(due_at, now + _LEAST_WAIT_S)
+                heapq.heappush(self._due, (again_at, next(self._order), scheduled, hold))
+        return moved
+
+    def _limit_s(self, replica: ReplicaState) -> float:
+        """Return the time from dispatch after which a first token is overdue."""
+        known = [replica]
+        if len(replica.first_tokens_s) < _KNOWN:
+            known = list(self._ledger.of_pool(replica.spec.pool))
+        slowest_s = max((max(each.first_tokens_s, default=0.0) for each in known), default=0.0)
+        return max(_LEAST_WAIT_S, _FACTOR * slowest_s)
+
+    def _can_move(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> bool:
+        """Return whether another replica accepts the request, and its own shows no reason to wait."""
+        if replica.reports_queue and not replica.hang_detector.is_silent_since(scheduled.dispatched_at):
+            return False
+        elsewhere = frozenset({replica.spec.replica_id})
+        queries = (
+            CapacityQuery(pool, scheduled.hold.tokens, avoided=elsewhere, destination=scheduled.destination)
+            for pool in scheduled.pools
+        )
+        return any(self._ledger.open.best(query, now) is not None for query in queries)
+
+
+def _is_waiting(scheduled: ScheduledRequest, hold: Hold) -> bool:
+    """Return whether an attempt still waits for its first token."""
+    return scheduled.hold is hold and not scheduled.started
+
 
 # Prompt tokens that take about as long as one output token; only used to compare answers that are not
 # streamed.

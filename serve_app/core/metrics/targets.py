@@ -8,8 +8,7 @@ from dataclasses import field
 from typing import Annotated
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.slo import Slo
-from serve_app.core.metrics.summary import SHORT_AT_TOKENS
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Slo
 from serve_app.core.settings_base import ADVANCED, FINITE_POSITIVE, at_least, settings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass

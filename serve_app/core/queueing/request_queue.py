@@ -1,11 +1,30 @@
-"""The request queue: queued requests by priority class, tenant and sub-queue, with their heads in groups.
+"""The queue of a model: sub-queues, their heads, and the order of service.
+
+The request queue: queued requests by priority class, tenant and sub-queue, with their heads in groups.
 
 There is a sub-queue for each length queue, pool preference, prefill class and destination, because requests
 of one length queue may be restricted to different replicas. The head of a sub-queue therefore represents all
 requests behind it, and the candidates for a pool are found without scanning the queue. A pool preference is
 the home pool, then the other pools that can hold the request, in order; few of them occur.
+
+Sub-queues: requests that the same replicas can serve, in the policy's order.
+
+A sub-queue contains requests of one class and tenant with the same length queue, pool preference, prefill
+class and destination. It is a heap with lazy deletion. A request that leaves from the middle (cancelled,
+expired) leaves a stale entry, which is removed when it reaches the top. The heap is rebuilt when most entries
+are stale. The sub-queue always knows its head, and registers each new one with its group.
+
+Groups of heads: decide whether any of many heads may fit a replica, without examining each.
+
+Whether a head fits depends on its class, pool preference, prefill class and tokens. The heads of all
+sub-queues with the same class, pool preference and prefill class form a group, which knows the fewest
+tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that exceeds
+its starvation bound first.
+
+Both are heaps with lazy deletion: an entry is valid while its request is the head of its sub-queue.
 """
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +33,244 @@ from serve_app.core.accounting.waits import WaitAccounts
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.core.queueing.expiry import ExpiryHeap
-from serve_app.core.queueing.fair_work import FairWork
-from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings, FairShares, TenantWeights
-from serve_app.core.queueing.head_groups import HeadGroup, HeadGroups
-from serve_app.core.queueing.sub_queue import SubQueue, TenantQueues
+from serve_app.core.queueing.fairness import (
+    FairnessMode,
+    FairnessSettings,
+    FairShares,
+    FairWork,
+    TenantWeights,
+)
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import PrefillClass
-from serve_app.request import ANYWHERE, PriorityClass, Request, Usage
+from serve_app.request import ANYWHERE, Destination, PriorityClass, Request, Usage
+
+# Heap entries for each sub-queue above which invalid ones are removed.
+_MAX_ENTRIES_PER_HEAD, _MIN_ENTRIES = 4, 64
+
+_Entry = tuple[tuple[float, int], int, ScheduledRequest, "SubQueue"]
+
+
+class _HeadHeap:
+    """A heap of heads by some key."""
+
+    __slots__ = ("_heap", "_pushed")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._pushed = 0
+
+    def push(self, key: tuple[float, int], head: ScheduledRequest, sub_queue: "SubQueue", heads: int) -> None:
+        """Add a head. `heads` is the current number of heads in the group."""
+        self._pushed += 1
+        heapq.heappush(self._heap, (key, self._pushed, head, sub_queue))
+        if len(self._heap) > max(_MIN_ENTRIES, _MAX_ENTRIES_PER_HEAD * heads):
+            self._heap = [entry for entry in self._heap if entry[3].first is entry[2]]
+            heapq.heapify(self._heap)
+
+    def first(self) -> ScheduledRequest | None:
+        """Return the head with the lowest key, or None if there is none."""
+        heap = self._heap
+        while heap:
+            _, _, head, sub_queue = heap[0]
+            if sub_queue.first is head:
+                return head
+            heapq.heappop(heap)
+        return None
+
+
+class HeadGroup:
+    """The heads of one class, pool preference and prefill class.
+
+    Attributes:
+        tenants: the sub-queues of each tenant in the group.
+        restricted: number of requests that cannot use every replica of their pools: put-back or bound to a
+            destination.
+        cached: number of requests with a part of their prompt cached on a replica, which may count as shorter
+            ones there.
+    """
+
+    __slots__ = (
+        "_by_starvation",
+        "_by_tokens",
+        "_heads",
+        "cached",
+        "pools",
+        "prefill_class",
+        "priority",
+        "restricted",
+        "tenants",
+    )
+
+    def __init__(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> None:
+        self.priority = priority
+        self.pools = pools
+        self.prefill_class = prefill_class
+        self.tenants: dict[str, list[SubQueue]] = {}
+        self.restricted = 0
+        self.cached = 0
+        self._heads = 0
+        self._by_tokens = _HeadHeap()
+        self._by_starvation = _HeadHeap()
+
+    def add_sub_queue(self, tenant: str, sub_queue: "SubQueue") -> None:
+        """Add a sub-queue of a tenant."""
+        self.tenants.setdefault(tenant, []).append(sub_queue)
+        self._heads += 1
+
+    def remove_sub_queue(self, tenant: str, sub_queue: "SubQueue") -> None:
+        """Remove a tenant's sub-queue that has become empty."""
+        self._heads -= 1
+        of_tenant = self.tenants[tenant]
+        of_tenant.remove(sub_queue)
+        if not of_tenant:
+            del self.tenants[tenant]
+
+    def heads_of(self, tenant: str) -> list[ScheduledRequest]:
+        """Return the heads of one tenant in the group, unordered."""
+        sub_queues = self.tenants.get(tenant, ())
+        return [head for sub_queue in sub_queues if (head := sub_queue.first) is not None]
+
+    def count(self, scheduled: ScheduledRequest, by: int) -> None:
+        """Count a request that has joined (1) or left (-1) one of the sub-queues."""
+        if scheduled.put_backs or scheduled.destination is not ANYWHERE:
+            self.restricted += by
+        if scheduled.cached_tokens:
+            self.cached += by
+
+    def on_head(self, head: ScheduledRequest, sub_queue: "SubQueue") -> None:
+        """Register the new head of a sub-queue."""
+        tokens = (head.estimate.expected_tokens, head.sequence)
+        self._by_tokens.push(tokens, head, sub_queue, self._heads)
+        self._by_starvation.push((head.starved_at, head.sequence), head, sub_queue, self._heads)
+
+    def smallest(self) -> ScheduledRequest | None:
+        """Return the head with the fewest expected tokens, or None if the group is empty."""
+        return self._by_tokens.first()
+
+    def first_starved(self, now: float) -> ScheduledRequest | None:
+        """Return the head that has exceeded its starvation bound first, or None."""
+        first = self._by_starvation.first()
+        return first if first is not None and now > first.starved_at else None
+
+    def __len__(self) -> int:
+        return self._heads
+
+    def __repr__(self) -> str:
+        where = "/".join(self.pools)
+        return f"<HeadGroup {self.priority} {where} {self.prefill_class.name} {self._heads} heads>"
+
+
+class HeadGroups:
+    """All groups of a queue, indexed by the pools that may serve them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[PriorityClass, tuple[str, ...], PrefillClass], HeadGroup] = {}
+        self._at: dict[tuple[str, int], list[HeadGroup]] = {}
+
+    def of(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> HeadGroup:
+        """Return a group, created if it does not exist."""
+        key = (priority, pools, prefill_class)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = HeadGroup(priority, pools, prefill_class)
+            for position, pool in enumerate(pools):
+                self._at.setdefault((pool, position), []).append(group)
+        return group
+
+    def at(self, pool: str, position: int) -> Sequence[HeadGroup]:
+        """Return the groups with `pool` at this position of their preference, including empty ones."""
+        return self._at.get((pool, position), ())
+
+    def clear(self) -> None:
+        """Remove all groups."""
+        self._groups.clear()
+        self._at.clear()
+
+    def __iter__(self) -> Iterator[HeadGroup]:
+        return iter(self._groups.values())
+
+    def __repr__(self) -> str:
+        return f"<HeadGroups {[group for group in self if group]}>"
+
+
+SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination, bool]
+"""Length queue, pool preference, prefill class, destination (which replicas of the pools can serve it), and
+whether its requests are ordered by their latency targets."""
+
+OrderKey = tuple[int, float, int, int]
+"""Precedence (returned, claimed or neither), the policy's key or the latest dispatch, order of arrival, order
+of insertion."""
+
+
+class SubQueue:
+    """A queue of requests in the policy's order.
+
+    Attributes:
+        first: its head; None if it is empty.
+    """
+
+    __slots__ = ("_heap", "_live", "first", "group", "key", "length_queue", "pools")
+
+    def __init__(self, key: SubQueueKey, group: HeadGroup) -> None:
+        self.key = key
+        self.group = group
+        self.length_queue, self.pools = key[:2]
+        self.first: ScheduledRequest | None = None
+        self._heap: list[tuple[OrderKey, ScheduledRequest]] = []
+        self._live: dict[str, OrderKey] = {}
+
+    def add(self, order: OrderKey, scheduled: ScheduledRequest) -> None:
+        """Insert a request at its place in the order."""
+        self._live[scheduled.request.request_id] = order
+        heapq.heappush(self._heap, (order, scheduled))
+        self.group.count(scheduled, 1)
+        if self._heap[0][1] is scheduled:
+            self._set_head(scheduled)
+
+    def remove(self, scheduled: ScheduledRequest) -> None:
+        """Remove a request, wherever it is."""
+        del self._live[scheduled.request.request_id]
+        self.group.count(scheduled, -1)
+        if len(self._heap) > 32 and len(self._heap) > 2 * len(self._live):
+            self._heap = [item for item in self._heap if self._is_live(item)]
+            heapq.heapify(self._heap)
+        if scheduled is self.first:
+            while self._heap and not self._is_live(self._heap[0]):
+                heapq.heappop(self._heap)
+            self._set_head(self._heap[0][1] if self._heap else None)
+
+    def _set_head(self, head: ScheduledRequest | None) -> None:
+        self.first = head
+        if head is not None:
+            self.group.on_head(head, self)
+
+    def _is_live(self, item: tuple[OrderKey, ScheduledRequest]) -> bool:
+        # Compare keys, not requests: a request that left and was queued again is in the heap twice.
+        return self._live.get(item[1].request.request_id) == item[0]
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return (item[1] for item in sorted(self._heap) if self._is_live(item))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+
+class TenantQueues:
+    """The sub-queues of one tenant in one class, with the number and tokens of its queued requests.
+
+    Attributes:
+        promotions: promotions that its dispatches have earned, see `dispatch.promotion`.
+    """
+
+    __slots__ = ("promotions", "sub_queues", "tokens", "waiting")
+
+    def __init__(self) -> None:
+        self.sub_queues: dict[SubQueueKey, SubQueue] = {}
+        self.waiting = 0
+        self.tokens = 0
+        self.promotions = 1.0
+
 
 # With at most this many candidate tenants, only they are sorted. With more, iterating over all tenants in the
 # order of their shares finds a match sooner. A tenant counts once for each group.

@@ -1,7 +1,9 @@
-"""The ledger: the replicas, with the holds and reservations on each.
+"""The ledger of replicas: what each holds, and which accept more.
+
+The ledger: the replicas, with the holds and reservations on each.
 
 A running request *holds* tokens of its replica. A *reservation* sets tokens of a replica aside for one queued
-request (`dispatch.capacity_reservations`). Rules:
+request (`dispatch.dispatcher`). Rules:
 
 - The selection of a replica is followed immediately by `hold`, so that the next decision sees the hold.
 - `held_tokens == sum of the holds of its running requests`, exactly, at any time. This includes a lost
@@ -10,24 +12,359 @@ request (`dispatch.capacity_reservations`). Rules:
   requests.
 
 `open_replicas` finds the best replica that may accept one more request.
+
+Context limits of pools: the smallest ones of each pool's connected replicas.
+
+The open replicas of each pool, ordered by their capacity.
+
+A replica is *open* if it may accept one more request. The best one for a request is found in amortised
+constant time, unless the request excludes single replicas. Open replicas are in heaps, those with the most
+free tokens first. A heap entry is valid only while its version is the replica's current one, and every change
+of a replica's capacity creates a new version. The next search inserts the replicas that have changed since
+the last one, in O(log replicas) each, so that several changes in between cost one insertion.
+
+There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few.
+A replica may be open to short requests and closed to longer ones, and short requests are served better
+without a long prefill in flight. Each pair has two heaps: replicas with capacity for batch work, and the
+others. If a request does not fit the first replica of a heap, it fits no other of that heap.
+
+Context learning: applies `observed` to the replicas of a ledger, and reports changes.
 """
 
+import bisect
+import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from serve_app.core.routing.context_limits import ContextLimits
+from serve_app.core.commands import ContextLearned
+from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.kv_forecast import KvUse
-from serve_app.core.routing.observed.learned_batch import LearnedBatch
-from serve_app.core.routing.observed.learned_context import LearnedContext
-from serve_app.core.routing.observed.limits import LearnedLimit
-from serve_app.core.routing.open_replicas import Backpressure, OpenReplicas, ReplicasByAdapter
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.observed import LearnedBatch, LearnedContext, LearnedLimit
+from serve_app.core.routing.prefill_cost import DecayingRate, Speeds
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
-from serve_app.core.routing.speeds import Speeds
-from serve_app.request import ANYWHERE, Destination
+from serve_app.request import ANYWHERE, Destination, Usage
+
+
+class ContextLimits:
+    """The smallest context limits of each pool's connected replicas."""
+
+    def __init__(self) -> None:
+        # Pool, effective limit and reported limit of each counted replica.
+        self._counted: dict[str, tuple[str, int, int]] = {}
+        self._limits: dict[str, Counter[int]] = {}
+        self._reported: dict[str, Counter[int]] = {}
+        self._smallest: dict[str, tuple[int, int]] = {}
+        self.changes = 0
+
+    def of(self, pool: str) -> int | None:
+        """Return the smallest limit of a pool in tokens, or None if it has no replica."""
+        smallest = self._smallest.get(pool)
+        return None if smallest is None else smallest[0]
+
+    def reported(self, pool: str) -> int | None:
+        """Return the smallest reported limit. Engines certainly reject longer requests."""
+        smallest = self._smallest.get(pool)
+        return None if smallest is None else smallest[1]
+
+    def update(self, state: ReplicaState) -> None:
+        """Update the limits after a replica has joined, left, or changed its limit."""
+        replica_id, spec = state.spec.replica_id, state.spec
+        after = (spec.pool, state.context_limit, spec.max_model_len) if state.joined else None
+        before = self._counted.pop(replica_id, None)
+        if after is not None:
+            self._counted[replica_id] = after
+        if after == before:
+            return
+        for entry, by in ((before, -1), (after, 1)):
+            if entry is not None:
+                pool, limit, reported = entry
+                _count(self._limits.setdefault(pool, Counter()), limit, by)
+                _count(self._reported.setdefault(pool, Counter()), reported, by)
+        for pool in {entry[0] for entry in (before, after) if entry is not None}:
+            self._update_smallest(pool)
+
+    def _update_smallest(self, pool: str) -> None:
+        limits, before = self._limits[pool], self._smallest.pop(pool, None)
+        if limits:
+            self._smallest[pool] = (min(limits), min(self._reported[pool]))
+        else:
+            del self._limits[pool], self._reported[pool]
+        self.changes += before != self._smallest.get(pool)
+
+    def __repr__(self) -> str:
+        return f"<ContextLimits {self._smallest}>"
+
+
+def _count(limits: Counter[int], limit: int, by: int) -> None:
+    limits[limit] += by
+    if not limits[limit]:
+        del limits[limit]
+
+
+_Entry = tuple[int, int, int, ReplicaState]
+"""Negative free tokens, order, version, and the replica."""
+_Heap = list[_Entry]
+_OTHERS, _BACKFILL = 0, 1
+# Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
+_MAX_EXTRA_IN_FLIGHT = 4
+
+
+class ReplicasByAdapter:
+    """The replicas of a ledger by the LoRA adapters that they list, including lost ones with holds."""
+
+    def __init__(self) -> None:
+        self._by_adapter: dict[str, dict[str, ReplicaState]] = {}
+
+    def add(self, state: ReplicaState) -> None:
+        """Add a replica, after it was added to the ledger or its adapters changed."""
+        for adapter in state.spec.adapters:
+            self._by_adapter.setdefault(adapter, {})[state.spec.replica_id] = state
+
+    def remove(self, state: ReplicaState) -> None:
+        """Remove a replica, before its adapters change or it is removed from the ledger."""
+        for adapter in state.spec.adapters:
+            replicas = self._by_adapter[adapter]
+            del replicas[state.spec.replica_id]
+            if not replicas:
+                del self._by_adapter[adapter]
+
+    def of(self, adapter: str) -> Collection[ReplicaState]:
+        """Return the replicas that list an adapter."""
+        replicas = self._by_adapter.get(adapter)
+        return () if replicas is None else replicas.values()
+
+    def __repr__(self) -> str:
+        counts = {name: len(replicas) for name, replicas in self._by_adapter.items()}
+        return f"<ReplicasByAdapter {counts}>"
+
+
+class Backpressure(Protocol):
+    """Decides whether a replica may be sent more requests."""
+
+    def admits(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether the engine's queue and batch allow one more request."""
+
+    def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
+        """Return whether one more batch request delays no other request."""
+
+    def gates(self, replica: ReplicaState) -> bool:
+        """Return whether the last report shows overload, given whether the replica was gated before."""
+
+
+# Not frozen, because creation of a frozen one takes three times as long: there are several for each request.
+@dataclass(slots=True)
+class CapacityQuery:
+    """The requirements of a request for a replica. Immutable by convention.
+
+    Attributes:
+        tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
+        headroom: KV tokens that must remain free (`dispatch.backfill`), except on an idle replica.
+        long_limits: only replicas with fewer long prefills in flight: (), (long), or (long, longest).
+        is_backfill: only replicas with capacity that other requests leave (`dispatch.backfill`).
+        avoided: excluded replicas, because the request has failed there.
+        quarantined: only replicas without another request in quarantine.
+        destination: which replicas of the pool can serve it.
+        at_once: only replicas whose engine begins it immediately.
+    """
+
+    pool: str
+    tokens: int
+    long_limits: tuple[int, ...] = ()
+    is_backfill: bool = False
+    avoided: frozenset[str] = frozenset()
+    quarantined: bool = False
+    destination: Destination = ANYWHERE
+    headroom: int = 0
+    at_once: bool = False
+
+    @property
+    def is_restricted(self) -> bool:
+        """True if it excludes single replicas, so that the order of the heaps does not apply."""
+        return self.destination is not ANYWHERE or self.quarantined or self.at_once or bool(self.avoided)
+
+    def fits(self, free_tokens: int, state: ReplicaState) -> bool:
+        """Return whether the request fits into the free tokens of a replica."""
+        return self.tokens + (self.headroom if state.in_flight else 0) <= free_tokens
+
+    def allows(self, long_prefills: tuple[int, int]) -> bool:
+        """Return whether one more long prefill is within the limits."""
+        limits = self.long_limits
+        if not limits:
+            return True
+        return long_prefills[0] < limits[0] and (len(limits) == 1 or long_prefills[1] < limits[1])
+
+
+class OpenReplicas:
+    """The heaps of open replicas.
+
+    Args:
+        replicas: all replicas of the ledger by id; their number bounds the size of a heap.
+    """
+
+    def __init__(
+        self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState], by_adapter: ReplicasByAdapter
+    ) -> None:
+        self._backpressure = backpressure
+        self._replicas = replicas
+        self._by_adapter = by_adapter
+        self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
+        # Replicas with a new version that is not in a heap, as keys.
+        self._changed: dict[ReplicaState, None] = {}
+        # Until the first query for batch work, no replica is checked for it, and all are in `_OTHERS`.
+        self._had_backfill = False
+
+    def is_open(self, state: ReplicaState, now: float) -> bool:
+        """Return whether the replica may accept one more request, regardless of its free tokens."""
+        return state.is_usable and not state.gated and self._backpressure.admits(state, now)
+
+    def update(self, state: ReplicaState) -> None:
+        """Mark a replica whose capacity has changed, for the next search."""
+        state.version += 1
+        self._changed[state] = None
+
+    def _insert_changed(self, now: float) -> None:
+        """Insert the changed replicas that are open."""
+        for state in self._changed:
+            if self.is_open(state, now):
+                self._insert(state, now)
+        self._changed.clear()
+
+    def _insert(self, state: ReplicaState, now: float) -> None:
+        heaps = self._heaps_of(state.spec.pool, state.limited_prefills)
+        admits_backfill = self._had_backfill and self._backpressure.admits_backfill(state, now)
+        heap = heaps[_BACKFILL if admits_backfill else _OTHERS]
+        heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
+        if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
+            heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
+            heapq.heapify(heap)
+
+    def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """Return the best replica for a request, preferring few long prefills, or None if it fits none."""
+        if query.is_restricted:
+            return self._best_restricted(query, now)
+        if query.is_backfill and not self._had_backfill:
+            self._had_backfill = True
+            for state in self._replicas.values():
+                self.update(state)
+        if self._changed:
+            self._insert_changed(now)
+        for long_prefills, heaps in self._heaps.get(query.pool, ()):
+            if (heaps[_BACKFILL] or heaps[_OTHERS]) and query.allows(long_prefills):
+                entry = self._freest(heaps, now, backfill=query.is_backfill)
+                if entry is not None and query.fits(-entry[0], entry[3]):
+                    return entry[3]
+        return None
+
+    def fits(self, state: ReplicaState, query: CapacityQuery, now: float) -> bool:
+        """Return whether this replica may accept a request."""
+        return (
+            state.spec.pool == query.pool
+            and query.fits(state.free_tokens, state)
+            and self.is_open(state, now)
+            and query.allows(state.limited_prefills)
+            and (not query.is_backfill or self._backpressure.admits_backfill(state, now))
+            and not (query.quarantined and state.quarantined)
+            and state.spec.replica_id not in query.avoided
+            and query.destination.admits(state.spec.replica_id, state.spec.adapters)
+            and (not query.at_once or state.begins_at_once)
+        )
+
+    def admits_backfill(self, state: ReplicaState, now: float) -> bool:
+        """Return whether one more batch request delays no other request on a replica."""
+        return self._backpressure.admits_backfill(state, now)
+
+    def has_any(self, pool: str, now: float) -> bool:
+        """Return whether any replica of `pool` is open."""
+        if self._changed:
+            self._insert_changed(now)
+        for _, heaps in self._heaps.get(pool, ()):
+            if (heaps[_BACKFILL] and self._top(heaps[_BACKFILL], now)) or (
+                heaps[_OTHERS] and self._top(heaps[_OTHERS], now)
+            ):
+                return True
+        return False
+
+    def _heaps_of(self, pool: str, long_prefills: tuple[int, int]) -> tuple[_Heap, _Heap]:
+        """Return the two heaps of a pair of numbers. The pairs of a pool are sorted."""
+        pairs = self._heaps.setdefault(pool, [])
+        for known, heaps in pairs:
+            if known == long_prefills:
+                return heaps
+        added: tuple[_Heap, _Heap] = ([], [])
+        bisect.insort(pairs, (long_prefills, added), key=lambda pair: pair[0])
+        return added
+
+    def _best_restricted(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """Return the best replica for a request that excludes single replicas."""
+        destination = query.destination
+        if destination.replica_id is not None:
+            state = self._replicas.get(destination.replica_id)
+            return state if state is not None and self.fits(state, query, now) else None
+        if destination.adapter is None:
+            return self._first_that_fits(query, now)
+        candidates = self._by_adapter.of(destination.adapter)
+        fitting = _prefer_warm(
+            [state for state in candidates if self.fits(state, query, now)], destination.adapter
+        )
+        return min(
+            fitting, key=lambda state: (state.limited_prefills, -state.free_tokens, state.order), default=None
+        )
+
+    def _first_that_fits(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """Return the first replica in the order of the heaps that the request may use."""
+        self._insert_changed(now)
+        for long_prefills, heaps in self._heaps.get(query.pool, ()):
+            if not query.allows(long_prefills):
+                continue
+            entries = [*heaps[_BACKFILL], *heaps[_OTHERS]]
+            heapq.heapify(entries)
+            while entries and query.tokens <= -entries[0][0]:
+                _, _, version, state = heapq.heappop(entries)
+                if version == state.version and self.fits(state, query, now):
+                    return state
+        return None
+
+    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, backfill: bool = False) -> _Entry | None:
+        best = self._top(heaps[_BACKFILL], now)
+        if backfill or not heaps[_OTHERS]:
+            return best
+        other = self._top(heaps[_OTHERS], now)
+        if best is None or other is None:
+            return best or other
+        # The order is unique, so replicas are never compared.
+        return min(best, other)
+
+    def _top(self, heap: _Heap, now: float) -> _Entry | None:
+        while heap:
+            entry = heap[0]
+            state = entry[3]
+            if entry[2] == state.version:
+                if self.is_open(state, now):
+                    return entry
+                # Its pace has fallen since the insertion, and with it the allowed queue.
+                state.version += 1
+            heapq.heappop(heap)
+        return None
+
+
+def _prefer_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
+    """Return replicas that used the LoRA adapter recently and are not clearly busier than others, else all.
+
+    An engine lists more adapters than fit into its GPU memory. An adapter that was not used recently is
+    copied there first, and evicts another one. That costs less than waiting behind many requests.
+    """
+    least = min((state.in_flight for state in fitting), default=0)
+    warm = [
+        state
+        for state in fitting
+        if adapter in state.recent_adapters and state.in_flight <= least + _MAX_EXTRA_IN_FLIGHT
+    ]
+    return warm or list(fitting)
+
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
@@ -432,3 +769,56 @@ def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
         long, longest = state.long_prefills
         state.long_prefills = (long + by, longest + by * (hold.prefill_class is PrefillClass.LONGEST))
         state.long_prefill_tokens += by * hold.prefill_tokens
+
+
+class ContextLearning:
+    """Updates the learned context limits of a ledger, and reports changes."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+
+    def on_rejection(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
+        """Learn from a rejection as too long by the replica of a request."""
+        assert scheduled.replica_id is not None
+        if (context := self._context(scheduled.replica_id)) is None:
+            return []
+        before = context.limit_tokens
+        estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
+        context.on_rejection(estimated, stated_tokens)
+        scheduled.too_long_for += (scheduled.replica_id,)
+        return self._changed(scheduled.replica_id, context, before)
+
+    def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
+        """Learn from a completed request and its engine's token counts."""
+        # Engines count only the sum of several prompts or choices.
+        if scheduled.request.shape.prompts != 1 or scheduled.request.spec.choices != 1:
+            return []
+        changed: list[ContextLearned] = []
+        # The answer counts as one token: an engine that shifts its context may generate without limit.
+        served = usage.prompt_tokens + min(1, usage.output_tokens)
+        requested = usage.prompt_tokens + _requested_output(scheduled)
+        if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
+            before = context.limit_tokens
+            context.on_served(served)
+            changed += self._changed(scheduled.replica_id, context, before)
+        for replica_id in scheduled.too_long_for:
+            if (context := self._context(replica_id)) is not None:
+                before = context.limit_tokens
+                context.on_counted(requested)
+                changed += self._changed(replica_id, context, before)
+        return changed
+
+    def _context(self, replica_id: str) -> LearnedContext | None:
+        state = self._ledger.get(replica_id)
+        return None if state is None else state.context
+
+    def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
+        if context.limit_tokens == before:
+            return []
+        self._ledger.contexts.update(self._ledger[replica_id])
+        return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
+
+
+def _requested_output(scheduled: ScheduledRequest) -> int:
+    """Return the output tokens that an engine must have capacity for: the client's limit, if any."""
+    return scheduled.request.spec.max_output_tokens or 0

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.core.routing.kv_forecast import KvForecast, KvUse
-from serve_app.core.routing.observed.hang_detector import HangDetector
-from serve_app.core.routing.observed.interference import PrefillInterference
-from serve_app.core.routing.observed.learned_batch import LearnedBatch
-from serve_app.core.routing.observed.learned_context import LearnedContext
-from serve_app.core.routing.observed.limits import LearnedLimit
-from serve_app.core.routing.observed.measured_pace import MeasuredPace
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.observed import (
+    HangDetector,
+    LearnedBatch,
+    LearnedContext,
+    LearnedLimit,
+    MeasuredPace,
+    PrefillInterference,
+)
+from serve_app.core.routing.prefill_cost import DecayingRate, ReplicaSpeed
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.core.routing.speeds import ReplicaSpeed
 
 # vLLM's default; only used to predict waits until the actual size is learned.
 _LIKELY_NUM_SEQS = 256
@@ -75,7 +76,7 @@ class ReplicaState:
         dispatches_reported: `dispatches` at its last report.
         unseen: requests sent that its last report cannot include.
         shared_tokens: tokens of common prefixes that its requests count more than once.
-        reserved_tokens: tokens reserved for one queued request (`dispatch.capacity_reservations`).
+        reserved_tokens: tokens reserved for one queued request (`dispatch.dispatcher`).
         tpot_s: the last reported time per output token; None before the first.
         least_tpot_s: the least of these since it joined.
         gated: whether its last reports show overload, whatever its queue.

@@ -1,4 +1,6 @@
-"""Request routing: the pools that may serve a request, or its rejection.
+"""Request routing, and the rerouting of queued requests.
+
+Request routing: the pools that may serve a request, or its rejection.
 
 Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
 on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
@@ -8,11 +10,19 @@ begins with the loss for a request that ran there, and otherwise when the replic
 
 A request for a LoRA adapter goes to pools with a replica that lists the adapter. If there is none, it waits
 for the same grace period, and is then rejected as a request for an unknown model.
+
+Rerouting: queued requests get other pools, or are rejected, when the inputs of their routing have changed.
+
+The inputs are the context limits and outages of pools, `B_short`, and, for requests that only some replicas
+can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no difference,
+so no request is routed again for it.
 """
 
 import math
+from collections.abc import Iterator
 
-from serve_app.core.admission.admission import Admission, too_long
+from serve_app.core.admission.admission import Admission, Outages, too_long
+from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.ledger import ReplicaLedger
@@ -159,3 +169,42 @@ def _lost_response(replica_id: str) -> Conclusion:
         f"the response that this request refers to was stored on replica {replica_id}, which is no longer "
         "available: send the whole conversation",
     )
+
+
+Rejections = Iterator[tuple[ScheduledRequest, Conclusion]]
+"""Yields queued requests that no pool can serve any more; the caller removes each."""
+
+
+class Rerouting:
+    """Routes the queued requests of one model again."""
+
+    def __init__(
+        self, queue: RequestQueue, routing: RequestRouting, ledger: ReplicaLedger, outages: Outages
+    ) -> None:
+        self._queue = queue
+        self._routing = routing
+        self._ledger = ledger
+        self._outages = outages
+        self._routed_by = self._inputs()
+
+    def __repr__(self) -> str:
+        return f"<Rerouting {self._ledger.contexts}>"
+
+    def all_waiting(self, now: float) -> Rejections:
+        """Route all queued requests, and yield the rejected ones."""
+        self._routed_by = self._inputs()
+        for scheduled in list(self._queue):
+            pools, rejection = self._routing.route_again(scheduled, now)
+            if rejection:
+                yield scheduled, rejection
+            elif pools != scheduled.pools:
+                self._queue.reroute(scheduled, pools)
+
+    def on_fleet_change(self, now: float) -> Rejections:
+        """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
+        self._outages.observe(self._ledger.has_alive, now)
+        if self._queue.restricted or self._inputs() != self._routed_by:
+            yield from self.all_waiting(now)
+
+    def _inputs(self) -> tuple[int, int]:
+        return self._ledger.contexts.changes, self._outages.changes

@@ -1,13 +1,209 @@
-"""Autoscaling of one pool: its need for replicas, from the load of its engines and its backlog."""
+"""Autoscaling of pools: the number of replicas of each, within a budget of GPUs.
+
+Autoscaling of one pool: its need for replicas, from the load of its engines and its backlog.
+
+Settings of autoscaling: bounds of each pool, and the GPU budget of all pools of a model.
+
+The GPU budget: distribution of GPUs if the pools need more than there are.
+
+Every pool first gets its minimum. Then pools without replicas get one. After that the pool with the highest
+need per replica gets the next one, until none fits or none is needed. That balances the shortage. Among
+equal pools the one listed first is served, which is the one for short requests.
+
+The start time of engines, learned from orders and arrivals of replicas.
+
+Autoscaling of a model: the number of replicas of all its pools, decided once per second.
+"""
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from serve_app.core.scaling.observation import PoolView
-from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool
-from serve_app.core.scaling.speed import PoolSpeed
-from serve_app.core.scaling.start_time import StartTime
+from serve_app.core.routing.snapshot import Snapshot, number, section
+from serve_app.core.scaling.observation import PoolSpeed, PoolView
+from serve_app.core.settings_base import (
+    ADVANCED,
+    INTERNAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    at_least,
+    settings,
+)
+
+
+@settings(block="autoscaling")
+class AutoscalingSettings:
+    """Bounds of one pool's autoscaling. The number of replicas within them follows from the pool's work."""
+
+    # 0 stops all engines of a pool without requests. The next request then waits for an engine to start.
+    min_replicas: Annotated[int, at_least(0)] = 1
+    # Set it above `min_replicas` to let the pool grow.
+    max_replicas: Annotated[int, at_least(1)] = 1
+    # Replicas at deployment; `min_replicas` by default.
+    initial_replicas: Annotated[int | None, at_least(0), ADVANCED] = None
+    # Seconds for which fewer replicas must have been enough before some are stopped. Another start costs more
+    # than some idle minutes.
+    downscale_delay_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 300.0
+    # Share of a replica's measured speed that the mean arrivals may use. The rest is headroom for bursts
+    # while another engine starts. A higher share saves replicas and lengthens the tail of TTFT.
+    target_utilization_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7
+    # Queue time of a request above the batch class that adds a replica, regardless of the measured speeds.
+    target_wait_s: Annotated[float, POSITIVE, INTERNAL] = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.min_replicas <= self.first_replicas <= self.max_replicas:
+            raise ValueError(
+                "autoscaling: replicas must satisfy 0 <= min <= initial <= max, "
+                f"got min {self.min_replicas}, initial {self.initial_replicas}, max {self.max_replicas}"
+            )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas at deployment."""
+        return self.min_replicas if self.initial_replicas is None else self.initial_replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledPool:
+    """The scaling settings of one pool.
+
+    Attributes:
+        autoscaling: its bounds; None for a pool that is not autoscaled here: then its need is not bounded.
+        replicas: its fixed number of replicas, if it is not scaled at all.
+    """
+
+    autoscaling: AutoscalingSettings | None = None
+    replicas: int | None = None
+    gpus: float = 0.0
+
+    @property
+    def least(self) -> int:
+        """Minimum number of replicas."""
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingSettings:
+    """The scaling settings of all pools of a model.
+
+    Attributes:
+        gpu_budget: GPUs that they may use together; None for no limit.
+    """
+
+    pools: Mapping[str, ScaledPool] = field(default_factory=dict)
+    gpu_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        least = sum(pool.gpus * pool.least for pool in self.pools.values())
+        if self.gpu_budget is not None and least > self.gpu_budget:
+            raise ValueError(
+                f"gpu_budget of {self.gpu_budget:g} is below the {least:g} GPUs that its pools have "
+                "at least: raise it, or lower their min_replicas and replicas"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNeed:
+    """The need of one pool.
+
+    Attributes:
+        needed: the same before rounding and bounds.
+        least: replicas that it has in any case.
+    """
+
+    replicas: int
+    needed: float
+    least: int
+    gpus: float
+
+
+def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str, int]:
+    """Return the replicas of each pool within the budget; without a budget, all that they need."""
+    if budget is None or sum(need.replicas * need.gpus for need in needs.values()) <= budget:
+        return {pool: need.replicas for pool, need in needs.items()}
+    allocated = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
+    left = budget - sum(needs[pool].gpus * count for pool, count in allocated.items())
+    while pool := _next(needs, allocated, left):
+        allocated[pool] += 1
+        left -= needs[pool].gpus
+    return allocated
+
+
+def _next(needs: Mapping[str, PoolNeed], allocated: Mapping[str, int], left: float) -> str:
+    """Return the pool that gets the next replica, or an empty string if none fits or is needed."""
+    candidates = [
+        pool for pool, need in needs.items() if allocated[pool] < need.replicas and need.gpus <= left + 1e-9
+    ]
+    # A pool without replicas precedes the others.
+    return max(
+        candidates,
+        key=lambda pool: (allocated[pool] == 0, needs[pool].needed / max(1, allocated[pool])),
+        default="",
+    )
+
+
+# Weight of one start in the mean.
+_WEIGHT = 0.3
+# The prior: a small model on an existing node.
+_PRIOR_S = 60.0
+# Replicas remembered after they have left; many more than a pool has at a time.
+_KNOWN = 10_000
+
+
+class StartTime:
+    """The mean time from an order to a replica that accepts requests.
+
+    A replica counts once. One that reconnects, also to another scheduler, has not started.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = _PRIOR_S
+        self._ordered: deque[float] = deque()
+        # In the order of their last observation; None before the first one.
+        self._known: dict[str, None] | None = None
+        self._is_learned = False
+
+    def on_order(self, more: int, now: float) -> None:
+        """Record orders of additional replicas. A negative number cancels the last orders."""
+        for _ in range(more):
+            self._ordered.append(now)
+        for _ in range(min(-more, len(self._ordered))):
+            self._ordered.pop()
+
+    def on_ready(self, replica_ids: Iterable[str], now: float) -> None:
+        """Learn from the replicas that accept requests now."""
+        ready = tuple(replica_ids)
+        joined = 0 if self._known is None else sum(each not in self._known for each in ready)
+        self._record_ready(ready)
+        for _ in range(min(joined, len(self._ordered))):
+            self._learn(now - self._ordered.popleft())
+
+    def learned_s(self) -> float | None:
+        """Return the mean to be persisted, or None if nothing has been learned."""
+        return self.seconds if self._is_learned else None
+
+    def restore(self, seconds: float) -> None:
+        """Continue from a persisted mean."""
+        self.seconds, self._is_learned = seconds, True
+
+    def _learn(self, took_s: float) -> None:
+        self.seconds = took_s if not self._is_learned else self.seconds + _WEIGHT * (took_s - self.seconds)
+        self._is_learned = True
+
+    def _record_ready(self, ready: tuple[str, ...]) -> None:
+        known = self._known = {} if self._known is None else self._known
+        for each in ready:
+            known.pop(each, None)
+            known[each] = None
+        while len(known) > _KNOWN:
+            del known[next(iter(known))]
+
+    def __repr__(self) -> str:
+        return f"<StartTime {self.seconds:.1f} s, {len(self._ordered)} ordered>"
+
 
 # Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
 _LOAD_TIME_CONSTANT_S = 20.0
@@ -194,3 +390,72 @@ class PoolScaler:
 
     def _is_settling(self, now: float) -> bool:
         return now - self._started_at < self._settings.downscale_delay_s
+
+
+class FleetScaler:
+    """Decides the number of replicas for all pools of a model."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._pools = {name: PoolScaler(pool) for name, pool in settings.pools.items()}
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools that it decides for."""
+        return tuple(self._pools)
+
+    def change(self, settings: ScalingSettings) -> None:
+        """Apply other bounds from now on. Learned values of the same pools are retained."""
+        self._settings = settings
+        for name, scaler in self._pools.items():
+            scaler.change(settings.pools[name])
+
+    def state(self) -> dict[str, object]:
+        """Return the learned start times of engines as plain values."""
+        learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
+        return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
+
+    def restore(self, state: Snapshot) -> None:
+        """Continue from a result of `state`, except for removed pools. Changes nothing if it is invalid."""
+        stored = section(state, "start_s")
+        found = {name: number(stored, name, at_least=0) for name in stored if name in self._pools}
+        for name, seconds in found.items():
+            self._pools[name].start_time.restore(seconds)
+
+    def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
+        """Return the replicas that every pool should have.
+
+        Args:
+            views: one for each pool.
+            now: time in seconds, not less than in the previous call.
+        """
+        decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
+        needs = {name: self._need(name, decision) for name, decision in decisions.items()}
+        allocated = share_gpus(needs, self._settings.gpu_budget)
+        for name, scaler in self._pools.items():
+            scaler.settle(allocated[name], now)
+            if self._settings.pools[name].replicas is not None:
+                # The decision reports the pool's need, but the budget is charged for its fixed replicas.
+                continue
+            if allocated[name] < decisions[name].replicas:
+                reason = f"{decisions[name].reason}; limited by the GPU budget"
+                decisions[name] = replace(
+                    # The replicas beyond this number are already allocated to another pool.
+                    decisions[name],
+                    replicas=allocated[name],
+                    reason=reason,
+                    may_shrink=True,
+                )
+        return decisions
+
+    def _need(self, name: str, decision: PoolDecision) -> PoolNeed:
+        pool = self._settings.pools[name]
+        return PoolNeed(
+            replicas=decision.replicas if pool.replicas is None else pool.replicas,
+            needed=decision.needed,
+            least=pool.least,
+            gpus=pool.gpus,
+        )
+
+    def __repr__(self) -> str:
+        return f"<FleetScaler {', '.join(f'{name} {each.desired}' for name, each in self._pools.items())}>"

@@ -91,7 +91,7 @@ POOLS = "pools"
 
 _PAPER_CONTEXT = 65_536
 
-Counts = Mapping[str, int]
+ReplicaCounts = Mapping[str, int]
 """Replicas by pool."""
 
 
@@ -126,7 +126,7 @@ class FleetPlan:
     pools: Mapping[str, PoolPlan]
     b_short_tokens: int = 8_192
 
-    def settings(self, counts: Counts) -> FleetSettings:
+    def settings(self, counts: ReplicaCounts) -> FleetSettings:
         """Return the fleet with these replicas, for the simulator."""
         first = next(iter(self.pools.values()))
         return FleetSettings(
@@ -139,11 +139,11 @@ class FleetPlan:
             },
         )
 
-    def usd_per_hour(self, counts: Counts, costs: CostTable) -> float:
+    def usd_per_hour(self, counts: ReplicaCounts, costs: CostTable) -> float:
         """Return the price of all replicas."""
         return sum(counts[pool] * costs.usd_per_hour(plan.profile) for pool, plan in self.pools.items())
 
-    def gpus(self, counts: Counts) -> int:
+    def gpus(self, counts: ReplicaCounts) -> int:
         """Return the GPUs of all replicas."""
         return sum(counts[pool] * load_profile(plan.profile).gpus for pool, plan in self.pools.items())
 

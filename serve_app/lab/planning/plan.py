@@ -13,7 +13,7 @@ from functools import cached_property
 from serve_app.engines.model.profiles import load_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.planning import fleets
-from serve_app.lab.planning.fleets import CostTable, Counts, FleetPlan, PoolPlan
+from serve_app.lab.planning.fleets import CostTable, FleetPlan, PoolPlan, ReplicaCounts
 from serve_app.lab.planning.queueing import LengthMix
 from serve_app.lab.planning.sizing import SizedPool, size, sized_pool
 from serve_app.lab.planning.verification import (
@@ -93,7 +93,7 @@ class SizedFleet:
     verification: Verification
     share: float
     headroom: float
-    counts: Counts
+    counts: ReplicaCounts
     usd_per_hour: float
     gpus: int
 

@@ -40,7 +40,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.core.routing.estimation.output_length import QUANTILE
 from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel

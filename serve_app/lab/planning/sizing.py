@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.lab.planning.fleets import FleetPlan
 from serve_app.lab.planning.queueing import UTILISATION_CAP, LengthMix, Performance, PoolModel
 

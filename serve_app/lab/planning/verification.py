@@ -20,11 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.core.metrics.confidence import ConfidenceInterval, interval_95
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.slo import Slo
-from serve_app.core.metrics.summary import percentile
-from serve_app.lab.planning.fleets import CostTable, Counts, FleetPlan
+from serve_app.core.metrics.summary import ConfidenceInterval, Slo, interval_95, percentile
+from serve_app.lab.planning.fleets import CostTable, FleetPlan, ReplicaCounts
 from serve_app.lab.simulation.batch import run_all
 from serve_app.lab.simulation.run import RunResult, RunSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
@@ -104,7 +102,7 @@ class Verification:
     """Figures of a fleet of one size with one workload, over seeds."""
 
     plan: FleetPlan
-    counts: Counts
+    counts: ReplicaCounts
     demand: Workload
     runs: tuple[RunFigures, ...]
 
@@ -174,11 +172,11 @@ class Verifier:
         """Number of runs so far."""
         return len(self._runs)
 
-    def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+    def measure(self, plan: FleetPlan, counts: ReplicaCounts, seeds: Sequence[int]) -> Verification:
         """Measure the fleet of that size with its share of the workload and these seeds."""
         return self._measure(plan, counts, seeds, self.demand.scaled(self.share))
 
-    def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
+    def headroom(self, plan: FleetPlan, counts: ReplicaCounts, seeds: Sequence[int]) -> float:
         """Return the factor, at least 1, by which the rate can grow before a fleet misses its limits.
 
         A scaled-down fleet of few replicas is a coarse size: the factor shows the part of its last replica
@@ -193,7 +191,7 @@ class Verifier:
             low, high = (middle, high) if meets else (low, middle)
         return 1 + low
 
-    def at_double_scale(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+    def at_double_scale(self, plan: FleetPlan, counts: ReplicaCounts, seeds: Sequence[int]) -> Verification:
         """Measure the same fleet with twice the replicas and twice the rate, for the same duration."""
         demand = self.demand.scaled(2 * self.share)
         if demand.trace.requests is not None:
@@ -202,7 +200,7 @@ class Verifier:
         return self._measure(plan, twice, seeds, demand)
 
     def _measure(
-        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Workload
+        self, plan: FleetPlan, counts: ReplicaCounts, seeds: Sequence[int], demand: Workload
     ) -> Verification:
         settings = plan.settings(counts)
         runs = [
@@ -308,7 +306,7 @@ def smallest_count(meets: Callable[[int], bool], guess: int, *, most: int) -> in
 
 
 def smallest_fleet(
-    verifier: Verifier, plan: FleetPlan, guess: Counts, *, costs: CostTable, seeds: Sequence[int]
+    verifier: Verifier, plan: FleetPlan, guess: ReplicaCounts, *, costs: CostTable, seeds: Sequence[int]
 ) -> Verification | None:
     """Return the smallest fleet of a plan that meets the limits with all seeds.
 
@@ -327,9 +325,9 @@ def smallest_fleet(
 
 
 def _settle(
-    verifier: Verifier, plan: FleetPlan, guess: Counts, costs: CostTable, seeds: Sequence[int]
-) -> Counts | None:
-    def meets(counts: Counts) -> bool:
+    verifier: Verifier, plan: FleetPlan, guess: ReplicaCounts, costs: CostTable, seeds: Sequence[int]
+) -> ReplicaCounts | None:
+    def meets(counts: ReplicaCounts) -> bool:
         return verifier.measure(plan, counts, seeds).meets
 
     if len(plan.pools) == 1:
@@ -337,7 +335,7 @@ def _settle(
         most = _MAX_OVER_GUESS * guess[pool]
         found = smallest_count(lambda count: meets({pool: count}), guess[pool], most=most)
         return None if found is None else {pool: found}
-    counts: Counts | None = dict(guess)
+    counts: ReplicaCounts | None = dict(guess)
     while counts is not None and not (last := verifier.measure(plan, counts, seeds)).meets:
         counts = _grown(counts, last, guess)
     if counts is None:
@@ -346,14 +344,16 @@ def _settle(
     return _shrunk(meets, counts, by_cost)
 
 
-def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str]) -> Counts:
+def _shrunk(
+    meets: Callable[[ReplicaCounts], bool], counts: ReplicaCounts, order: Sequence[str]
+) -> ReplicaCounts:
     """Remove replicas, pool by pool, until no pool can lose one."""
     while True:
         before = counts
         for pool in order:
             others = counts
 
-            def with_count(count: int, pool: str = pool, others: Counts = others) -> bool:
+            def with_count(count: int, pool: str = pool, others: ReplicaCounts = others) -> bool:
                 return meets({**others, pool: count})
 
             counts = {**counts, pool: _down(with_count, counts[pool])}
@@ -361,7 +361,7 @@ def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str
             return counts
 
 
-def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
+def _grown(counts: ReplicaCounts, last: Verification, guess: ReplicaCounts) -> ReplicaCounts | None:
     """Add replicas to the pool that makes the fleet miss a limit; None beyond the multiple of the guess."""
     slo = last.demand.slo
     missing = [run for run in last.runs if not run.meets(slo)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serve_app.core.metrics.confidence import interval_95
+from serve_app.core.metrics.summary import interval_95
 from serve_app.lab.simulation.partitions import partition_as_json
 from serve_app.lab.simulation.run import ORACLE, RunResult
 from serve_app.lab.tables import interval_text, number_text, table_text

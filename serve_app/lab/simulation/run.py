@@ -16,12 +16,10 @@ from typing import Annotated, Protocol
 from serve_app.core import SchedulerSettings
 from serve_app.core.decision_log import Decision, RunHeader
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.slo import Slo
-from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Slo, Summary, SummaryRules, summarise
 from serve_app.core.policies import learns_queues, make_policy
 from serve_app.core.policies.length_queues import Partition
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES

@@ -7,7 +7,7 @@ Gateways and engines hash blocks of other sizes, so their hashes are derived fro
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS
+from serve_app.core.routing.prefix import BLOCK_ENDS
 
 
 def gateway_blocks(ids: Sequence[int], block_tokens: int, prompt_tokens: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from time import monotonic
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.api_keys import KeyRecord

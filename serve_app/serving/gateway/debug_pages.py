@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json

@@ -5,7 +5,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.metrics.targets import ClassTargets
 from serve_app.core.settings_base import (
     ADVANCED,

@@ -14,7 +14,7 @@ from time import time
 from typing import Any
 
 from serve_app.core import Scheduler
-from serve_app.core.programs.snapshot import programs_document
+from serve_app.core.programs.program_scheduler import programs_document
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import plain

@@ -17,7 +17,7 @@ from serve_app.core.commands import Conclude, Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest, TargetState
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms

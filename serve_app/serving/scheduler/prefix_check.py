@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from serve_app.core.commands import Conclude
 from serve_app.core.events import Finished
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell
 from serve_app.serving.scheduler.journal import Entry

@@ -11,7 +11,7 @@ from typing import Any
 from serve_app.core import Scheduler
 from serve_app.core.accounting.wait_causes import WaitCause
 from serve_app.core.programs.program import Program, ProgramTurn
-from serve_app.core.programs.snapshot import program_document
+from serve_app.core.programs.program_scheduler import program_document
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 
 _MOST_TURNS = 50

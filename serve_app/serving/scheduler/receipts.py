@@ -19,7 +19,7 @@ from typing import Any
 from serve_app.core import Scheduler
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.accounting.waits import current_cause, wait_so_far
-from serve_app.core.outlook.order import expected_order
+from serve_app.core.outlook.watched import expected_order
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import EngineTimes, RequestTimes, stages
 from serve_app.serving.event_loop import run_in_parts

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from serve_app.core import Scheduler
 from serve_app.core.events import ActiveShareChanged, Event, FirstToken
 from serve_app.core.metrics.summary import first_token_figures
-from serve_app.core.routing.observed.ranks import compare_kinds
+from serve_app.core.routing.observed import compare_kinds
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.journal import Entry
 

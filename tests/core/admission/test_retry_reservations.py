@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from serve_app.core.admission.retry_reservations import (
+from serve_app.core.admission.admission import (
     QueueLimit,
     ReservedWork,
     RetryReservations,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.admission.slot_rate import SlotRate
+from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.events import ReplicaJoined, Retuned
 from serve_app.core.routing.pools import RoutingSettings
 from tests.builders import ManualDriver, concluded, retry_after_s, spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.core.admission.spending import Spending, TokenPrices
+from serve_app.core.admission.key_limits import Spending, TokenPrices
 from serve_app.core.events import Cancelled, DispatchFailed, DispatchFailure, Finished
 from serve_app.core.learned_state import learned_state, restore_state
 from serve_app.core.scheduler import Scheduler

@@ -8,7 +8,7 @@ from serve_app.core.accounting.waits import wait_so_far
 from serve_app.core.commands import Command, Revoke
 from serve_app.core.dispatch.backfill import BackfillSettings, IterationTime
 from serve_app.core.dispatch.backpressure import ALONE_FACTOR, BackpressureSettings
-from serve_app.core.dispatch.class_floors import ClassFloorSettings
+from serve_app.core.dispatch.promotion import ClassFloorSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ManualDriver, concluded, dispatched, one_replica

@@ -3,7 +3,7 @@
 import pytest
 
 from serve_app.core.commands import Command
-from serve_app.core.dispatch import candidate_groups
+from serve_app.core.dispatch import dispatcher
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.events import Cancelled, Event, Finished, FirstToken, PartitionChanged, ReplicaLost
@@ -165,7 +165,7 @@ def test_capacity_is_reserved_early_for_a_tenant_that_is_behind() -> None:
 
 def test_capacity_is_reserved_for_it_even_if_no_similar_request_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only long prompt, so the heads that are examined as likely to fit do not include it."""
-    monkeypatch.setattr(candidate_groups, "_FEW_HEADS", 0)
+    monkeypatch.setattr(dispatcher, "_FEW_HEADS", 0)
     crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
     crowd.seconds(15)
     crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")

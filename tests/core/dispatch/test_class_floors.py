@@ -1,4 +1,4 @@
-from serve_app.core.dispatch.class_floors import ClassFloors, ClassFloorSettings
+from serve_app.core.dispatch.promotion import ClassFloors, ClassFloorSettings
 from serve_app.request import PriorityClass
 
 INTERACTIVE, _, BATCH = PriorityClass

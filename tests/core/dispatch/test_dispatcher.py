@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.class_floors import ClassFloorSettings
+from serve_app.core.dispatch.promotion import ClassFloorSettings
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage

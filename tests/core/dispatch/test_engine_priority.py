@@ -7,9 +7,9 @@ import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Dispatch
-from serve_app.core.dispatch import engine_priority
+from serve_app.core.dispatch import promotion
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.engine_priority import BAND, EnginePriorities, EnginePrioritySettings
+from serve_app.core.dispatch.promotion import BAND, EnginePriorities, EnginePrioritySettings
 from serve_app.core.events import Cancelled, DispatchFailed, DispatchFailure, Finished, Resumed
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Request
@@ -30,7 +30,7 @@ def make_driver() -> ManualDriver:
 
 
 def test_the_last_of_a_class_precedes_the_first_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_priority, "BAND", 3)
+    monkeypatch.setattr(promotion, "BAND", 3)
     pending = EnginePriorities(ON)
     sent = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass for _ in range(4)]
     assert sent == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]

@@ -4,7 +4,7 @@ from typing import Any
 
 from serve_app.core.commands import Command
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken, ReplicaLost, Resumed
-from serve_app.core.routing.prefix.affinity import AffinitySettings
+from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from tests.builders import ONE_POOL, ManualDriver, dispatched, request

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.metrics.confidence import interval_95, t_95
+from serve_app.core.metrics.summary import interval_95, t_95
 
 
 def test_the_interval_of_a_known_sample() -> None:

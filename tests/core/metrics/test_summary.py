@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.slo import Slo
 from serve_app.core.metrics.summary import (
     Distribution,
+    Slo,
     SummaryRules,
     jain_index,
     jain_of_tenants,

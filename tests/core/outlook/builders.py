@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from serve_app.core import Scheduler
-from serve_app.core.outlook.order import expected_order
-from serve_app.core.outlook.watched import Outlook, WatchedRequests
+from serve_app.core.outlook.watched import Outlook, WatchedRequests, expected_order
 from serve_app.core.request import ScheduledRequest
 
 

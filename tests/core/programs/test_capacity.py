@@ -3,8 +3,8 @@
 import pytest
 
 from serve_app.core.events import Finished
-from serve_app.core.programs.capacity import LearnedCapacity
-from serve_app.core.routing.prefix.affinity import LIKELY_KV_TOKENS
+from serve_app.core.programs.residency import LearnedCapacity
+from serve_app.core.routing.prefix import LIKELY_KV_TOKENS
 from serve_app.errors import Outcome
 from serve_app.request import TurnEnd, Usage
 from tests.core.programs.builders import ProgramDriver, fleet

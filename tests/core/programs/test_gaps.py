@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.programs.gaps import Gaps, GapTimes
+from serve_app.core.programs.residency import Gaps, GapTimes
 from serve_app.request import TurnEnd
 
 # All gaps end in the bin from 0.71 to 1 s, in the middle of which they count.

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from serve_app.core.events import Cancelled, FirstToken
-from serve_app.core.programs.settings import ProgramOrder, ProgramsSettings
 from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
+from serve_app.core.settings import ProgramOrder, ProgramsSettings
 from serve_app.request import PriorityClass
 from tests.builders import dispatched
 from tests.core.programs.builders import ProgramDriver, fleet

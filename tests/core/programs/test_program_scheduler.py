@@ -29,7 +29,7 @@ from serve_app.core.events import (
     Resumed,
     Woke,
 )
-from serve_app.core.programs.settings import ProgramsSettings
+from serve_app.core.settings import ProgramsSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, ProgramHint, TurnEnd, Usage
 from tests.builders import (

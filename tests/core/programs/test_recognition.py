@@ -2,9 +2,8 @@
 
 import pytest
 
-from serve_app.core.programs import recognition
-from serve_app.core.programs.program import Conversation, ProgramTurn
-from serve_app.core.programs.recognition import ProgramTable
+from serve_app.core.programs import program as recognition
+from serve_app.core.programs.program import Conversation, ProgramTable, ProgramTurn
 from serve_app.request import ProgramHint, Request, TurnEnd
 from tests.builders import request
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import ReplicaContexts, Residency
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.core.routing.replica_state import ReplicaState
 from tests.builders import spec
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.core.programs import snapshot
-from serve_app.core.programs.snapshot import programs_document
+from serve_app.core.programs import program_scheduler
+from serve_app.core.programs.program_scheduler import programs_document
 from tests.core.programs.builders import ProgramDriver, fleet
 
 
@@ -41,6 +41,6 @@ def test_the_document_counts_recent_programs_and_shows_the_last_ones(
     assert (document["known"], document["recent_by_state"], document["turns"]) == (4, {"in a gap": 4}, 5)
     assert [row["program"] for row in document["rows"]] == ["p2", "p3"]
     assert document["rows"][0]["gap_s"] == 1.0
-    monkeypatch.setattr(snapshot, "_EXAMINED", 3)
+    monkeypatch.setattr(program_scheduler, "_EXAMINED", 3)
     document = programs_document(driver.programs, driver.now, 2)
     assert (document["known"], document["recent_by_state"]) == (4, {"in a gap": 3})

@@ -3,9 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.core.queueing.fair_work import FairWork
-from serve_app.core.queueing.fairness import FairnessSettings, TenantWeights
-from serve_app.core.queueing.sub_queue import TenantQueues
+from serve_app.core.queueing.fairness import FairnessSettings, FairWork, TenantWeights
+from serve_app.core.queueing.request_queue import TenantQueues
 
 tenants = st.dictionaries(
     st.sampled_from([f"t{number}" for number in range(12)]),

@@ -1,6 +1,5 @@
-from serve_app.core.routing.arrived_work import ArrivedWork
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.pools import ArrivedWork
 from serve_app.request import PriorityClass
 from tests.builders import request
 

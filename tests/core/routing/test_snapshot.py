@@ -6,10 +6,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from serve_app.core.routing.estimation.estimate import TokenEstimator
-from serve_app.core.routing.estimation.media_tokens import MediaTokens
+from serve_app.core.routing.estimation.estimate import (
+    EstimatorSettings,
+    MediaTokens,
+    PromptLength,
+    TokenEstimator,
+)
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings, PromptLength
 from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
 from serve_app.request import Usage
 from tests.core.routing.prompts import request

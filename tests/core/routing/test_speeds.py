@@ -1,8 +1,7 @@
 """Speeds of replicas, and the expected completion of a request on each."""
 
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.prefill_cost import DecayingRate, Speeds
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.routing.speeds import Speeds
 from tests.builders import spec
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.scaling.gpu_budget import PoolNeed, share_gpus
+from serve_app.core.scaling.pool_scaler import PoolNeed, share_gpus
 
 
 def need(replicas: int, *, least: int = 0, gpus: float = 1.0, needed: float | None = None) -> PoolNeed:

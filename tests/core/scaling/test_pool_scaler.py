@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.scaling.observation import PoolView
-from serve_app.core.scaling.pool_scaler import PoolDecision, PoolScaler
-from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool
+from serve_app.core.scaling.pool_scaler import AutoscalingSettings, PoolDecision, PoolScaler, ScaledPool
 
 # A prompt token costs an engine 1 ms, an output token 10 ms / 10.
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))

@@ -1,4 +1,4 @@
-from serve_app.core.scaling.start_time import StartTime
+from serve_app.core.scaling.pool_scaler import StartTime
 
 
 def replicas(count: int) -> list[str]:

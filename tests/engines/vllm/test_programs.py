@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from serve_app.core.programs import program_scheduler
-from serve_app.core.programs.settings import ProgramsSettings
+from serve_app.core.settings import ProgramsSettings
 from tests.engines.vllm.conversations import unique_text
 from tests.engines.vllm.real import ANSWER_TIMEOUT_S, ARGS, QUICK_START, TINY, Running, running
 from tests.engines.vllm.serving_stack import serving_stack

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from serve_app.core.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
+from serve_app.core.dispatch.promotion import EnginePriorities, EnginePrioritySettings
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineLoad
 from serve_app.engines.vllm.engine import VllmEngineSettings

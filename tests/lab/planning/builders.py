@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.planning.queueing import LengthMix, PoolModel

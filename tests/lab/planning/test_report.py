@@ -6,9 +6,9 @@ import pytest
 
 from serve_app.lab.planning.fleets import (
     CostTable,
-    Counts,
     FleetPlan,
     PoolPlan,
+    ReplicaCounts,
     paged_fleet,
     split_fleet,
     worst_case_fleet,
@@ -21,7 +21,7 @@ from tests.lab.planning.builders import demand
 LARGE = PoolPlan(profile="llama2-70b-h100-tp4")
 
 
-def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
+def sized(plan: FleetPlan, counts: ReplicaCounts, *, share: float = 1.0) -> SizedFleet:
     figures = {pool: PoolFigures(0.5, 0.5, 0.9, 0.05) for pool in counts}
     runs = tuple(
         RunFigures(

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import Slo
 from serve_app.lab.planning.fleets import PoolPlan, split_fleet
 from serve_app.lab.planning.sizing import size, sized_pool, smallest_pool
 from tests.lab.planning.builders import mix, pool_model

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.lab.planning.fleets import CostTable, Counts, FleetPlan, PoolPlan, paged_fleet, split_fleet
+from serve_app.lab.planning.fleets import (
+    CostTable,
+    FleetPlan,
+    PoolPlan,
+    ReplicaCounts,
+    paged_fleet,
+    split_fleet,
+)
 from serve_app.lab.planning.verification import (
     PoolFigures,
     RunFigures,
@@ -90,17 +97,19 @@ def test_long_requests_have_figures_of_their_own() -> None:
 class ScriptedVerifier(Verifier):
     """Verifier with given needs per seed; with spill, spare long replicas count as short ones."""
 
-    def __init__(self, *, need: Counts, second_seed: Counts | None = None, spill: bool = False) -> None:
+    def __init__(
+        self, *, need: ReplicaCounts, second_seed: ReplicaCounts | None = None, spill: bool = False
+    ) -> None:
         super().__init__(demand(10.0))
         self.need, self.second, self.spill = need, second_seed or need, spill
-        self.calls: list[tuple[Counts, int]] = []
+        self.calls: list[tuple[ReplicaCounts, int]] = []
 
-    def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+    def measure(self, plan: FleetPlan, counts: ReplicaCounts, seeds: Sequence[int]) -> Verification:
         self.calls.append((dict(counts), len(seeds)))
         runs = tuple(self._run(counts, seed) for seed in seeds)
         return Verification(plan, dict(counts), self.demand, runs)
 
-    def _run(self, counts: Counts, seed: int) -> RunFigures:
+    def _run(self, counts: ReplicaCounts, seed: int) -> RunFigures:
         need = self.need if seed == 0 else self.second
         have = {pool: float(count) for pool, count in counts.items()}
         if self.spill:
@@ -189,7 +198,7 @@ def test_with_spill_no_further_replica_can_be_removed() -> None:
 class SlowTail(ScriptedVerifier):
     """Verifier whose few long requests never meet the TTFT limit by themselves; TPOT needs short replicas."""
 
-    def _run(self, counts: Counts, seed: int) -> RunFigures:
+    def _run(self, counts: ReplicaCounts, seed: int) -> RunFigures:
         tpot_s = self.demand.slo.tpot_s or 0.0
         need = self.need if seed == 0 else self.second
         short_tpot_s = tpot_s * need["short"] / counts["short"]

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS
+from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.lab.workloads.blocks import engine_blocks, gateway_blocks
 
 

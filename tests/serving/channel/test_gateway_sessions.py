@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from serve_app.core import Scheduler
 from serve_app.core.commands import Conclude, Dispatch
-from serve_app.core.dispatch.engine_priority import BAND, EnginePrioritySettings
+from serve_app.core.dispatch.promotion import BAND, EnginePrioritySettings
 from serve_app.core.events import (
     DispatchFailure,
     Event,

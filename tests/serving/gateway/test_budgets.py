@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.serving.api_keys import create_key, read_keys
 from serve_app.serving.gateway import ServedModel, budgets
 from tests.engines.servers import until

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.core.admission.spending import TokenPrices
+from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.serving.api_keys import changed_keys, read_keys
 from serve_app.serving.gateway import ServedModel
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.core.dispatch import slow_starts
+from serve_app.core.dispatch import in_flight
 from serve_app.core.events import ReplicaJoined
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.engines.engine import Scope, Send
@@ -62,7 +62,7 @@ async def tell_nothing(fleet: Fleet) -> None:
 async def test_requests_that_hang_on_one_server_are_answered_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slow_starts, "_LEAST_WAIT_S", 0.4)
+    monkeypatch.setattr(in_flight, "_LEAST_WAIT_S", 0.4)
     hung, healthy = Hanging(), Engine()
     async with fleet_of([hung, healthy]) as fleet, asyncio.timeout(30):
         await tell_nothing(fleet)

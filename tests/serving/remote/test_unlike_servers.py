@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from serve_app.core.routing import speeds
+from serve_app.core.routing import prefill_cost
 from tests.engines.servers import serving
 from tests.serving.channel.harness import wait_until
 
@@ -23,7 +23,7 @@ def without_metrics(token_delay_s: float) -> VllmLike:
 async def test_single_requests_go_to_the_faster_server(
     monkeypatch: pytest.MonkeyPatch, fast_is_first: bool, stream: bool
 ) -> None:
-    monkeypatch.setattr(speeds, "_COMPARE_S", 0.0)
+    monkeypatch.setattr(prefill_cost, "_COMPARE_S", 0.0)
     fast, slow = without_metrics(0.001), without_metrics(0.05)
     async with AsyncExitStack() as stack:
         one, two = [await stack.enter_async_context(serving(engine)) for engine in (fast, slow)]

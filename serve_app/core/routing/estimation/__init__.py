@@ -1,6 +1,5 @@
 """Token estimates of requests, learned from the token counts of engines, without a tokenizer.
 
-`byte_classes` measures a text, `prompt_length` learns the tokens of each class of bytes and of the chat
-template, `media_tokens` those of media, and `output_length` learns answers. `estimate` combines them into the
-token budget.
+`byte_classes` measures a text, and `output_length` learns answers. `estimate` learns the tokens of each class
+of bytes, of the chat template and of media, and combines all into the token budget.
 """

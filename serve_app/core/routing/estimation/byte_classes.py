@@ -2,7 +2,7 @@
 
 A tokenizer needs about one token for 4 letters of English, 1 to 3 digits, one character of Chinese, and half
 a character of Georgian. So the bytes of a text are counted by class: kinds of ASCII characters, and scripts
-by the first byte of their UTF-8 characters. `prompt_length` learns the tokens of each class.
+by the first byte of their UTF-8 characters. `estimate` learns the tokens of each class.
 
 The category says what classes do not: how well the length can be forecast, and which answers to expect.
 

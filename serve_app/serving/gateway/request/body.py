@@ -19,7 +19,7 @@ import asyncio
 
 import numpy as np
 
-from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRejected
 

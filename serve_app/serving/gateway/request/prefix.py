@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
+from serve_app.core.routing.prefix import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.core.settings_base import INTERNAL, settings
 from serve_app.serving.gateway.request.fields import (
     ABSENT,

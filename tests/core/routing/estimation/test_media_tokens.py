@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.media_tokens import MediaTokens
+from serve_app.core.routing.estimation.estimate import MediaTokens
 
 
 def media(observations: list[tuple[int, float]]) -> MediaTokens:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.estimation.byte_classes import CLASSES, measure_text
-from serve_app.core.routing.estimation.prompt_length import EstimatorSettings, PromptLength
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, PromptLength
 from serve_app.request import PromptShape, TextCategory
 from tests.core.routing.prompts import CHINESE, CODE, GERMAN, KOREAN, PROSE, RUSSIAN
 

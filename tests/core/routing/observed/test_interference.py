@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serve_app.core.routing.observed.interference import PrefillInterference
+from serve_app.core.routing.observed import PrefillInterference
 
 
 def observe(learned: PrefillInterference, delay_s: float, count: int, seed: int = 1) -> bool:

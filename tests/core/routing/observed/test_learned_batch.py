@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.routing.observed.learned_batch import LearnedBatch
+from serve_app.core.routing.observed import LearnedBatch
 from serve_app.core.routing.replica import ReplicaReport
 
 

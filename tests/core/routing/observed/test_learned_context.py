@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.observed.learned_context import LearnedContext
+from serve_app.core.routing.observed import LearnedContext
 
 
 def test_without_a_number_the_limit_is_below_the_shortest_rejected_and_not_below_the_longest_served() -> None:

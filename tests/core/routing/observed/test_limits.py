@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve_app.core.routing.observed.limits import AnswerStart, LearnedLimit, compare
+from serve_app.core.routing.observed import AnswerStart, LearnedLimit, compare
 
 
 def start(seconds: float, at: float = 1.0, *, kind: int = 1, in_flight: int = 5) -> AnswerStart:

@@ -1,6 +1,6 @@
 """Time per output token, measured on streamed answers."""
 
-from serve_app.core.routing.observed.measured_pace import MeasuredPace
+from serve_app.core.routing.observed import MeasuredPace
 
 
 def test_it_is_the_median_of_recently_ended_answers() -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.prefix.affinity import (
+from serve_app.core.routing.prefix import (
     AffinitySettings,
     PrefixAffinity,
     PrefixQuery,

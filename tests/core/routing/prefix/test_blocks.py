@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS, BLOCK_TOKENS, cached_tokens
+from serve_app.core.routing.prefix import BLOCK_ENDS, BLOCK_TOKENS, cached_tokens
 from serve_app.request import PromptShape
 
 blocks = st.integers(0, 200)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS, BLOCK_TOKENS
-from serve_app.core.routing.prefix.index import PrefixIndex, PrefixMatch
+from serve_app.core.routing.prefix import BLOCK_ENDS, BLOCK_TOKENS, PrefixIndex, PrefixMatch
 
 REPLICAS = [f"s{number}" for number in range(5)]
 replicas = st.sampled_from(REPLICAS)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.estimation.byte_classes import measure_text
-from serve_app.core.routing.prefix.blocks import BLOCK_ENDS
+from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.measure import Utf8
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes

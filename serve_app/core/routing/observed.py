@@ -1,4 +1,64 @@
-"""The limit of an engine that reports neither its queue nor its batch size, learned from its answers.
+"""What is observed of engines that do not report it: limits, pace and liveness.
+
+The rank test of Mann and Whitney (1947): are the values of one sample larger than those of another?
+
+It works for any distribution, so a rare outlier or a wide spread is no evidence. Values of several kinds are
+compared within each kind, and the results added, as by van Elteren (1960).
+
+The time per output token of an engine that does not report it, measured from its streamed answers.
+
+A streamed answer gives the pace at its end, from its tokens and the time since its first one. The median of
+recent answers is used, so that a client that reads slowly, and delays its own stream, does not distort it.
+
+The pace is unknown with fewer than three answers in the last ten seconds, because the batch may have
+changed since.
+
+The size of an engine's batch, learned from its reports if it does not report the limit.
+
+An engine with queued requests runs as many as it can. If several consecutive reports show a queue and the
+same number of running sequences, that number is the batch size. Reports with a nearly full KV cache are
+ignored, because the cache is another reason for a queue.
+
+A long prefill can also hold others back for a while, and then the number is too low. It is discarded once
+more sequences run, which happens because an engine always receives a few requests beyond its batch.
+
+The context limit of an engine that does not report it, learned from rejected and served requests.
+
+A rejection usually states the limit in its message. Otherwise the rejected request is longer than the
+limit, and every served request is not. The limit therefore lies between the longest served and the shortest
+rejected one.
+
+Lengths of served requests are counted by engines, those of rejected ones are estimates:
+- The estimate of a rejected request is an upper one, since the limit is below the request's real length.
+- If another engine serves the request later, its count replaces all estimates.
+- A learned limit that a longer served request contradicts is discarded.
+
+Learned limits only affect the choice of a pool. They reject nothing, so a limit that is too low costs a
+detour at worst. A reported or configured limit is never changed.
+
+Liveness of an engine, observed from its requests.
+
+An engine that hung while idle reports no requests and passes health checks, because its front end is another
+process, so only its requests can show it. A sign of life is the first token or the end of any answer, or a
+report that the engine has computed. An engine with outstanding first tokens and no sign of life for
+`limit_s` is considered hung. Its requests are not affected, but it receives no others. Once it has none, it
+receives one at a time, until one of them is answered.
+
+False positives: a server without metrics that takes longer than the limit for one prompt. For that reason no
+request is rejected because of a hang; requests wait as for a busy server.
+
+Interference of prefills: whether a long prompt delays the other requests of an engine.
+
+An engine that computes prefills in its batch delays every request of the batch by a long one, so isolation
+limits those in flight. The requests of a provider, or of a server with a process for each, do not touch each
+other, and such a limit would only delay long prompts. Engines that report their queue are known to compute
+prefills in their batch. For others, the starts of short prompts are the evidence: recent ones that were
+beside a long prefill are compared with recent ones that were not.
+
+Their ranks are compared. The difference must be significant to be believed, and large enough to matter. The
+belief ends when they no longer differ.
+
+The limit of an engine that reports neither its queue nor its batch size, learned from its answers.
 
 Requests in the hidden queue of such an engine can no longer be reordered, and a limit without need delays
 every request. So a limit has to earn its place: it exists only while observations show that more requests in
@@ -33,21 +93,284 @@ Sources: limits by delivered work and delay, and probing for more: TCP Vegas (Br
 """
 
 import bisect
+import math
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from serve_app.core.routing.observed.ranks import compare_kinds
+from serve_app.core.routing.replica import ReplicaReport
+
+Kind = TypeVar("Kind")
+
+
+def rank_surplus(larger: Collection[float], smaller: Collection[float]) -> tuple[float, float]:
+    """Return by how much the rank sum of one sample exceeds that of equal distributions, and its variance."""
+    ordered = sorted(smaller)
+    # Equal values count half.
+    wins = sum(bisect_left(ordered, one) + bisect_right(ordered, one) for one in larger) / 2
+    pairs = len(larger) * len(smaller)
+    return wins - pairs / 2, pairs * (len(larger) + len(smaller) + 1) / 12
+
+
+def rank_deviations(larger: Collection[float], smaller: Collection[float]) -> float:
+    """Return the same in standard deviations. Neither sample may be empty."""
+    surplus, variance = rank_surplus(larger, smaller)
+    return surplus / math.sqrt(variance)
+
+
+def compare_kinds(
+    usual: Mapping[Kind, Sequence[float]], observed: Mapping[Kind, Sequence[float]]
+) -> tuple[float, float]:
+    """Compare observed values with usual ones of the same kinds.
+
+    Returns:
+        By how many standard deviations the ranks of the observed ones exceed those of equal distributions,
+        and by how much their medians do. Both are over kinds that occur in both; 0 if none does.
+    """
+    surplus = variance = delay = weights = 0.0
+    for kind in usual.keys() & observed.keys():
+        low, high = usual[kind], observed[kind]
+        surplus_of_kind, variance_of_kind = rank_surplus(high, low)
+        # Weighted so that kinds count by their number of values.
+        weight = 1 / (len(low) + len(high) + 1)
+        surplus += weight * surplus_of_kind
+        variance += weight**2 * variance_of_kind
+        share = weight * len(low) * len(high)
+        delay += share * (median(high) - median(low))
+        weights += share
+    if not weights:
+        return 0.0, 0.0
+    return surplus / math.sqrt(variance), delay / weights
+
+
+_RECENT_S = 10.0
+_MIN_PACES, _MAX_PACES = 3, 32
+
+
+class MeasuredPace:
+    """The paces of recent answers of one replica."""
+
+    __slots__ = ("_ended",)
+
+    def __init__(self) -> None:
+        # (end time, time per output token), oldest first.
+        self._ended: deque[tuple[float, float]] = deque(maxlen=_MAX_PACES)
+
+    def __repr__(self) -> str:
+        return f"<MeasuredPace of {len(self._ended)} answers>"
+
+    def record(self, tpot_s: float, now: float) -> None:
+        """Add the time per output token of a completed answer."""
+        self._ended.append((now, tpot_s))
+
+    def tpot_s(self, now: float) -> float | None:
+        """Return the median time per output token, or None with too few recent answers."""
+        while self._ended and self._ended[0][0] <= now - _RECENT_S:
+            self._ended.popleft()
+        return median(tpot_s for _, tpot_s in self._ended) if len(self._ended) >= _MIN_PACES else None
+
+
+# Consecutive reports that must agree: about a second.
+_REPORTS = 5
+_KV_FULL = 0.9
+
+
+class LearnedBatch:
+    """Learns `size`, the maximum number of running sequences, from consecutive reports."""
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        self._running = 0
+        self._agreeing = 0
+
+    def __repr__(self) -> str:
+        return f"<LearnedBatch size={self.size}>"
+
+    def observe(self, report: ReplicaReport) -> None:
+        """Learn from a report. Reports without queued and running requests are ignored."""
+        running = report.running
+        if not report.waiting or not running or (report.kv_usage_ratio or 0.0) > _KV_FULL:
+            self._agreeing = 0
+        elif running != self._running:
+            self._agreeing = 1
+        else:
+            self._agreeing += 1
+        self._running = running or 0
+        if self.size is not None and self._running > self.size:
+            self.size = None
+        if self._agreeing >= _REPORTS:
+            self.size = self._running
+
+
+class LearnedContext:
+    """The learned context limit of one engine. All lengths in tokens, prompt and answer together."""
+
+    __slots__ = ("_counted", "_estimated", "_served", "_stated")
+
+    def __init__(self) -> None:
+        self._stated: int | None = None
+        self._estimated: int | None = None
+        self._counted: int | None = None
+        self._served = 0
+
+    def __repr__(self) -> str:
+        return f"<LearnedContext {self.limit_tokens} served={self._served}>"
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """The longest request to send there if another engine could serve it; None for no limit."""
+        if self._stated is not None:
+            return self._stated
+        rejected = [each for each in (self._estimated, self._counted) if each is not None]
+        return max(min(rejected) - 1, self._served, 1) if rejected else None
+
+    def on_rejection(self, tokens: int, stated_tokens: int | None) -> None:
+        """Record a rejection as too long.
+
+        Args:
+            tokens: estimated length of the request.
+            stated_tokens: the limit, if the rejection states it.
+        """
+        if stated_tokens is not None:
+            self._stated = stated_tokens
+        elif tokens > self._served:
+            self._estimated = tokens if self._estimated is None else min(tokens, self._estimated)
+
+    def on_counted(self, tokens: int) -> None:
+        """Record the actual length of a request that was rejected here and served elsewhere."""
+        self._estimated = None
+        if tokens > self._served:
+            self._counted = tokens if self._counted is None else min(tokens, self._counted)
+
+    def on_served(self, tokens: int) -> None:
+        """Record the length of a served request, and discard limits that it contradicts."""
+        self._served = max(self._served, tokens)
+        self._stated = None if self._stated is not None and tokens > self._stated else self._stated
+        self._estimated = (
+            None if self._estimated is not None and tokens >= self._estimated else self._estimated
+        )
+        self._counted = None if self._counted is not None and tokens >= self._counted else self._counted
+
+
+class HangDetector:
+    """Detects whether a replica hangs: first tokens are outstanding and the time limit has passed."""
+
+    __slots__ = ("_limit_s", "_no_progress_since", "_outstanding", "_reported", "hangs")
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self._reported = False
+        self._limit_s: float | None = None
+        self._outstanding = 0
+        self._no_progress_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<HangDetector outstanding={self._outstanding}{' hangs' if self.hangs else ''}>"
+
+    def join(self, limit_s: float | None) -> None:
+        """Reset a replica that has joined, except for outstanding first tokens. None disables detection."""
+        self.hangs, self._limit_s, self._no_progress_since = False, limit_s, None
+
+    @property
+    def outstanding(self) -> int:
+        """Number of first tokens that are outstanding."""
+        return self._outstanding
+
+    def on_dispatch(self, now: float) -> None:
+        """Count a dispatched request whose first token will be reported."""
+        self._outstanding += 1
+        if self._no_progress_since is None:
+            self._no_progress_since = now
+
+    def on_end(self) -> None:
+        """Remove an outstanding first token, for any reason."""
+        self._outstanding -= 1
+        if not self._outstanding:
+            self._no_progress_since = None
+
+    def on_progress(self, now: float) -> None:
+        """Record that the engine computes."""
+        self.hangs = False
+        self._no_progress_since = now if self._outstanding else None
+
+    def is_silent_since(self, at: float) -> bool:
+        """Return whether first tokens are outstanding, without a sign of life since that time."""
+        return self._no_progress_since is not None and self._no_progress_since <= at
+
+    def check(self, now: float) -> float | None:
+        """Return the seconds without progress when a hang starts, 0 at its end, None without a change."""
+        if self._outstanding and self._no_progress_since is None:
+            self._no_progress_since = now
+        no_progress_s = 0.0 if self._no_progress_since is None else now - self._no_progress_since
+        if self._limit_s is not None and no_progress_s > self._limit_s:
+            self.hangs = True
+        if self.hangs == self._reported:
+            return None
+        self._reported = self.hangs
+        return no_progress_s if self.hangs else 0.0
+
+
+_RECENT, _LEAST, _EVERY = 64, 8, 8
+# Standard deviations of the rank sum under equal times.
+_SIGNIFICANT, _INSIGNIFICANT = 3.5, 1.0
+_MATTERS, _MATTERS_S = 1.2, 0.01
+
+
+class PrefillInterference:
+    """Compares the starts of short prompts with and without a long prefill beside them.
+
+    Attributes:
+        is_shown: whether long prefills were seen to delay short prompts.
+    """
+
+    __slots__ = ("_recent", "_seen", "is_shown")
+
+    def __init__(self) -> None:
+        self.is_shown = False
+        self._seen = 0
+        # (seconds, whether beside a long prefill) by kind of prompt.
+        self._recent: dict[int, deque[tuple[float, bool]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PrefillInterference{' shown' if self.is_shown else ''} n={self._seen}>"
+
+    def on_start(self, kind: int, seconds: float, *, beside_long: bool) -> bool:
+        """Record the start of a short prompt. Return whether the belief has changed.
+
+        Args:
+            kind: prompts of one kind take about the same time.
+        """
+        recent = self._recent.get(kind)
+        if recent is None:
+            recent = self._recent[kind] = deque(maxlen=_RECENT)
+        recent.append((seconds, beside_long))
+        self._seen += 1
+        if self._seen % _EVERY:
+            return False
+        beside = [each for each, is_beside in recent if is_beside]
+        alone = [each for each, is_beside in recent if not is_beside]
+        if min(len(beside), len(alone)) < _LEAST:
+            return False
+        deviations = rank_deviations(beside, alone)
+        matters = median(beside) > _MATTERS * median(alone) + _MATTERS_S
+        before = self.is_shown
+        if deviations > _SIGNIFICANT and matters:
+            self.is_shown = True
+        elif deviations < _INSIGNIFICANT:
+            self.is_shown = False
+        return self.is_shown != before
+
 
 _NEVER = float("-inf")
 # Recent answers in which evidence is looked for, how often, how many are compared at least, and how many of
 # the lowest loads are kept for how long.
-_RECENT, _EVERY, _LEAST, _LOWEST, _MAX_AGE_S = 32, 4, 8, 40, 300.0
+_RECENT_STARTS, _STARTS_PER_TEST, _LEAST_STARTS, _LOWEST, _MAX_AGE_S = 32, 4, 8, 40, 300.0
 # Standard deviations of the rank sum that are evidence, and those that end a test of a higher limit, early or
 # at its end.
-_SIGNIFICANT, _SUSPICIOUS, _LIKELY = 3.5, 2.5, 1.5
+_SIGNIFICANT_DELAY, _SUSPICIOUS, _LIKELY = 3.5, 2.5, 1.5
 # Part of the expected delay, or of the expected gain, from which it counts.
 _PART, _TRIAL_PART = 0.5, 0.25
 # Answers that decide a trial: as many as the limit, within these bounds. The fewest of a suspicion.
@@ -128,13 +451,13 @@ class LearnedLimit:
         self.delay_s = 0.0
         self.window = _FIRST_WINDOW
         # Without a limit all recent answers, else those that were sent at the limit.
-        self._recent: deque[AnswerStart] = deque(maxlen=_RECENT)
+        self._recent: deque[AnswerStart] = deque(maxlen=_RECENT_STARTS)
         # Without a limit, the answers that were sent at the lowest loads, in the order of their loads.
         self._few: list[AnswerStart] = []
         self._seen = 0
         self._ended: deque[float] = deque(maxlen=_DEPARTURES)
         self._started: deque[float] = deque(maxlen=_DEPARTURES)
-        self._running: deque[int] = deque(maxlen=2 * _RECENT)
+        self._running: deque[int] = deque(maxlen=2 * _RECENT_STARTS)
         self._changed_at = _NEVER
         self._trial: _Trial | None = None
         # Answers of the trial, or of the test of a higher limit by `_step`.
@@ -197,7 +520,7 @@ class LearnedLimit:
             self._recent.append(start)
             self._keep_low(start)
             self._seen += 1
-            if self._seen % _EVERY == 0 and start.at >= self._hold_until:
+            if self._seen % _STARTS_PER_TEST == 0 and start.at >= self._hold_until:
                 self._look_for_evidence(start.at)
         elif start.kind is None or start.at - start.seconds < self._changed_at:
             # It was sent under another limit, or shows nothing.
@@ -250,12 +573,12 @@ class LearnedLimit:
         # Until there are many, the lower half.
         few = self._few[: self._seen // 2]
         many = [each for each in self._recent if each.in_flight > few[-1].in_flight] if few else []
-        if min(len(few), len(many)) < _LEAST:
+        if min(len(few), len(many)) < _LEAST_STARTS:
             return
         deviations, delay_s = compare(few, many)
         more = median(each.in_flight for each in many) - median(each.in_flight for each in few)
-        expected_s = more * self._seconds_between_starts(_RECENT)
-        if deviations < _SIGNIFICANT or delay_s < _PART * expected_s:
+        expected_s = more * self._seconds_between_starts(_RECENT_STARTS)
+        if deviations < _SIGNIFICANT_DELAY or delay_s < _PART * expected_s:
             return
         # While slots are the limit, as many answers start as end. If more start, prefills are.
         self.counts_unstarted = self._running[-1] - self._running[-_MOST] > _GROWTH * _MOST
