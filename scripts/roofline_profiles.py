@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 
 from serve_app.engines.model.hardware import GIB, load_gpu, load_model
-from serve_app.engines.model.profiles import EngineProfile
-from serve_app.engines.model.roofline import EngineSetup, roofline_profile
+from serve_app.engines.model.roofline import EngineProfile, EngineSetup, roofline_profile
 
 _FOLDER = Path(__file__).resolve().parents[1] / "serve_app/engines/model/profile_data"
 _DIGITS = 4

@@ -66,7 +66,7 @@ HOMES = {
     "ray": ("serving", "app.py", "cli/serve/changes.py", "cli/serve/cluster.py"),
     "vllm": ("engines/vllm/library.py",),
     "sklearn": ("tuning",),
-    "scipy": ("lab/calibration",),
+    "scipy": ("lab/calibration.py",),
     "hyperopt": ("tuning",),
     "opentelemetry": ("serving/gateway/tracing",),
     "matplotlib": (),

@@ -17,7 +17,7 @@ from experiments.agents.exact_residency import ExactResidency
 from experiments.agents.programs import BLOCK_TOKENS, Program
 from experiments.common.load_balancers import RoundRobin
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.run import DirectSimulation
 from serve_app.lab.simulation.simulation import (
     Phase,
     ReplicaPlan,
@@ -25,7 +25,7 @@ from serve_app.lab.simulation.simulation import (
     SimulatedRequest,
     Simulation,
 )
-from serve_app.lab.workloads.blocks import engine_blocks
+from serve_app.lab.workloads.catalog import engine_blocks
 
 # Routers
 

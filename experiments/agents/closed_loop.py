@@ -12,12 +12,9 @@ from typing import ClassVar
 from experiments.agents.programs import BLOCK_TOKENS, Program
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Summary, summarise
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import MODEL, DirectSimulation, FleetSettings, scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, Timeline
-from serve_app.lab.simulation.workload import MODEL
-from serve_app.lab.workloads.blocks import engine_blocks, gateway_blocks
+from serve_app.lab.workloads.catalog import engine_blocks, gateway_blocks
 from serve_app.request import ProgramHint, PromptShape, Request, RequestSpec, Submission
 
 

@@ -40,8 +40,16 @@ from serve_app.core.settings import ProgramsSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, requests_of
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    TraceChoice,
+    at_rate,
+    choose_trace,
+    requests_of,
+)
 from serve_app.lab.workloads.catalog import find_file
 from serve_app.request import (
     ProgramHint,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.core import SchedulerSettings
-from serve_app.engines.model.model import StepOutcome
-from serve_app.engines.model.sequences import EngineSequence, SequenceState
+from serve_app.engines.model.model import EngineSequence, SequenceState, StepOutcome
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
 
 

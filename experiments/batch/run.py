@@ -25,11 +25,18 @@ from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    MODEL,
+    ONE_POOL,
+    Disclosure,
+    FleetSettings,
+    TraceChoice,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import MODEL, Disclosure, TraceChoice, choose_trace, requests_of
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.catalog import stream
 from serve_app.lab.workloads.trace import Trace, scale_to_rate
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 

@@ -20,7 +20,7 @@ from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import scheduler_settings
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.request import Usage
 

@@ -22,8 +22,8 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import POSITIVE, at_least, settings
+from serve_app.lab.simulation.run import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.lab.workloads.trace import Trace
 from serve_app.serving.memory import tune_memory
 

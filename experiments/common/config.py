@@ -8,7 +8,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.scheduler_settings import set_path
+from serve_app.lab.simulation.run import set_path
 
 S = TypeVar("S")
 

@@ -9,9 +9,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.run import DirectSimulation
 from serve_app.lab.simulation.simulation import OnEnd, ReplicaPlan, SimulatedReplica, SimulatedRequest
-from serve_app.lab.workloads.generators import plain_stream
+from serve_app.lab.workloads.catalog import plain_stream
 
 
 class RoundRobin(DirectSimulation):

@@ -18,8 +18,8 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.events import Arrived, Retuned
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.retuning import checked_retuning
-from serve_app.lab.simulation.partitions import PartitionLearner
 from serve_app.lab.simulation.simulation import (
+    PartitionLearner,
     Phase,
     ReplicaPlan,
     SimulatedRequest,

@@ -29,15 +29,13 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
 from serve_app.core.settings_base import settings
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.run import SloByLength
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import Disclosure, SloByLength, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.catalog import stream
 from serve_app.request import Request, Usage
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths, stream
+from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.workloads.catalog import LognormalLengths, UniformLengths, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import PriorityClass
 

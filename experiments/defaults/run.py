@@ -19,9 +19,14 @@ from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.run import RunSettings, SloByLength, simulate
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    FleetSettings,
+    RunSettings,
+    SloByLength,
+    TraceChoice,
+    simulate,
+)
 from serve_app.lab.workloads.trace import Trace
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 

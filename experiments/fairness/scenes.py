@@ -9,13 +9,20 @@ from serve_app.core.metrics.summary import Distribution, jain_index, jain_of_ten
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.batch import saturated_rate_per_s
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import SloByLength
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    DirectSimulation,
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    SloByLength,
+    TraceChoice,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation, SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
-from serve_app.lab.workloads.generators import LognormalLengths, stream
+from serve_app.lab.workloads.catalog import LognormalLengths, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest, merge, scale_to_rate
 from serve_app.request import PriorityClass
 

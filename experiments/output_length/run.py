@@ -23,7 +23,7 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.simulation.run import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import TraceRequest
 from serve_app.request import PromptShape, Request, RequestSpec, Submission, Usage
 

@@ -25,8 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_app.core.metrics.summary import Slo
-from serve_app.lab.planning.fleets import CostTable, FleetPlan
-from serve_app.lab.planning.queueing import UTILISATION_CAP, LengthMix, PoolModel
+from serve_app.lab.planning.queueing import UTILISATION_CAP, CostTable, FleetPlan, LengthMix, PoolModel
 
 # A replica below this share of its capacity is practically idle.
 _IDLE = 1e-3

@@ -17,13 +17,11 @@ from experiments.planning.closed_forms import ClosedForm, closed_form
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.summary import Slo
 from serve_app.core.settings_base import settings
-from serve_app.lab.planning.fleets import POOLS, CostTable
-from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan
-from serve_app.lab.planning.queueing import LengthMix
-from serve_app.lab.planning.report import plan_as_json
+from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, plan_as_json
+from serve_app.lab.planning.queueing import POOLS, CostTable, LengthMix
 from serve_app.lab.planning.verification import Workload
-from serve_app.lab.simulation.workload import TraceChoice
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.simulation.run import TraceChoice
+from serve_app.lab.workloads.catalog import stream
 
 
 @settings

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, markdown
-from serve_app.lab.planning.fleets import PAGED, POOLS, WORST_CASE
+from serve_app.lab.planning.queueing import PAGED, POOLS, WORST_CASE
 
 _FORMS = {
     "by_requests": "by requests, alpha (1 - 1/rho)",

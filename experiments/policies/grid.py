@@ -12,11 +12,18 @@ from experiments.policies.disturbances import FlippedMix, LengthNoise
 from serve_app.cli.command import progress_bar, warn
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.batch import run_all, saturated_rates
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
-from serve_app.lab.simulation.run import RunResult, RunSettings, SloByLength, policy_names
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    EngineChanges,
+    FleetSettings,
+    RunResult,
+    RunSettings,
+    SloByLength,
+    TraceChoice,
+    policy_names,
+)
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 

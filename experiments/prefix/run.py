@@ -42,12 +42,16 @@ from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    DirectSimulation,
+    Disclosure,
+    FleetSettings,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
-from serve_app.lab.workloads.generators import GammaArrivals, LognormalLengths, MixedLengths, stream
+from serve_app.lab.workloads.catalog import GammaArrivals, LognormalLengths, MixedLengths, stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
 

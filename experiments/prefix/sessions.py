@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.lab.workloads.generators import (
+from serve_app.lab.workloads.catalog import (
     GammaArrivals,
     Lengths,
     LognormalLengths,

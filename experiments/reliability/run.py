@@ -17,9 +17,14 @@ from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel, saturated_rates
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.run import RunSettings, SloByLength, simulate
-from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.simulation.run import (
+    FleetSettings,
+    RunSettings,
+    SloByLength,
+    TraceChoice,
+    choose_trace,
+    simulate,
+)
 
 _ROUTER: Mapping[str, object] = {"active_share": 0.0, "routing.spill": False}
 """Settings that reduce the gateway to the choice of a replica: the one with the fewest requests."""

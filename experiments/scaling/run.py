@@ -27,11 +27,14 @@ from serve_app.core.scaling import AutoscalingSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.run import SloByLength
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    Disclosure,
+    FleetSettings,
+    SloByLength,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, requests_of
 
 REACTING = "work, reacting"
 SERVE, PEAK, MEAN = "Serve's default", "fixed, at the peak", "fixed, at the mean"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.lab.simulation.workload import TraceChoice, choose_trace
-from serve_app.lab.workloads.generators import OnOffArrivals, stream
+from serve_app.lab.simulation.run import TraceChoice, choose_trace
+from serve_app.lab.workloads.catalog import OnOffArrivals, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 # Multiples of the base rates of short and long requests, one phase after another.

@@ -22,8 +22,7 @@ from serve_app.cli.command import progress_bar
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.workload import MODEL
+from serve_app.lab.simulation.run import MODEL, scheduler_settings
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
 ALTERNATE, LEAST, OURS, CONFIGURED = "alternate", "least in flight", "ours", "configured"

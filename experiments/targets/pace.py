@@ -8,11 +8,16 @@ import numpy as np
 
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.catalog import stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import LatencyTarget
 

@@ -25,16 +25,19 @@ from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.settings_base import settings
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Conclusion, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import ONE_POOL
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    DirectSimulation,
+    Disclosure,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.catalog import stream
 from serve_app.lab.workloads.trace import Trace
 from serve_app.request import LatencyTarget
 

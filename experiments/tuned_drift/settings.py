@@ -7,8 +7,7 @@ from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from experiments.tuned_drift.traffic import Halves
 from serve_app.core import SchedulerSettings
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, scheduler_settings
 from serve_app.tuning.settings import ParameterTuningSettings
 
 

@@ -7,8 +7,8 @@ the time.
 from collections.abc import Sequence
 
 from serve_app.lab.simulation.batch import saturated_rate_of
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths, stream
+from serve_app.lab.simulation.run import FleetSettings
+from serve_app.lab.workloads.catalog import LognormalLengths, UniformLengths, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 Halves = tuple[float, float]

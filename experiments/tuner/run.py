@@ -17,10 +17,14 @@ from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.run import RunSettings, fitted_trace
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    FleetSettings,
+    RunSettings,
+    TraceChoice,
+    fitted_trace,
+    scheduler_settings,
+)
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search import SearchKind, search_twin
 from serve_app.tuning.search_space import Values, space_of

@@ -25,11 +25,18 @@ from serve_app.core.routing.prefill_cost import ReplicaSpeed
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    DirectSimulation,
+    Disclosure,
+    FleetSettings,
+    TraceChoice,
+    at_rate,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, requests_of
 from serve_app.lab.workloads.trace import Trace
 
 # The first fifth of requests, while caches fill and speeds are unknown, is not in the figures.

@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.cli.command import Command, add_whole, print_result, progress_bar, warn, write_json, writing
-from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
+from serve_app.engines.model.roofline import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
-from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
-from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
-from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
+from serve_app.lab.calibration import (
+    EXPECTED_REPLAYS,
+    MIN_FITTED,
+    Accuracy,
+    CalibrationError,
+    Measurements,
+    compare,
+    fit_step_time,
+    initial_coefficients,
+    measured,
+    read_measurements,
+    replay,
+)
 from serve_app.lab.tables import table_text
 
 _EXAMPLE = """example:

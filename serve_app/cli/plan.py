@@ -27,13 +27,21 @@ from serve_app.cli.workload_arguments import (
 )
 from serve_app.core.metrics.summary import Slo
 from serve_app.core.policies import POLICIES
-from serve_app.lab.planning.configuration import configuration
-from serve_app.lab.planning.fleets import CostTable
-from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, steps
-from serve_app.lab.planning.report import fleets_table, plan_as_json, verdict
+from serve_app.lab.planning.plan import (
+    Effort,
+    FleetOptions,
+    Plan,
+    configuration,
+    fleets_table,
+    make_plan,
+    plan_as_json,
+    steps,
+    verdict,
+)
+from serve_app.lab.planning.queueing import CostTable
 from serve_app.lab.planning.verification import LONG_ABOVE_TOKENS, Workload
 from serve_app.lab.provenance import provenance
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import TraceChoice
 from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import notes_on
 

@@ -24,15 +24,28 @@ from serve_app.cli.command import (
 )
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.engines.model.profiles import EngineProfile, save_profile
-from serve_app.engines.model.sequences import SchedulingPolicy
+from serve_app.engines.model.model import SchedulingPolicy
+from serve_app.engines.model.roofline import EngineProfile, save_profile
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
-from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
-from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names
-from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    PoolChanges,
+    RunSettings,
+    SloByLength,
+    TraceChoice,
+    policy_names,
+)
+from serve_app.lab.simulation.simulation import (
+    LEARNED,
+    PRIOR,
+    PartitionSource,
+    SimulationSettings,
+    partition_source,
+)
 from serve_app.tuning.engine_fit import engines_of_json
 
 if TYPE_CHECKING:

@@ -23,9 +23,14 @@ from serve_app.core.policies import learns_queues
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings, share_below
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.partitions import FixedPartition
-from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
+from serve_app.lab.simulation.run import Disclosure, fit, requests_of
+from serve_app.lab.simulation.simulation import (
+    FixedPartition,
+    ReplicaPlan,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+)
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import Usage
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of

@@ -25,17 +25,18 @@ import numpy as np
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.model.step_time import StepTimeModel
-from serve_app.lab.calibration.fit import (
+from serve_app.lab.calibration import (
+    CalibrationError,
     EngineRun,
     FitStart,
     FittedEngine,
+    MeasuredRequest,
     fit_runs,
     initial_coefficients,
+    measured,
     typical_step_s,
     with_latency,
 )
-from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
-from serve_app.lab.calibration.replay import measured
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 _ENGINES = 4

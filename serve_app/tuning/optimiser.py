@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from serve_app.lab.workloads.generators import plain_stream
+from serve_app.lab.workloads.catalog import plain_stream
 from serve_app.tuning.objective import finite
 from serve_app.tuning.search_space import SearchSpace, Values
 

@@ -17,7 +17,7 @@ from serve_app.core.settings_base import (
     at_least,
     settings,
 )
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveKind, ObjectiveSettings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings

@@ -19,7 +19,7 @@ import numpy as np
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.targets import NOT_ATTRIBUTABLE
-from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.catalog import stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 # Maximum age relative to the latest arrival: ten minutes are long enough for a mix of tenants, and short

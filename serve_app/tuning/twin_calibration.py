@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, at_least, settings
-from serve_app.engines.model.profiles import load_profile
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModelSettings
+from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel
-from serve_app.lab.calibration.fit import FittedEngine
+from serve_app.lab.calibration import FittedEngine
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulationSettings
 from serve_app.tuning.engine_fit import (
     EngineFitResult,

@@ -68,7 +68,7 @@ def test_every_module_that_registers_metrics_is_in_the_reference() -> None:
     }
     read = {module for module in making if module in inspect.getsource(metrics)}
     # The emulated engine and the live scheduler render their metrics themselves.
-    assert making - read == {"serve_app.engines.emulated.metrics", "serve_app.serving.scheduler.metrics"}
+    assert making - read == {"serve_app.engines.emulated.driver", "serve_app.serving.scheduler.metrics"}
 
 
 def test_every_log_event_is_described() -> None:

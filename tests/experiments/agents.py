@@ -6,7 +6,7 @@ from typing import Any
 from experiments.agents.closed_loop import LoopSettings, ProgramLoop, ProgramResult, play_programs
 from experiments.agents.programs import BLOCK_TOKENS, Program, Turn, generate_programs, with_gaps_up_to
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings
 
 PROFILE = "llama31-8b-h100-tp1"
 

@@ -8,9 +8,15 @@ import pytest
 from experiments.batch.oracle import OracleSimulation
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    Disclosure,
+    FleetSettings,
+    TraceChoice,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.workloads.trace import scale_to_rate
 
 FLEET = FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1})

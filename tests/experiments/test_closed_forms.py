@@ -10,8 +10,7 @@ from experiments.planning.closed_forms import (
     work_share,
 )
 from serve_app.core.metrics.summary import Slo
-from serve_app.lab.planning.fleets import CostTable, PoolPlan, paged_fleet, split_fleet
-from serve_app.lab.planning.sizing import smallest_pool
+from serve_app.lab.planning.queueing import CostTable, PoolPlan, paged_fleet, smallest_pool, split_fleet
 from tests.lab.planning.builders import mix, pool_model
 
 CHAT = mix(*[(200, 100)] * 3, (1_000, 50))

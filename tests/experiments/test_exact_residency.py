@@ -8,7 +8,7 @@ from experiments.agents.closed_loop import ProgramLoop, ProgramResult
 from experiments.agents.exact_residency import ExactResidency
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import Residency
-from serve_app.engines.model.sequences import EngineSequence
+from serve_app.engines.model.model import EngineSequence
 from serve_app.lab.simulation.simulation import SimulatedReplica, Timeline
 from tests.builders import ManualDriver
 from tests.core.programs.builders import fleet as scheduler_fleet

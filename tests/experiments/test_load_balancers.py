@@ -5,7 +5,7 @@ import pytest
 from experiments.agents.baselines import KvOverlap, SessionHash
 from experiments.common.load_balancers import PowerOfTwo, RoundRobin
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.run import DirectSimulation
 from tests.lab.simulation.builders import mixed_requests, plan, simulated
 
 

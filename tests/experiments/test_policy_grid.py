@@ -6,7 +6,7 @@ from experiments.common.config import read_settings
 from experiments.policies.disturbances import LengthNoise
 from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, cells_of, planned
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.fleet import EngineChanges
+from serve_app.lab.simulation.run import EngineChanges
 
 SMALL = PolicyGrid(
     profiles=("laptop",),

@@ -11,7 +11,7 @@ from experiments.orders.points import orders_of, play_points
 from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, play_grid
 from experiments.policies.tables import COLUMNS, grid_table
 from serve_app.core.metrics.summary import interval_95
-from serve_app.lab.simulation.fleet import EngineChanges
+from serve_app.lab.simulation.run import EngineChanges
 from tests.experiments.builders import row
 
 GRID = PolicyGrid(

@@ -7,10 +7,8 @@ import pytest
 from experiments.scaling.rules import ScaledFleet, ScaledSimulation, WorkRule
 from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import Disclosure, FleetSettings, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 FLEET = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_000)

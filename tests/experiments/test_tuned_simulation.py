@@ -5,10 +5,15 @@ import pytest
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from serve_app.core.decision_log import Decision
 from serve_app.core.events import Retuned
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    Disclosure,
+    FleetSettings,
+    TraceChoice,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings

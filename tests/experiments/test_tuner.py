@@ -6,8 +6,7 @@ from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from experiments.tuner.run import SearchPair, TunerExperiment, searched
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import FleetSettings, scheduler_settings
 
 
 def experiment() -> TunerExperiment:

@@ -19,12 +19,11 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.events import Finished, FirstToken, Message
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings import QueueTimeouts
-from serve_app.engines.model.model import StepOutcome
-from serve_app.engines.model.sequences import EngineSequence
+from serve_app.engines.model.model import EngineSequence, StepOutcome
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.partitions import PartitionLearner
 from serve_app.lab.simulation.simulation import (
     Action,
+    PartitionLearner,
     Phase,
     ReplicaPlan,
     SimulatedReplica,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.engines.model.profiles import load_profile
-from serve_app.engines.model.roofline import capacity
+from serve_app.engines.model.roofline import capacity, load_profile
 from serve_app.request import PriorityClass
 from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.capacity import check_capacity, engine_setup

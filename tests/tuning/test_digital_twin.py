@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 from serve_app.core import SchedulerSettings
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of

@@ -8,10 +8,15 @@ import msgspec
 import pytest
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    Disclosure,
+    FleetSettings,
+    TraceChoice,
+    choose_trace,
+    requests_of,
+    scheduler_settings,
+)
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning import engine_fit
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of

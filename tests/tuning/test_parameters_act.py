@@ -2,10 +2,14 @@
 
 import pytest
 
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.run import RunSettings, fitted_trace
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    FleetSettings,
+    RunSettings,
+    TraceChoice,
+    fitted_trace,
+    scheduler_settings,
+)
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
 

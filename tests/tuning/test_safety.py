@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trace, scheduler_settings
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.objective import Reward

@@ -1,9 +1,8 @@
 """Adapters for external LLM servers: identification, model list, limits and load.
 
-Read `server` first: it describes a server and its control pages. `identify` chooses the adapter. There is one
-module per server; `others` has those that expose few metrics. `rejections` parses errors about too long
-requests. `samples` extracts single samples from a metrics page without parsing the rest, because the page is
-scraped five times per second.
+Read `server` first: it describes a server and its control pages, reads samples of a metrics page without
+parsing the rest, because the page is scraped five times per second, and reads errors about too long requests.
+`identify` chooses the adapter. There is one module per server; `others` has those that expose few metrics.
 
 No adapter opens a connection: the watcher of a server passes a function that fetches a page.
 """

@@ -4,13 +4,17 @@ The frontend exposes the limits of one worker, and the number of workers. It exp
 queued are all requests without a first token, which the scheduler counts itself.
 """
 
-from serve_app.engines.adapters.samples import count, first_of_each, samples, total, values
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
+    first_of_each,
     listed_context,
+    samples,
+    total,
+    values,
 )
 from serve_app.errors import EngineError
 

@@ -6,15 +6,17 @@ slots share one cache, so the size of the KV cache remains unknown and the numbe
 
 from collections.abc import Callable
 
-from serve_app.engines.adapters.samples import count, mean, total
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
     listed_context,
+    mean,
     parse_nothing,
     positive_int,
+    total,
 )
 from serve_app.errors import EngineError
 

@@ -1,12 +1,13 @@
 """Adapters for servers that expose few metrics: TGI, Ollama and unknown OpenAI-compatible servers."""
 
-from serve_app.engines.adapters.samples import count, total
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
     positive_int,
+    total,
 )
 
 TGI_PREFIX = b"tgi_"

@@ -9,15 +9,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from serve_app.engines.adapters.samples import count, first_of_each, samples, total
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
+    first_of_each,
     listed_context,
     parse_nothing,
     positive_int,
+    samples,
+    total,
 )
 from serve_app.errors import EngineError
 

@@ -6,14 +6,17 @@ second reader would miss it. For Triton, `/metrics` is read on the port of its O
 
 import re
 
-from serve_app.engines.adapters.samples import count, mean, samples, total
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
     listed_context,
+    mean,
     parse_nothing,
+    samples,
+    total,
 )
 from serve_app.errors import EngineError
 

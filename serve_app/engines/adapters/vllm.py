@@ -6,13 +6,17 @@ The model list has the context limit, and the labels of a metric have the KV cac
 
 import functools
 
-from serve_app.engines.adapters.samples import count, labels, mean, samples, total
 from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
     ReportedLimits,
+    count,
+    labels,
     listed_context,
+    mean,
+    samples,
+    total,
 )
 from serve_app.errors import EngineError
 

@@ -1,4 +1,22 @@
-"""HTTP API of the emulated engine: a plain ASGI app, because each framework layer costs CPU per token."""
+"""The HTTP interface of the emulated engine.
+
+HTTP API of the emulated engine: a plain ASGI app, because each framework layer costs CPU per token.
+
+Anthropic's Messages API as vLLM serves it: formats answers as messages or events.
+
+As in vLLM, a message begins with its first token, and its first and last events have the token counts.
+
+Chat and text completions in OpenAI's format, complete or as a stream of events.
+
+Events and their order are those of vLLM: for chats a chunk with the role, then chunks with one or more tokens
+each (the last one with the finish reason), the usage if requested, `[DONE]`.
+
+The Responses API: messages and function calls as typed events, and the stored responses.
+
+As in vLLM, a response is stored in this engine's memory unless `store` is false. With `background` the
+request returns at once and generation continues; such a stream can be replayed from any event. No response is
+deleted. Responses also have the fields that the schema of Open Responses requires and vLLM omits.
+"""
 
 import asyncio
 import base64
@@ -6,26 +24,39 @@ import contextlib
 import math
 import random
 import time
+import uuid
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
+
+import msgspec
 
 from serve_app import __version__
-from serve_app.engines.emulated.admission import EmulatedAdmission, ServedNames
-from serve_app.engines.emulated.completions import (
-    DONE,
-    AnswerContent,
-    ChatAnswer,
-    CompletionAnswer,
-    EmulatedAnswer,
+from serve_app.engines.emulated.driver import (
+    CONTENT_TYPE,
+    EmulatedAdmission,
+    EngineDriver,
+    EngineMetrics,
+    ServedNames,
+    Ticket,
 )
-from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed, no_such_route
-from serve_app.engines.emulated.messages import MessageAnswer, anthropic_errors, failed_event
-from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
+    FIELDS,
+    ApiError,
+    Call,
+    GeneratedOutput,
     Generation,
+    Prompt,
+    PseudoTokenizer,
+    decode,
+    encode,
+    engine_failed,
+    invalid,
+    no_such_route,
     read_chat,
     read_completion,
     read_count,
@@ -34,9 +65,8 @@ from serve_app.engines.emulated.requests import (
     read_responses,
     read_tokenize,
 )
-from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, ResponsesAnswer
-from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
 from serve_app.engines.engine import (
+    Message,
     Receive,
     Scope,
     Send,
@@ -45,7 +75,693 @@ from serve_app.engines.engine import (
     send_response,
     wait_for_disconnect,
 )
+from serve_app.engines.model import EngineSequence
 from serve_app.errors import EngineError
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerContent:
+    """Content of an answer, independent of the API that formats it.
+
+    Attributes:
+        created: Unix time in whole seconds.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    generation: Generation
+    ticket: Ticket
+
+    @property
+    def outputs(self) -> Sequence[GeneratedOutput]:
+        """Generated outputs, one per choice, in the order of the prompts."""
+        return self.ticket.outputs
+
+    @property
+    def call(self) -> str | None:
+        """Name of the tool that the answer calls, if any."""
+        return self.generation.call
+
+    def prompt_ids(self, choice: int) -> dict[str, Any]:
+        """Return the field with the prompt's ids, if they are requested."""
+        if not self.generation.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.prompts[choice // self.generation.choices].ids}
+
+    def token_ids(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        """Return the field with the ids of some tokens, if they are requested."""
+        if not self.generation.body.return_token_ids:
+            return {}
+        return {"token_ids": self.outputs[choice].ids(start, count)}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts. The choices of one prompt share its tokens."""
+        return sum(sequence.prompt_tokens for sequence in self._one_per_prompt())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return sum(sequence.cached_tokens for sequence in self._one_per_prompt())
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(sequence.output_tokens for sequence in self.ticket.sequences)
+
+    def _one_per_prompt(self) -> Sequence[EngineSequence]:
+        return self.ticket.sequences[:: self.generation.choices]
+
+
+class EmulatedAnswer(ABC):
+    """Formatter of one answer, complete or as a stream."""
+
+    def __init__(self, answer: AnswerContent) -> None:
+        self._answer = answer
+
+    def initial_events(self) -> bytes:
+        """Return the events that a stream sends before the engine computes anything."""
+        return b""
+
+    def first_token_events(self) -> bytes:
+        """Return the events that are sent together with the first token, before it."""
+        return b""
+
+    @abstractmethod
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
+        """Return the events for `count` tokens of a choice from `start` on; `ends` marks its last tokens."""
+
+    @abstractmethod
+    def final_events(self) -> bytes:
+        """Return the end of a stream, sent after the last token of every choice."""
+
+    @abstractmethod
+    def full_body(self) -> bytes:
+        """Return the answer as one JSON object."""
+
+
+class _ChoicesAnswer(EmulatedAnswer):
+    """Common part of the two completion APIs: choices in one object or in chunks.
+
+    Subclasses define the object names of OpenAI's API and the content of a choice.
+    """
+
+    _kind: ClassVar[str]
+    _chunk_kind: ClassVar[str]
+
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
+        # Serialized once, because it is the same in all chunks of a stream.
+        common = encode(self._common(self._chunk_kind)).removesuffix(b"}")
+        self._chunk_start = b"data: " + common + b',"choices":['
+
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
+        """Return one chunk."""
+        content = {
+            **self._delta(choice, start, count),
+            "logprobs": None,
+            "finish_reason": self._finish_reason(choice) if ends else None,
+            **self._answer.token_ids(choice, start, count),
+        }
+        return self._chunk(choice, content)
+
+    def final_events(self) -> bytes:
+        """Return the usage, if requested, and the end marker."""
+        if not self._answer.generation.includes_usage:
+            return DONE
+        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._usage()}
+        return b"data: " + encode(usage) + b"\n\n" + DONE
+
+    def full_body(self) -> bytes:
+        """Return the object with all choices."""
+        choices = [
+            {
+                "index": choice,
+                **self._content(choice),
+                "logprobs": None,
+                "finish_reason": self._finish_reason(choice),
+                "stop_reason": None,
+            }
+            for choice in range(len(self._answer.outputs))
+        ]
+        return encode({**self._common(self._kind), "choices": choices, "usage": self._usage()})
+
+    def _chunk(self, choice: int, content: dict[str, Any], more: bytes = b"") -> bytes:
+        """Return a chunk with one choice and `more` fields."""
+        return self._chunk_start + encode({"index": choice, **content}) + b"]" + more + b"}\n\n"
+
+    def _common(self, kind: str) -> dict[str, Any]:
+        """Return the fields that begin every object and chunk of an answer."""
+        answer = self._answer
+        return {"id": answer.request_id, "object": kind, "created": answer.created, "model": answer.model}
+
+    def _usage(self) -> dict[str, Any]:
+        answer = self._answer
+        return {
+            "prompt_tokens": answer.prompt_tokens,
+            "total_tokens": answer.prompt_tokens + answer.output_tokens,
+            "completion_tokens": answer.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        }
+
+    def _finish_reason(self, choice: int) -> str:
+        return self._answer.outputs[choice].finish_reason
+
+    @abstractmethod
+    def _content(self, choice: int) -> dict[str, Any]:
+        """Return the text of a finished choice."""
+
+    @abstractmethod
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        """Return the text of some tokens of a choice."""
+
+
+class ChatAnswer(_ChoicesAnswer):
+    """Answer of `/v1/chat/completions`."""
+
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
+
+    def first_token_events(self) -> bytes:
+        """Return the role, once per choice."""
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(
+            self._chunk(choice, role, _as_fields(self._answer.prompt_ids(choice)))
+            for choice in range(len(self._answer.outputs))
+        )
+
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        text = self._answer.outputs[choice].added(start, count)
+        if self._answer.call is None:
+            return {"delta": {"content": text}}
+        return {"delta": {"tool_calls": [{"index": 0, **self._call(choice, text)}]}}
+
+    def _content(self, choice: int) -> dict[str, Any]:
+        text = self._answer.outputs[choice].text
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        if self._answer.call is not None:
+            message |= {"content": "", "tool_calls": [self._call(choice, text)]}
+        return {"message": message}
+
+    def _call(self, choice: int, arguments: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-tool-{self._answer.request_id}-{choice}",
+            "type": "function",
+            "function": {"name": self._answer.call, "arguments": arguments},
+        }
+
+    def _finish_reason(self, choice: int) -> str:
+        return super()._finish_reason(choice) if self._answer.call is None else "tool_calls"
+
+
+class CompletionAnswer(_ChoicesAnswer):
+    """Answer of `/v1/completions`."""
+
+    _kind = _chunk_kind = "text_completion"
+
+    def _delta(self, choice: int, start: int, count: int) -> dict[str, Any]:
+        text = self._answer.outputs[choice].added(start, count)
+        return {"text": text, **({} if start else self._answer.prompt_ids(choice))}
+
+    def _content(self, choice: int) -> dict[str, Any]:
+        return {"text": self._answer.outputs[choice].text}
+
+
+def _as_fields(fields: dict[str, Any]) -> bytes:
+    """Return fields for the end of an object that has others."""
+    return b"," + encode(fields)[1:-1] if fields else b""
+
+
+# Anthropic's schema requires these fields; vLLM omits them.
+_NO_USAGE = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+
+
+class MessageAnswer(EmulatedAnswer):
+    """Answer of `/v1/messages`: one block with text or with a tool call."""
+
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
+        self._block: dict[str, Any] = {"type": "text", "text": "", "citations": None}
+        if answer.call is not None:
+            call_id = f"chatcmpl-tool-{answer.request_id}"
+            called = {"name": answer.call, "input": {}, "caller": {"type": "direct"}}
+            self._block = {"type": "tool_use", "id": call_id, **called}
+
+    def first_token_events(self) -> bytes:
+        """Return the start events of the message and its block."""
+        message = self._message([], None, {**self._usage(), "output_tokens": 0})
+        start = _event("message_start", message=message)
+        return start + _event("content_block_start", content_block=self._block, index=0)
+
+    # `ends` is unused: `final_events` sends the end as separate events.
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
+        """Return the text of some tokens as a delta."""
+        text = self._answer.outputs[choice].added(start, count)
+        delta = {"type": "text_delta", "text": text}
+        if self._answer.call is not None:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return _event("content_block_delta", delta=delta, index=0)
+
+    def final_events(self) -> bytes:
+        """Return the end of the block, the stop reason, and the end of the message."""
+        end = _event("content_block_stop", index=0)
+        stop = _event("message_delta", delta=_stop(self._reason()), usage=self._usage())
+        return end + stop + _event("message_stop")
+
+    def full_body(self) -> bytes:
+        """Return a message object."""
+        text = self._answer.outputs[0].text
+        more = {"text": text} if self._answer.call is None else {"input": msgspec.json.decode(text)}
+        return encode(self._message([{**self._block, **more}], self._reason(), self._usage()))
+
+    def _reason(self) -> str:
+        if self._answer.call is not None:
+            return "tool_use"
+        return "max_tokens" if self._answer.outputs[0].finish_reason == "length" else "end_turn"
+
+    def _usage(self) -> dict[str, int | None]:
+        """Return Anthropic's usage object, in which `input_tokens` excludes cached tokens."""
+        answer = self._answer
+        return {
+            "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+            "output_tokens": answer.output_tokens,
+            "cache_read_input_tokens": answer.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            **dict.fromkeys(_NO_USAGE),
+        }
+
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, int | None]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._answer.request_id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self._answer.model,
+            **_stop(reason),
+            "usage": usage,
+        }
+
+
+def _stop(reason: str | None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": None, "stop_details": None, "container": None}
+
+
+def failed_event() -> bytes:
+    """Return the event that ends a stream whose engine has failed."""
+    return b"event: error\ndata: %s\n\n" % _error(engine_failed())
+
+
+def anthropic_errors(handler: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
+    """Wrap a handler so that its errors have Anthropic's shape, as vLLM's route does."""
+
+    async def answered(call: Call) -> None:
+        try:
+            await handler(call)
+        except ApiError as error:
+            error.body = _error(error)
+            raise
+
+    return answered
+
+
+def _error(error: ApiError) -> bytes:
+    return encode({"type": "error", "error": {"type": error.kind, "message": str(error)}})
+
+
+def _event(kind: str, **content: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode({"type": kind, **content}))
+
+
+RESPONSES_PATH = "/v1/responses"
+_CANCEL = "/cancel"
+# vLLM evicts none, which its log calls a memory leak.
+_MAX_RESPONSES = 1_000
+
+Document = dict[str, Any]
+# Fields of a request that its response repeats, with the values that stand for absent ones.
+_REPEATED: Document = {
+    "background": False,
+    "frequency_penalty": 0.0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "auto",
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+_TOOL = {"description": None, "parameters": None, "strict": None}
+
+
+class ResponsesAnswer(EmulatedAnswer):
+    """Answer of `/v1/responses`: one item with text or with a function call."""
+
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
+        self._item_id = f"item_{answer.request_id}"
+        self._events = 0
+
+    def initial_events(self) -> bytes:
+        """Return the events for a response in progress. vLLM sends them before the prefill."""
+        running = self._response("in_progress", [])
+        return self._event("response.created", response=running) + self._event(
+            "response.in_progress", response=running
+        )
+
+    def first_token_events(self) -> bytes:
+        """Return the events up to the empty content part or call."""
+        added = self._event("response.output_item.added", output_index=0, item=self._item("in_progress", ""))
+        if self._answer.call is not None:
+            return added
+        return added + self._text_event("response.content_part.added", part=_part(""))
+
+    # `ends` is unused: `final_events` sends the end as separate events.
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
+        """Return what some tokens add to the text or to the arguments."""
+        text = self._answer.outputs[choice].added(start, count)
+        if self._answer.call is not None:
+            return self._call_event("response.function_call_arguments.delta", delta=text)
+        return self._text_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def final_events(self) -> bytes:
+        """Return the complete text or arguments, item and response, each in its completion event."""
+        text = self._answer.outputs[0].text
+        if self._answer.call is not None:
+            kind = "response.function_call_arguments.done"
+            done = self._call_event(kind, arguments=text, name=self._answer.call)
+        else:
+            done = self._text_event("response.output_text.done", text=text, logprobs=[])
+            done += self._text_event("response.content_part.done", part=_part(text))
+        item = self._item(self._status, text)
+        done += self._event("response.output_item.done", output_index=0, item=item)
+        return done + self._event(f"response.{self._status}", response=self._response(self._status, [item]))
+
+    def full_body(self) -> bytes:
+        """Return a response object."""
+        item = self._item(self._status, self._answer.outputs[0].text)
+        return encode(self._response(self._status, [item]))
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._answer.outputs[0].finish_reason == "stop" else "incomplete"
+
+    def _text_event(self, kind: str, **content: Any) -> bytes:
+        return self._call_event(kind, content_index=0, **content)
+
+    def _call_event(self, kind: str, **content: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=0, **content)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        data = encode({"type": kind, **content, "sequence_number": self._events})
+        self._events += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+    def _item(self, status: str, text: str) -> Document:
+        item: Document = {"id": self._item_id, "status": status}
+        if (name := self._answer.call) is not None:
+            call = {"type": "function_call", "call_id": f"call_{self._answer.request_id}", "name": name}
+            return {**item, **call, "arguments": text}
+        content = [] if status == "in_progress" else [_part(text)]
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _response(self, status: str, output: list[Document]) -> Document:
+        answer = self._answer
+        counts = {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.output_tokens,
+        }
+        fields = answer.generation.fields
+        return {
+            **_response(answer.request_id, answer.created, answer.model, status, fields),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": output,
+            "usage": counts if output else None,
+        }
+
+
+def _part(text: str) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response(
+    response_id: str, created: int, model: str | None, status: str, fields: dict[str, Any]
+) -> Document:
+    """Return a response without output to a request with these fields."""
+    tools = fields.get("tools")
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "model": model,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        **{name: _completed(fields.get(name), default) for name, default in _REPEATED.items()},
+        "tools": [_completed(tool, _TOOL) for tool in tools] if isinstance(tools, list) else [],
+    }
+
+
+def _completed(value: Any, default: Any) -> Any:
+    """Return a value, or its default if it is null; an object gets the defaults of its absent fields."""
+    if isinstance(value, dict) and isinstance(default, dict):
+        return {**default, **value}
+    return default if value is None else value
+
+
+# -- stored responses --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """A stored response.
+
+    Attributes:
+        conversation: the messages that it answers.
+        queued: its document until it ends.
+        is_stream: whether the answer is a stream of events.
+        answer: bytes of the engine's answer: a document, or a stream's events.
+        ended: set when the answer is complete.
+        progressed: set when more of the answer is available.
+        task: background task that generates it, if any.
+        status: final status if it ended without an answer; otherwise empty.
+    """
+
+    conversation: list[Document]
+    queued: Document
+    is_stream: bool
+    answer: bytearray = field(default_factory=bytearray)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    progressed: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    status: str = ""
+
+    def end(self, status: str = "") -> None:
+        """Mark the end of the answer."""
+        self.status = self.status or status
+        self.ended.set()
+        self.progressed.set()
+
+    def events(self) -> list[bytes]:
+        """Return the events so far, each with its terminating empty line."""
+        return [event + b"\n\n" for event in bytes(self.answer).split(b"\n\n")[:-1]]
+
+    def document(self) -> Document:
+        """Return the response in its current state."""
+        if self.status or not self.ended.is_set():
+            return {**self.queued, "status": self.status or self.queued["status"]}
+        document: Document
+        if self.is_stream:
+            document = msgspec.json.decode(self.events()[-1].partition(b"\ndata: ")[2])["response"]
+        else:
+            document = msgspec.json.decode(self.answer)
+        return document
+
+    def messages(self) -> list[Document]:
+        """Return the conversation including the answer, as context for the next turn."""
+        answers = [
+            {"role": "assistant", "content": item["content"][0]["text"]}
+            for item in self.document()["output"]
+            if item["type"] == "message"
+        ]
+        return [*self.conversation, *answers]
+
+
+class _StoreOptions(msgspec.Struct):
+    """Fields needed for storing. The other fields are validated when the answer is generated."""
+
+    input: str | list[Document]
+    model: str | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    background: bool | None = False
+    previous_response_id: str | None = None
+    request_id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_StoreOptions, strict=False)
+
+
+class EmulatedResponses:
+    """Endpoints of the Responses API; `generate` handles requests that refer to no stored response."""
+
+    def __init__(self, generate: Callable[[Call], Awaitable[None]]) -> None:
+        self._generate = generate
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<EmulatedResponses {len(self._stored)} stored>"
+
+    async def create(self, call: Call) -> None:
+        """Handle `POST /v1/responses`."""
+        try:
+            options = _decoder.decode(call.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # The request parser reports the error.
+            await self._generate(call)
+            return
+        if options.background and options.store is False:
+            raise invalid("background can only be used when `store` is true", param="background")
+        response_id = options.request_id or f"resp_{uuid.uuid4().hex}"
+        before: list[Document] = []
+        if options.previous_response_id is not None:
+            before = self._find(options.previous_response_id).messages()
+        own = (
+            [{"role": "user", "content": options.input}] if isinstance(options.input, str) else options.input
+        )
+        conversation = [*before, *own]
+        changes: Document = {"request_id": response_id}
+        if before:
+            changes["input"] = conversation
+        # In JSON with duplicate fields, the last one wins.
+        call = replace(call, body=call.body.rstrip()[:-1] + b"," + encode(changes)[1:])
+        if options.store is False:
+            await self._generate(call)
+            return
+        now = int(time.time())
+        queued = _response(response_id, now, options.model, "queued", decode(FIELDS, call.body))
+        response = StoredResponse(conversation, queued, bool(options.stream))
+        if not options.background:
+            await self._answer(response_id, response, call)
+            return
+        self._store(response_id, response)
+        response.task = asyncio.create_task(self._work(response, call), name=f"create_{response_id}")
+        if response.is_stream:
+            await _replay(response, call, 0)
+        else:
+            await send_response(call.send, 200, encode(response.document()))
+
+    async def serve(self, call: Call) -> None:
+        """Handle `GET /v1/responses/ID` and `POST /v1/responses/ID/cancel`."""
+        rest = call.scope["path"].removeprefix(RESPONSES_PATH + "/")
+        cancels = rest.endswith(_CANCEL)
+        if call.scope["method"] != ("POST" if cancels else "GET"):
+            raise no_such_route(405)
+        response = self._find(rest.removesuffix(_CANCEL))
+        query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
+        if cancels:
+            await self._cancel(response, call)
+        elif query.get("stream", ["false"])[0].lower() != "true":
+            await send_response(call.send, 200, encode(response.document()))
+        elif response.task is None or not response.is_stream:
+            raise invalid(f"Unknown response_id: {rest}", param="response_id")
+        else:
+            await _replay(response, call, int(query.get("starting_after", ["-1"])[0]) + 1)
+
+    def _find(self, response_id: str) -> StoredResponse:
+        found = self._stored.get(response_id)
+        if found is None:
+            message = f"Response with id '{response_id}' not found."
+            raise ApiError(404, message, kind="invalid_request_error", param="response_id")
+        return found
+
+    def _store(self, response_id: str, response: StoredResponse) -> None:
+        self._stored[response_id] = response
+        while len(self._stored) > _MAX_RESPONSES:
+            self._stored.popitem(last=False)
+
+    async def _answer(self, response_id: str, response: StoredResponse, call: Call) -> None:
+        """Answer the client and store the answer."""
+        status = 0
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            response.answer += message.get("body", b"")
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # Store it before the client can request it.
+                response.end()
+                if status == 200:
+                    self._store(response_id, response)
+            await call.send(message)
+
+        await self._generate(replace(call, send=send))
+
+    async def _work(self, response: StoredResponse, call: Call) -> None:
+        """Generate in the background."""
+
+        async def send(message: Message) -> None:
+            response.answer += message.get("body", b"")
+            response.progressed.set()
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError("the event is never set")
+
+        try:
+            await self._generate(replace(call, receive=receive, send=send))
+        except ApiError:
+            response.end("failed")
+        finally:
+            response.end()
+
+    async def _cancel(self, response: StoredResponse, call: Call) -> None:
+        if response.ended.is_set() or response.task is None:
+            raise invalid("Cannot cancel a synchronous response.", param="response_id")
+        response.status = "cancelled"
+        response.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await response.task
+        await send_response(call.send, 200, encode(response.document()))
+
+
+async def _replay(response: StoredResponse, call: Call, first: int) -> None:
+    """Send the events of a response from number `first` on, including future ones."""
+    await call.begin_events()
+    sent = first
+    while True:
+        response.progressed.clear()
+        is_last = response.ended.is_set()
+        events = response.events()
+        await call.send_events(b"".join(events[sent:]), more=not is_last)
+        sent = max(sent, len(events))
+        if is_last:
+            return
+        await response.progressed.wait()
+
 
 # Length of embeddings.
 _DIMENSIONS = 64

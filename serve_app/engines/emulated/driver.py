@@ -1,4 +1,6 @@
-"""Real-time driver of the engine model: begins a step, sleeps until it ends, and delivers its tokens.
+"""The driver of the emulated engine: admission, steps and metrics.
+
+Real-time driver of the engine model: begins a step, sleeps until it ends, and delivers its tokens.
 
 The model's clock runs `speed_up` times as fast as wall time. A step begins when the previous one ended on
 that clock, not when this process woke up, so late wake-ups do not accumulate. If the process lags too far
@@ -6,18 +8,170 @@ behind, the clock slips instead of catching up in a burst.
 
 Request handlers hold a `Ticket`. The driver marks tickets with progress and wakes their handlers. A handler
 that reads slowly finds several tokens at once.
+
+Admission to the emulated engine: served names, vLLM's context limits, and the lengths of answers.
+
+Metrics of the emulated engine: those of vLLM that the application or its dashboards read.
+
+They are updated at every step and scraped a few times per minute. So they are plain numbers, and Prometheus
+objects are created at a scrape. All times are wall time: a speed-up divides them like the client's times.
 """
 
 import asyncio
+import bisect
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from serve_app.engines.emulated.metrics import EngineMetrics
-from serve_app.engines.emulated.text import GeneratedOutput
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serve_app.engines.emulated.requests import (
+    NO_ARGUMENTS,
+    ApiError,
+    GeneratedOutput,
+    Generation,
+    Prompt,
+    decode,
+    decoder_of,
+    invalid,
+    words,
+)
 from serve_app.engines.engine import EngineLoad
-from serve_app.engines.model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
-from serve_app.engines.model.recent_mean import TPOT_WINDOW_S, RecentMean
+from serve_app.engines.model import (
+    EngineModel,
+    EngineModelSettings,
+    EngineSequence,
+    ModelSnapshot,
+    StepOutcome,
+)
+from serve_app.engines.model.model import TPOT_WINDOW_S, RecentMean
 from serve_app.errors import EngineError
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+_TOKEN_GAP_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LABELS = ("model_name", "engine")
+
+
+class WeightedHistogram:
+    """Histogram that counts many equal values at the cost of one."""
+
+    __slots__ = ("_bounds", "_counts", "_sum", "documentation")
+
+    def __init__(self, documentation: str, bounds: Sequence[float]) -> None:
+        self.documentation = documentation
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value `times` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """Return cumulative counts by upper bound and the sum of all values, for `prometheus_client`."""
+        bounds = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(self._counts), strict=True)), self._sum
+
+
+class EngineMetrics(Collector):
+    """Prometheus collector of one emulated engine.
+
+    Args:
+        model_name: value of the label `model_name`.
+    """
+
+    def __init__(self, model_name: str, settings: EngineModelSettings) -> None:
+        self._labels = (model_name, "0")
+        self._settings = settings
+        self._snapshot: Callable[[], ModelSnapshot] | None = None
+        self._generation_tokens = 0
+        self._token_gaps = WeightedHistogram("Inter-token latency.", _TOKEN_GAP_S)
+        self._step_tokens = WeightedHistogram("Tokens per engine step.", _STEP_TOKENS)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def watch(self, snapshot: Callable[[], ModelSnapshot]) -> None:
+        """Set the source of the gauges."""
+        self._snapshot = snapshot
+
+    def text(self) -> bytes:
+        """Return the metrics in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def count_step(self, outcome: StepOutcome, gap_s: float) -> None:
+        """Count a step that ended `gap_s` after the previous one."""
+        self._step_tokens.observe(outcome.prefill_tokens + outcome.sequences)
+        if outcome.sequences:
+            self._token_gaps.observe(gap_s, outcome.sequences)
+        self._generation_tokens += outcome.sequences + len(outcome.first_tokens)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics, for the registry."""
+        if self._snapshot is not None:
+            snapshot = self._snapshot()
+            yield from self._gauges(snapshot)
+            yield from self._counters(snapshot)
+        for name, histogram in (
+            ("inter_token_latency_seconds", self._token_gaps),
+            ("iteration_tokens_total", self._step_tokens),
+        ):
+            buckets, total = histogram.cumulative()
+            family = HistogramMetricFamily(f"vllm:{name}", histogram.documentation, labels=_LABELS)
+            family.add_metric(self._labels, buckets, total)
+            yield family
+
+    def _gauges(self, snapshot: ModelSnapshot) -> Iterable[Metric]:
+        for name, documentation, value in (
+            ("num_requests_running", "Requests in model execution batches.", snapshot.running),
+            ("num_requests_waiting", "Requests waiting to be processed.", snapshot.waiting),
+            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", snapshot.kv_usage_ratio),
+        ):
+            yield self._family(GaugeMetricFamily, name, documentation, value)
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Information of the LLMEngine CacheConfig",
+            labels=["block_size", "enable_prefix_caching", "engine", "num_gpu_blocks"],
+        )
+        settings = self._settings
+        # vLLM's count includes the block that it reserves as padding. All blocks of the emulated engine are
+        # usable.
+        blocks = str(settings.kv_blocks + 1)
+        cache.add_metric([str(settings.block_size), str(settings.prefix_caching), "0", blocks], 1)
+        yield cache
+
+    def _counters(self, snapshot: ModelSnapshot) -> Iterable[Metric]:
+        for name, documentation, value in (
+            ("num_preemptions", "Preemptions.", snapshot.preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", snapshot.prefix_queries_tokens),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", snapshot.prefix_hits_tokens),
+            ("generation_tokens", "Generation tokens processed.", self._generation_tokens),
+        ):
+            yield self._family(CounterMetricFamily, name, documentation, value)
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        documentation: str,
+        value: float,
+    ) -> Metric:
+        family = kind(f"vllm:{name}", documentation, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
 
 _log = logging.getLogger(__name__)
 
@@ -241,3 +395,156 @@ class EngineDriver:
         for ticket in set(self._tickets.values()):
             ticket.fail(error)
         self._tickets.clear()
+
+
+class _Adapter(msgspec.Struct):
+    lora_name: str
+
+
+_ADAPTER = decoder_of(_Adapter)
+
+
+class ServedNames:
+    """Names that the engine serves: those of its model and of LoRA adapters.
+
+    Args:
+        models: names of the model; answers carry the first.
+        adapters: names of the adapters loaded at startup.
+    """
+
+    def __init__(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
+        self._models = models
+        self._adapters = dict.fromkeys(adapters)
+
+    def __repr__(self) -> str:
+        return f"<ServedNames {', '.join((*self._models, *self._adapters))}>"
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, sorted."""
+        return tuple(sorted(self._adapters))
+
+    def check(self, model: str | None) -> str:
+        """Return the requested name, by default the model's. Raise `ApiError` if it is not served."""
+        if model and model not in self._models and model not in self._adapters:
+            names = ", ".join((*self._models, *self._adapters))
+            message = f"The model `{model}` does not exist. Valid aliases: {names}."
+            raise ApiError(404, message, kind="NotFoundError", param="model")
+        return model or self._models[0]
+
+    def load(self, body: bytes) -> None:
+        """Load the adapter that a request names."""
+        self._adapters[decode(_ADAPTER, body).lora_name] = None
+
+    def unload(self, body: bytes) -> None:
+        """Unload the adapter that a request names."""
+        self._adapters.pop(decode(_ADAPTER, body).lora_name, None)
+
+    def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
+        """Return the entries of the model list. Adapters have their base model as `parent`."""
+        own = self._models[0]
+        common = {"object": "model", "created": created, "owned_by": "emulated", "permission": []}
+        models = [
+            {"id": name, **common, "root": own, "parent": None, "max_model_len": max_model_len}
+            for name in self._models
+        ]
+        return models + [
+            {"id": name, **common, "root": f"adapters/{name}", "parent": own, "max_model_len": None}
+            for name in self._adapters
+        ]
+
+
+class OutputLengthSampler:
+    """Source of answer lengths: stated by the client, or sampled from a log-normal distribution.
+
+    Args:
+        mean_tokens: mean of the distribution before limits are applied.
+        sigma: standard deviation of the logarithm; 0 makes every answer `mean_tokens` long.
+    """
+
+    def __init__(self, mean_tokens: float, sigma: float, rng: random.Random) -> None:
+        self._mu = math.log(mean_tokens) - sigma * sigma / 2.0
+        self._sigma = sigma
+        self._rng = rng
+
+    def draw(self, generation: Generation, limit: int) -> tuple[int, str]:
+        """Return the tokens of one answer, at most `limit`, and its finish reason."""
+        if generation.body.ignore_eos:
+            return limit, "length"
+        tokens = generation.body.ewsjf_output_tokens
+        if tokens is None:
+            tokens = max(1, round(self._rng.lognormvariate(self._mu, self._sigma)))
+        return (limit, "length") if tokens > limit else (tokens, "stop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedAdmission:
+    """Admission control of the engine: converts requests to tickets, or rejects them with `ApiError`."""
+
+    limits: EngineModelSettings
+    driver: EngineDriver
+    lengths: OutputLengthSampler
+
+    def admit(self, generation: Generation, request_id: str) -> Ticket:
+        """Return a ticket with one sequence per choice of each prompt."""
+        most = self.limits.max_model_len
+        if generation.max_tokens is not None and generation.max_tokens > most:
+            raise invalid(
+                f"max_tokens={generation.max_tokens} cannot be greater than max_model_len={most}. Please "
+                "request fewer output tokens.",
+                param="max_tokens",
+            )
+        limits = [self._output_limit(generation, prompt) for prompt in generation.prompts]
+        sequences: list[EngineSequence] = []
+        outputs: list[GeneratedOutput] = []
+        for prompt, limit in zip(generation.prompts, limits, strict=True):
+            for choice in range(generation.choices):
+                if generation.call is None:
+                    output = words(prompt, choice, *self.lengths.draw(generation, limit))
+                else:
+                    output = NO_ARGUMENTS
+                outputs.append(output)
+                sequence_id, tokens = f"{request_id}-{len(sequences)}", len(output.tokens)
+                sequences.append(self._sequence(sequence_id, prompt, tokens, generation.body.priority))
+        return Ticket(sequences, outputs, streaming=bool(generation.body.stream))
+
+    def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
+        """Return a ticket whose sequences compute their prompts and generate nothing."""
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        sequences = [
+            self._sequence(f"{request_id}-{index}", prompt, 0, priority)
+            for index, prompt in enumerate(prompts)
+        ]
+        return Ticket(sequences)
+
+    def _output_limit(self, generation: Generation, prompt: Prompt) -> int:
+        """Return the maximum output tokens: `max_tokens` or the rest of the context, whichever is smaller."""
+        self._check_prompt(prompt)
+        left = self.limits.max_model_len - prompt.tokens
+        if not left:
+            raise invalid(
+                f"The decoder prompt (length {prompt.tokens}) plus the number of requested output tokens (at "
+                f"least 1) is longer than the maximum model length of {prompt.tokens}."
+            )
+        return left if generation.max_tokens is None else min(left, generation.max_tokens)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.tokens > self.limits.max_model_len:
+            raise invalid(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. However, your "
+                f"prompt contains {prompt.tokens} input tokens. Please reduce its length.",
+                param="input_tokens",
+            )
+
+    def _sequence(
+        self, sequence_id: str, prompt: Prompt, target_tokens: int, priority: int
+    ) -> EngineSequence:
+        return EngineSequence(
+            sequence_id=sequence_id,
+            prompt_tokens=prompt.tokens,
+            target_tokens=target_tokens,
+            arrived_at=self.driver.now(),
+            priority=priority,
+            block_hashes=prompt.block_hashes,
+        )

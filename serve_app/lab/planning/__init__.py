@@ -2,9 +2,7 @@
 
 A queueing model ranks fleets, and the simulator sizes the best of them with the production scheduler.
 
-- `fleets`: the fleets that are compared, and their prices.
-- `queueing` and `sizing`: the queueing model, and sizes derived from it.
+- `queueing`: the fleets that are compared, their prices, the queueing model, and sizes derived from it.
 - `verification`: the smallest fleet in the simulator.
-- `plan`: the search for the cheapest fleet, from the workload to the result.
-- `report` and `configuration`: the output.
+- `plan`: the search for the cheapest fleet, from the workload to the result, and the output.
 """

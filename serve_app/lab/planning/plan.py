@@ -3,19 +3,36 @@
 The queueing model sizes and ranks all candidates, and the simulator sizes the best of them. Its numbers are
 the result. One pool and two pools have the same choice of profiles and batch settings. Otherwise the gain of
 a better setting would look like a saving by splitting.
+
+Configuration of a planned fleet: a complete file, accepted by `check` and `simulate --config`.
+
+Output of a plan: JSON, a table, and a verdict in one sentence.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from serve_app.engines.model.profiles import load_profile
+import yaml
+
+from serve_app.core import SchedulerSettings
+from serve_app.core.settings_base import as_config
+from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import SettingsError
-from serve_app.lab.planning import fleets
-from serve_app.lab.planning.fleets import CostTable, FleetPlan, PoolPlan, ReplicaCounts
-from serve_app.lab.planning.queueing import LengthMix
-from serve_app.lab.planning.sizing import SizedPool, size, sized_pool
+from serve_app.lab.planning import queueing
+from serve_app.lab.planning.queueing import (
+    WORST_CASE,
+    CostTable,
+    FleetPlan,
+    LengthMix,
+    PoolPlan,
+    ReplicaCounts,
+    SizedPool,
+    size,
+    sized_pool,
+)
 from serve_app.lab.planning.verification import (
     Verification,
     Verifier,
@@ -24,8 +41,9 @@ from serve_app.lab.planning.verification import (
     scale_share,
     smallest_fleet,
 )
-from serve_app.lab.simulation.fleet import EngineChanges
-from serve_app.lab.simulation.workload import FittedTrace, choose_trace, fit
+from serve_app.lab.simulation.run import EngineChanges, FittedTrace, choose_trace, fit, set_path
+from serve_app.lab.simulation.simulation import ReplicaPlan
+from serve_app.lab.tables import interval_text, number_text, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +184,8 @@ class Planner:
 
     def worst_case(self) -> Candidate:
         """Return the papers' baseline."""
-        slots = self._options.worst_case_slots or fleets.worst_case_slots(self._options.profile)
-        return self._sized(fleets.worst_case_fleet(self._options.profile, slots))
+        slots = self._options.worst_case_slots or queueing.worst_case_slots(self._options.profile)
+        return self._sized(queueing.worst_case_fleet(self._options.profile, slots))
 
     @cached_property
     def paged(self) -> list[Candidate]:
@@ -177,7 +195,7 @@ class Planner:
         profiles = _distinct((options.profile, *options.long_profiles, *options.short_profiles))
         able = [name for name in profiles if load_profile(name).max_model_len >= longest]
         pools = [pool for name in able or [options.profile] for pool in self._pools(name)]
-        plans = [fleets.paged_fleet(self._within_context(pool)) for pool in pools]
+        plans = [queueing.paged_fleet(self._within_context(pool)) for pool in pools]
         return sorted((self._sized(plan) for plan in plans), key=lambda one: one.rank)
 
     def split(self) -> list[Candidate]:
@@ -204,7 +222,7 @@ class Planner:
             pools = [pool for name in profiles or [options.profile] for pool in self._pools(name)]
             rate_per_s = self._demand.rate_per_s * len(part) / len(mix)
             chosen.append(min(pools, key=lambda pool: self._pool_rank(pool, part, rate_per_s, boundary)))
-        return self._sized(fleets.split_fleet(chosen[0], self._within_context(chosen[1]), boundary))
+        return self._sized(queueing.split_fleet(chosen[0], self._within_context(chosen[1]), boundary))
 
     def _within_context(self, pool: PoolPlan) -> PoolPlan:
         """Limit the context to the undivided fleet's, so that all fleets receive the same requests."""
@@ -217,7 +235,7 @@ class Planner:
         self, pool: PoolPlan, part: LengthMix, rate_per_s: float, boundary: int
     ) -> tuple[bool, float, float]:
         # The plan of an undivided fleet is also the plan of one pool.
-        plan = replace(fleets.paged_fleet(pool), b_short_tokens=boundary)
+        plan = replace(queueing.paged_fleet(pool), b_short_tokens=boundary)
         (model,) = plan.models(part).values()
         sized = sized_pool(model, rate_per_s, self._demand.slo)
         usd_per_hour = sized.replicas * self._costs.usd_per_hour(pool.profile)
@@ -279,7 +297,7 @@ class Planner:
 
     def _with_plain_first(self, undivided: list[Candidate]) -> list[Candidate]:
         """Return the model's best candidates after the unchanged profile, because the model may be wrong."""
-        plain = fleets.paged_fleet(PoolPlan(profile=self._options.profile))
+        plain = queueing.paged_fleet(PoolPlan(profile=self._options.profile))
         first = [one for one in undivided if one.plan == plain]
         others = [one for one in undivided if one.plan != plain]
         return [*first, *others][: max(1, self._options.candidates)]
@@ -295,7 +313,7 @@ class Planner:
             if verification is not None:
                 headroom = 1.0
                 # The worst case costs far more than a replica above the others, so it needs no finer size.
-                if verifier.share < 1 and candidate.plan.name != fleets.WORST_CASE:
+                if verifier.share < 1 and candidate.plan.name != queueing.WORST_CASE:
                     headroom = verifier.headroom(candidate.plan, verification.counts, seeds)
                 found.append(self._at_full_size(candidate, verification, verifier.share, headroom))
         return found
@@ -422,3 +440,214 @@ def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Ca
     lasts_s = max(_MIN_DURATION_S, _LONGEST_OUTPUTS * float(mix.outputs.max()) * iteration_s)
     requests = max(_MIN_REQUESTS, math.ceil(share * demand.rate_per_s * lasts_s))
     return replace(demand, trace=replace(demand.trace, requests=requests))
+
+
+# Ray's accelerator types of the GPUs in profile names.
+_RAY_TYPES = {"a100": "A100", "h100": "H100", "h200": "H200", "l40s": "L40S", "l4": "L4", "b200": "B200"}
+
+_HEADER = """\
+# Planned for {rate:g} requests/s with a P99 TTFT of {ttft:g} s and a P99 TPOT of {tpot:g} ms.
+# ${usd:,.2f} per hour, {gpus:,} GPUs.
+# {engines}
+"""
+_EMULATED = "Engines are emulated with the profiles of the plan; `--model NAME` selects vLLM engines instead."
+_VLLM = "Batch settings are those of the plan. Use `autoscaling` instead of `replicas` to follow the load."
+
+
+def configuration(one: SizedFleet, demand: Workload, costs: CostTable, model: str | None = None) -> str:
+    """Return the file, with vLLM engines of `model` (hub name or folder), or emulated ones without."""
+    header = _HEADER.format(
+        rate=demand.rate_per_s,
+        ttft=demand.slo.ttft_s,
+        tpot=1_000 * (demand.slo.tpot_s or 0),
+        usd=one.usd_per_hour,
+        gpus=one.gpus,
+        engines=_EMULATED if model is None else _VLLM,
+    )
+    application = {
+        "name": "ewsjf",
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build_app",
+        "args": {"models": [_model(one, demand, costs, model)], "gateways": {"replicas": 1, "num_cpus": 0.2}},
+    }
+    document = {
+        "proxy_location": "Disabled",
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "logging_config": {"enable_access_log": False},
+        "applications": [application],
+    }
+    return header + yaml.safe_dump(document, sort_keys=False, width=110)
+
+
+def _model(one: SizedFleet, demand: Workload, costs: CostTable, model: str | None) -> dict[str, Any]:
+    plans = one.plan.settings(dict.fromkeys(one.plan.pools, 1)).plans(isolated=True)
+    scheduler: dict[str, Any] = {"policy": demand.policy}
+    for path, value in demand.scheduler.items():
+        set_path(scheduler, path, value)
+    if len(plans) > 1:
+        set_path(scheduler, "routing.b_short_tokens", one.plan.b_short_tokens)
+    return {
+        "name": "planned" if model is None else model.rstrip("/").rpartition("/")[2],
+        "pools": [_pool(one, plan, costs, model) for plan in plans],
+        "scheduler": as_config(SchedulerSettings, scheduler),
+    }
+
+
+def _pool(one: SizedFleet, plan: ReplicaPlan, costs: CostTable, model: str | None) -> dict[str, Any]:
+    profile, limits = one.plan.pools[plan.pool].profile, plan.engine
+    usual = {"max_model_len": limits.max_model_len, "max_num_seqs": limits.max_num_seqs}
+    batched = {
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "long_prefill_token_threshold": limits.long_prefill_token_threshold,
+    }
+    gpus = load_profile(profile).gpus
+    engine: dict[str, Any]
+    if model is None:
+        engine = {"emulated": {"profile": profile, **usual, "advanced": batched}}
+        resources: dict[str, Any] = {"num_cpus": 0.1}
+    else:
+        args = usual | batched | ({"tensor_parallel_size": gpus} if gpus > 1 else {})
+        engine = {"vllm": {"model": model, "args": args}}
+        kind = _RAY_TYPES.get(costs.gpu_of(profile))
+        resources = {"num_cpus": 1.0, "num_gpus": gpus} | ({} if kind is None else {"accelerator_type": kind})
+    pool = {
+        "name": plan.pool,
+        "engine": engine,
+        "resources": resources,
+        "replicas": one.counts[plan.pool],
+    }
+    return pool | {"advanced": {"cost": round(costs.usd_per_hour(profile), 4)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Cost of one fleet compared with another.
+
+    Attributes:
+        ratio: share of the other's cost that is saved; negative if it costs more.
+        resolution: finest step as a share of the other's cost: one replica, or a quarter if scaled down.
+    """
+
+    ratio: float
+    resolution: float
+
+
+def saving(of: SizedFleet, against: SizedFleet) -> Saving:
+    """Return the saving of a fleet against another."""
+    steps = [
+        (0.25 if one.share < 1 and one.plan.name != WORST_CASE else 1.0)
+        * one.usd_per_hour
+        / sum(one.verification.counts.values())
+        / against.usd_per_hour
+        for one in (of, against)
+    ]
+    return Saving(1 - of.usd_per_hour / against.usd_per_hour, max(steps))
+
+
+def plan_as_json(result: PlanResult) -> dict[str, Any]:
+    """Return the chosen fleets with their verification and saving, the verdict, and the search."""
+    return {
+        "fleets": [_fleet(one, result) for one in result.chosen],
+        "verdict": verdict(result),
+        "simulated": [_simulated(one) for one in result.simulated],
+        "modelled": [_modelled(one) for one in result.modelled],
+    }
+
+
+def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
+    verification = one.verification
+    savings: dict[str, Any] = {}
+    for baseline in (result.worst_case, result.paged):
+        if baseline is not None and baseline is not one:
+            measured = saving(one, baseline)
+            savings[baseline.plan.name] = {"simulated": measured.ratio, "resolution": measured.resolution}
+    return _simulated(one) | {
+        "replicas": sum(one.counts.values()),
+        "per_pool": {pool: _pool_row(one, pool) for pool in one.plan.pools},
+        "p99_ttft_s": None if verification.ttft is None else verification.ttft.mean,
+        "p99_tpot_s": None if verification.tpot is None else verification.tpot.mean,
+        "preemptions": sum(run.preemptions for run in verification.runs),
+        "savings": savings,
+        "simulated_share": one.share,
+    }
+
+
+def _pool_row(one: SizedFleet, pool: str) -> dict[str, Any]:
+    return {
+        "replicas": one.counts[pool],
+        "profile": one.plan.pools[pool].profile,
+        **one.verification.pool_figures(pool),
+    }
+
+
+def _simulated(one: SizedFleet) -> dict[str, Any]:
+    return {
+        "name": one.plan.name,
+        "replicas": dict(one.counts),
+        "gpus": one.gpus,
+        "usd_per_hour": one.usd_per_hour,
+        "headroom": one.headroom,
+        "model_replicas": one.candidate.counts,
+        "verification": one.verification.as_json(),
+    } | one.plan.as_json()
+
+
+def _modelled(one: Candidate) -> dict[str, Any]:
+    return {
+        "replicas": one.counts,
+        "usd_per_hour": one.usd_per_hour,
+        "within_limits": {pool: sized.within_limits for pool, sized in one.pools.items()},
+    } | one.plan.as_json()
+
+
+def verdict(result: PlanResult) -> str:
+    """Return whether splitting pays, in one sentence."""
+    paged, pools = result.paged, result.pools
+    if paged is None:
+        return "No single pool with paged KV meets the limits: relax the limits, or choose another profile."
+    baseline = f"one paged pool (${paged.usd_per_hour:,.2f} per hour, {paged.gpus:,} GPUs)"
+    if pools is None:
+        return f"Splitting does not pay: no simulated pair of pools meets the limits; {baseline} does."
+    measured = saving(pools, paged)
+    split = (
+        f"a short and a long pool with B_short = {pools.plan.b_short_tokens:,} "
+        f"(${pools.usd_per_hour:,.2f} per hour, {pools.gpus:,} GPUs)"
+    )
+    exact = f"sizes are exact to {measured.resolution:.1%}, {len(pools.verification.runs)} seeds"
+    if measured.ratio <= 0:
+        more = f"costs {-measured.ratio:.1%} more than" if measured.ratio else "costs the same as"
+        return f"Splitting does not pay: {split} {more} {baseline}; {exact}."
+    pays = "pays" if measured.ratio > measured.resolution else "hardly pays"
+    return f"Splitting {pays}: {split} costs {measured.ratio:.1%} less than {baseline}; {exact}."
+
+
+def fleets_table(result: PlanResult) -> str:
+    """Return all simulated fleets with sizes and tail latencies; > marks the fleet to choose."""
+    head = [
+        *("fleet", "settings", "B_short", "replicas", "by the model", "GPUs", "$/hour", "saves"),
+        *("P99 TTFT s", "P99 TTFT of long s", "P99 TPOT ms", "preempted ‰"),
+    ]
+    rows = [_fleet_row(one, result) for one in result.simulated]
+    return table_text(head, rows, text_columns=2, key_columns=2)
+
+
+def _fleet_row(one: SizedFleet, result: PlanResult) -> list[str]:
+    found = one.verification
+    mark = "> " if one is result.best else ""
+    saved = None
+    if result.paged is not None and one is not result.paged:
+        saved = saving(one, result.paged).ratio
+    return [
+        mark + one.plan.name,
+        "; ".join(dict.fromkeys(str(pool) for pool in one.plan.pools.values())),
+        number_text(one.plan.b_short_tokens if len(one.plan.pools) > 1 else None),
+        " + ".join(f"{count:,} {pool}" for pool, count in one.counts.items()),
+        " + ".join(f"{count:,}" for count in one.candidate.counts.values()),
+        number_text(one.gpus),
+        number_text(one.usd_per_hour, 2),
+        "-" if saved is None else f"{saved:+.1%}",
+        interval_text(found.ttft, 2),
+        interval_text(found.long_ttft, 2),
+        interval_text(found.tpot, 1, 1_000),
+        number_text(found.preemptions_per_mille, 2),
+    ]

@@ -31,19 +31,42 @@ P(W > t)    = C * exp(-(c - a) t / E[S]), M/M/c, first come first served
 M/G/c       waits of M/M/c times (1 + cv^2) / 2, with cv the coefficient of variation of service times. Kimura
             studied the accuracy of this two-moment approximation (Queueing Systems 15, 1994); it is exact for
             M/M/c and for the mean of M/G/1. Here it scales the whole conditional distribution.
+
+Fleets that are compared: one worst-case pool, one pool with paged KV cache, and two pools.
+
+- `worst-case-homogeneous` is the papers' baseline: a batch holds as many sequences as would fit if each had
+  the longest context (16 at 64K in the papers).
+- `paged-homogeneous` is the fair baseline, because vLLM allocates KV blocks only as tokens are computed: one
+  pool, with the profile's number of sequences and the chunk limit of the scheduler's policy.
+- `pools` are a short and a long one, each with separate settings and profile.
+
+All three have the same scheduler and receive the same requests. Prices are GPU hours from a table, which
+users can replace.
+
+Sizes by the queueing model: the smallest pools within the limits.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from serve_app.core.metrics.summary import Slo
 from serve_app.core.routing.estimation.output_length import QUANTILE
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.core.settings_base import POSITIVE, settings
+from serve_app.engines.model.model import EngineModelSettings
+from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.workloads.trace import Trace
 
 Counts = NDArray[np.int64]
@@ -411,3 +434,242 @@ class PoolModel:
 
 def _normal_cdf(values: _Floats) -> _Floats:
     return np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in values])
+
+
+_DATA = resources.files("serve_app.lab.planning") / "gpu_costs.yaml"
+
+
+@settings
+class GpuCost:
+    """Price of one kind of GPU.
+
+    Attributes:
+        usd_per_hour: price of one GPU.
+        source: of the price, such as a list price, a contract or an estimate.
+        date: year and month of the price.
+    """
+
+    usd_per_hour: Annotated[float, POSITIVE]
+    source: str
+    date: str
+
+
+_ADAPTER = TypeAdapter(dict[str, GpuCost])
+
+
+class CostTable:
+    """Prices of engines by the GPUs that they need."""
+
+    def __init__(self, costs: Mapping[str, GpuCost]) -> None:
+        self.costs = dict(costs)
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> "CostTable":
+        """Load a table from a file, or the built-in one.
+
+        Raises:
+            SettingsError: the file does not contain such a table.
+        """
+        try:
+            text = _DATA.read_text("utf-8") if path is None else path.read_text("utf-8")
+            return cls(_ADAPTER.validate_python(yaml.safe_load(text)))
+        except (OSError, yaml.YAMLError, ValidationError) as error:
+            raise SettingsError(f"{path} is not a table of GPU costs: {error}") from error
+
+    def gpu_of(self, profile: str) -> str:
+        """Return the GPU of a profile, from its name `model-gpu-tpN`.
+
+        Raises:
+            SettingsError: the table has no GPU of that name.
+        """
+        name = Path(profile).name.removesuffix(".yaml").removesuffix(".yml")
+        for part in reversed(name.split("-")):
+            if part in self.costs:
+                return part
+        raise SettingsError(
+            f"no cost for the GPU of profile {profile!r}: name it model-gpu-tpN with one of the GPUs "
+            f"{', '.join(sorted(self.costs))}, or add its GPU in a cost table (--costs FILE)"
+        )
+
+    def usd_per_hour(self, profile: str) -> float:
+        """Return the price of one engine of a profile, with all its GPUs."""
+        return load_profile(profile).gpus * self.costs[self.gpu_of(profile)].usd_per_hour
+
+
+WORST_CASE = "worst-case-homogeneous"
+PAGED = "paged-homogeneous"
+POOLS = "pools"
+
+_PAPER_CONTEXT = 65_536
+
+ReplicaCounts = Mapping[str, int]
+"""Replicas by pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The engines of one pool.
+
+    Attributes:
+        profile: name or path of their profile.
+        engine: changes of their settings.
+    """
+
+    profile: str
+    engine: EngineChanges = field(default_factory=EngineChanges)
+
+    def __str__(self) -> str:
+        changes = {name: value for name, value in asdict(self.engine).items() if value is not None}
+        return " ".join([self.profile, *(f"{name}={value}" for name, value in changes.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """A kind of fleet, without numbers of replicas.
+
+    Attributes:
+        name: one of the three above.
+        pools: one pool, or `short` and `long` in this order.
+        b_short_tokens: largest token budget of the short pool.
+    """
+
+    name: str
+    pools: Mapping[str, PoolPlan]
+    b_short_tokens: int = 8_192
+
+    def settings(self, counts: ReplicaCounts) -> FleetSettings:
+        """Return the fleet with these replicas, for the simulator."""
+        first = next(iter(self.pools.values()))
+        return FleetSettings(
+            profile=first.profile,
+            replicas={pool: counts[pool] for pool in self.pools},
+            b_short_tokens=self.b_short_tokens,
+            by_pool={
+                pool: PoolChanges(profile=plan.profile, engine=plan.engine)
+                for pool, plan in self.pools.items()
+            },
+        )
+
+    def usd_per_hour(self, counts: ReplicaCounts, costs: CostTable) -> float:
+        """Return the price of all replicas."""
+        return sum(counts[pool] * costs.usd_per_hour(plan.profile) for pool, plan in self.pools.items())
+
+    def gpus(self, counts: ReplicaCounts) -> int:
+        """Return the GPUs of all replicas."""
+        return sum(counts[pool] * load_profile(plan.profile).gpus for pool, plan in self.pools.items())
+
+    def models(self, mix: LengthMix) -> dict[str, PoolModel]:
+        """Return the queueing model of each pool for its part of the mix, with the policy's chunk limit."""
+        parts = dict(zip(self.pools, mix.split(self.b_short_tokens), strict=False))
+        if len(self.pools) == 1:
+            parts = dict.fromkeys(self.pools, mix)
+        plans = self.settings(dict.fromkeys(self.pools, 1)).plans(isolated=True)
+        return {plan.pool: PoolModel(plan.step_time, plan.engine, parts[plan.pool]) for plan in plans}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return profiles and changes by pool."""
+        return {
+            "b_short_tokens": self.b_short_tokens if len(self.pools) > 1 else None,
+            "pools": {pool: asdict(plan) for pool, plan in self.pools.items()},
+        }
+
+
+def worst_case_slots(profile: str) -> int:
+    """Return the sequences that fit into the KV cache at the longest context: the papers' `max_num_seqs`.
+
+    The longest context is the profile's, or the papers' 64K if that is shorter.
+    """
+    engine = load_profile(profile)
+    context = min(engine.max_model_len, _PAPER_CONTEXT)
+    return max(1, min(engine.max_num_seqs, engine.kv_tokens // context))
+
+
+def worst_case_fleet(profile: str, slots: int) -> FleetPlan:
+    """Return one pool whose batches hold `slots` sequences."""
+    return FleetPlan(
+        name=WORST_CASE,
+        pools={ONE_POOL: PoolPlan(profile=profile, engine=EngineChanges(max_num_seqs=slots))},
+    )
+
+
+def paged_fleet(pool: PoolPlan) -> FleetPlan:
+    """Return one pool with paged KV cache."""
+    return FleetPlan(name=PAGED, pools={ONE_POOL: pool})
+
+
+def split_fleet(short: PoolPlan, long: PoolPlan, b_short_tokens: int) -> FleetPlan:
+    """Return a short and a long pool."""
+    return FleetPlan(name=POOLS, pools={"short": short, "long": long}, b_short_tokens=b_short_tokens)
+
+
+# Limits that this many replicas do not meet are not achievable with the engine.
+_MAX_REPLICAS = 1_000_000
+# A replica below this share of its capacity is practically idle, so more replicas change nothing.
+_IDLE = 1e-3
+_NO_LIMITS = Slo(ttft_s=None, tpot_s=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedPool:
+    """A pool, sized by the model.
+
+    Attributes:
+        within_limits: False if no number of replicas meets the limits in this pool alone. It then has the
+            smallest number below the utilisation cap. The limits are those of all requests together, so a
+            fleet with such a pool may still meet them.
+    """
+
+    performance: Performance
+    within_limits: bool
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return self.performance.replicas
+
+
+def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
+    """Return the smallest pool within the limits, or else the smallest below the utilisation cap."""
+    performance = smallest_pool(model, rate_per_s, slo)
+    if performance is not None:
+        return SizedPool(performance=performance, within_limits=True)
+    unlimited = smallest_pool(model, rate_per_s, _NO_LIMITS)
+    assert unlimited is not None, "every engine has some capacity"
+    return SizedPool(performance=unlimited, within_limits=False)
+
+
+def smallest_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> Performance | None:
+    """Return the smallest pool that meets the P99 limits, according to the model.
+
+    More replicas never raise a latency, so the number is found by doubling and bisection.
+
+    Args:
+        rate_per_s: rate of the requests in this pool.
+        slo: P99 limits; a limit that is None is ignored.
+
+    Returns:
+        None if no number meets them, because even a nearly idle engine is too slow.
+    """
+
+    def meets(replicas: int) -> bool:
+        return model.performance(rate_per_s, replicas).meets(slo)
+
+    # Fewer replicas exceed the utilisation cap.
+    low = max(0, math.ceil(rate_per_s / (UTILISATION_CAP * model.capacity_per_s) - 1e-9) - 1)
+    high = low + 1
+    while not meets(high):
+        if high > _MAX_REPLICAS or rate_per_s / high < _IDLE * model.capacity_per_s:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return model.performance(rate_per_s, high)
+
+
+def size(plan: FleetPlan, mix: LengthMix, rate_per_s: float, slo: Slo) -> dict[str, SizedPool]:
+    """Size every pool of a fleet for its share of the requests."""
+    return {
+        pool: sized_pool(model, rate_per_s * len(model.mix) / len(mix), slo)
+        for pool, model in plan.models(mix).items()
+    }

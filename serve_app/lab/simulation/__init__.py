@@ -4,7 +4,7 @@ Read `simulation`: it processes events in a total order and replicas with a cont
 and returns decisions and records. The simulator decides nothing: every decision is
 `serve_app.core.Scheduler`'s.
 
-`run.simulate` composes one run from a `fleet`, a `workload`, `scheduler_settings` and a source of length
-queues (`partitions`). `batch` defines load 1.0 and plays many runs in several processes. `direct` is the
-baseline without a gateway, `baselines` has policies for comparisons, and `report` writes results.
+`run.simulate` composes one run from a fleet, a workload, settings and a source of length queues, or the
+baseline without a gateway. `batch` defines load 1.0 and plays many runs in several processes. `baselines` has
+policies for comparisons, and `report` writes results.
 """

@@ -17,11 +17,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.run import RunResult, RunSettings, simulate
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    Disclosure,
+    FleetSettings,
+    RunResult,
+    RunSettings,
+    TraceChoice,
+    choose_trace,
+    fit,
+    requests_of,
+    scheduler_settings,
+    simulate,
+)
 from serve_app.lab.simulation.simulation import Simulation
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, fit, requests_of
 from serve_app.lab.workloads.trace import Trace, take
 
 # A short trace is repeated to at least this multiple of the capacity of the batches.

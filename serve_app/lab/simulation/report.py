@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serve_app.core.metrics.summary import interval_95
-from serve_app.lab.simulation.partitions import partition_as_json
 from serve_app.lab.simulation.run import ORACLE, RunResult
+from serve_app.lab.simulation.simulation import partition_as_json
 from serve_app.lab.tables import interval_text, number_text, table_text
 
 Row = Mapping[str, Any]

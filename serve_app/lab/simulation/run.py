@@ -4,14 +4,38 @@ The same settings give byte-identical decisions. Every policy serves the same re
 same ones are measured: all but the first tenth by arrival, during which queues fill and estimators learn. The
 last arrivals are measured as well, and the run continues until the last one is done, because excluding them
 would hide the requests that a policy has delayed.
+
+Fleet of a run: the number of replicas in each pool, their profile, and changes to their engines.
+
+Workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler.
+
+Scheduler settings of a simulated run: those of production, with two exceptions.
+
+No request is denied for a full queue, because a policy that rejects work would look fast. And the gate on the
+time per output token (`backpressure.tpot_gate_s`) is off. It trades throughput for decoding speed, which is
+the operator's choice and not part of an ordering policy, and it affects only the policies whose time per
+output token reaches it.
+
+Simulation without a gateway: every request is sent to an engine when it arrives.
+
+This is the baseline of a load balancer in front of engines. It knows exactly and immediately how many
+requests each engine has, which is the best that a load balancer can know. Each engine orders its requests
+itself.
 """
 
 import contextlib
+import difflib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import numpy as np
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.decision_log import Decision, RunHeader
@@ -20,23 +44,561 @@ from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Slo, Summary, Summar
 from serve_app.core.policies import learns_queues, make_policy
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
-from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
-from serve_app.errors import SettingsError
-from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.direct import DirectSimulation
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.partitions import PartitionSource
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
-from serve_app.lab.simulation.workload import (
-    Disclosure,
-    FittedTrace,
-    TraceChoice,
-    at_rate,
-    choose_trace,
-    fit,
-    requests_of,
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings_base import (
+    ADVANCED,
+    FINITE_POSITIVE,
+    POSITIVE,
+    at_least,
+    block_of,
+    describe,
+    read,
+    settings,
+    share_below,
 )
+from serve_app.engines.model.model import EngineModelSettings, EngineSequence, SchedulingPolicy, StepOutcome
+from serve_app.engines.model.roofline import load_profile
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import Outcome, SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.simulation import (
+    OnEnd,
+    PartitionSource,
+    Phase,
+    ReplicaPlan,
+    SimulatedReplica,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+    Timeline,
+)
+from serve_app.lab.workloads.catalog import (
+    Arrivals,
+    GammaArrivals,
+    OnOffArrivals,
+    WorkloadSettings,
+    engine_blocks,
+    gateway_blocks,
+    resolve,
+    stream,
+)
+from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceError, scale_to_rate
+from serve_app.request import PromptShape, Request, RequestSpec, Submission
+
+ONE_POOL = "all"
+"""Name of the only pool of a fleet."""
+
+
+@settings
+class EngineChanges:
+    """Changes to the profile's engine, named as in `EngineModelSettings`; None changes nothing.
+
+    The chunk limit of long prefills is an exception. With a policy that isolates them, None is the profile's
+    limit (`StepTimeModel.chunk_tokens`), which is part of the method; 0 is no limit.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    scheduling_policy: SchedulingPolicy | None = None
+
+
+@settings
+class PoolChanges:
+    """Differences of the engines of one pool.
+
+    Attributes:
+        profile: name or path of a separate engine profile, such as another tensor-parallel degree; None for
+            the fleet's.
+        engine: changes to them, in addition to the changes to every engine.
+        cost, boundary_tokens: as in a model's pool (`settings.pools`).
+    """
+
+    profile: str | None = None
+    engine: EngineChanges = field(default_factory=EngineChanges)
+    cost: Annotated[float, FINITE_POSITIVE] = 1.0
+    boundary_tokens: int | None = None
+
+
+_UNCHANGED = PoolChanges()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """The replicas of one run.
+
+    Attributes:
+        profile: name or path of an engine profile.
+        replicas: number of replicas by pool, those with shorter contexts first.
+        b_short_tokens: with several pools, the boundary of the first one, and the context of its engines
+            unless they have another.
+        engine: changes to every engine.
+        by_pool: differences of individual pools.
+        reports_load: whether its engines have metrics and report their limits, see `ReplicaPlan`.
+    """
+
+    profile: str
+    replicas: Mapping[str, int] = field(default_factory=lambda: {ONE_POOL: 1})
+    b_short_tokens: int = 8_192
+    engine: EngineChanges = field(default_factory=EngineChanges)
+    by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
+    reports_load: bool = True
+
+    def __post_init__(self) -> None:
+        names = tuple(self.replicas)
+        if not names:
+            raise SettingsError("a fleet needs at least one pool, got none")
+        for pool, count in self.replicas.items():
+            if count < 1:
+                raise SettingsError(f"pool {pool} needs at least one replica, got {count}")
+        for pool in self.by_pool:
+            if pool not in self.replicas:
+                raise SettingsError(f"the fleet has no pool {pool!r} to change: it has {', '.join(names)}")
+
+    @property
+    def routing(self) -> RoutingSettings:
+        """The routing settings that follow from the pools."""
+        pools = [self.by_pool.get(pool, _UNCHANGED) for pool in self.replicas]
+        boundaries = tuple(pool.boundary_tokens for pool in pools[1:-1])
+        costs = tuple(pool.cost for pool in pools)
+        return RoutingSettings(
+            pools=tuple(self.replicas),
+            b_short_tokens=self.b_short_tokens,
+            boundaries_tokens=boundaries if any(boundaries) else (),
+            costs=costs if len(set(costs)) > 1 else (),
+        )
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs in the whole fleet."""
+        return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
+
+    def without_chunk_limits(self) -> "FleetSettings":
+        """Return the same replicas without changes to the chunk limit for long prefills."""
+        by_pool = {
+            pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
+            for pool, changes in self.by_pool.items()
+        }
+        return replace(
+            self,
+            engine=replace(self.engine, long_prefill_token_threshold=None),
+            # Pools without any remaining changes are dropped, so that equal replicas have equal settings.
+            by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
+        )
+
+    def profile_of(self, pool: str) -> str:
+        """Return the name or path of the engine profile of a pool."""
+        return self.by_pool.get(pool, _UNCHANGED).profile or self.profile
+
+    def plans(self, *, isolated: bool = False) -> list[ReplicaPlan]:
+        """Return one plan per replica, pool by pool.
+
+        Args:
+            isolated: whether long prefills are isolated, so that the chunk limit has a default.
+
+        Raises:
+            SettingsError: there is no such profile, or pools are not in the order of their contexts.
+            ValueError: the changed engine contradicts itself.
+        """
+        plans = self._plans(isolated=isolated)
+        for plan, longer in pairwise(plans):
+            if plan.engine.max_model_len > longer.engine.max_model_len:
+                raise SettingsError(
+                    "pools must be listed by increasing context, got "
+                    f"max_model_len {plan.engine.max_model_len:,} in {plan.pool} "
+                    f"before {longer.engine.max_model_len:,} in {longer.pool}"
+                )
+        return plans
+
+    def _plans(self, *, isolated: bool) -> list[ReplicaPlan]:
+        return [
+            ReplicaPlan(
+                replica_id=f"{pool}-{number}",
+                pool=pool,
+                engine=engine,
+                step_time=step_time,
+                reports_load=self.reports_load,
+            )
+            for pool, count in self.replicas.items()
+            for engine, step_time in [self._engine_of(pool, isolated=isolated)]
+            for number in range(1, count + 1)
+        ]
+
+    def _engine_of(self, pool: str, *, isolated: bool) -> tuple[EngineModelSettings, StepTimeModel]:
+        profile = load_profile(self.profile_of(pool))
+        own = asdict(self.by_pool.get(pool, _UNCHANGED).engine)
+        changes = asdict(self.engine) | {name: value for name, value in own.items() if value is not None}
+        if isolated and changes["long_prefill_token_threshold"] is None:
+            changes["long_prefill_token_threshold"] = profile.step_time.chunk_tokens()
+        is_first = pool == next(iter(self.replicas))
+        if len(self.replicas) > 1 and is_first and own["max_model_len"] is None:
+            longest = changes["max_model_len"] or profile.max_model_len
+            changes["max_model_len"] = min(longest, self.b_short_tokens)
+        return profile.model_settings(**changes), profile.step_time
+
+
+def with_arrivals(trace: Trace, pattern: str, rng: np.random.Generator) -> Trace:
+    """Return the same requests in the same order, at other times with the same mean rate.
+
+    Args:
+        pattern: `poisson`; `gamma:CV` with a coefficient of variation of the gaps; or `on-off:ON,OFF` with
+            the mean lengths of busy and silent periods, in requests at the mean rate, so that the shape of a
+            pattern is the same at any load.
+
+    Raises:
+        TraceError: there is no such pattern, or all requests arrive at once.
+    """
+    rate_per_s = trace.rate_per_s
+    if rate_per_s is None:
+        raise TraceError(f"all requests of {trace.name!r} arrive at once, so there is no rate to preserve")
+    times = _arrivals(pattern, rate_per_s).sample(len(trace.requests), rng)
+    requests = tuple(replace(one, arrival_s=float(at)) for one, at in zip(trace.requests, times, strict=True))
+    return replace(trace, requests=requests, source=f"{trace.source}, arrivals {pattern}")
+
+
+def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
+    kind, _, numbers = pattern.partition(":")
+    try:
+        if kind == "poisson" and not numbers:
+            return GammaArrivals(rate_per_s=rate_per_s)
+        if kind == "gamma":
+            return GammaArrivals(rate_per_s=rate_per_s, cv=float(numbers))
+        if kind == "on-off":
+            on, off = (float(number) / rate_per_s for number in numbers.split(","))
+            return OnOffArrivals(rate_per_s=rate_per_s, on_s=on, off_s=off)
+    except ValueError as exc:
+        raise TraceError(f"cannot read arrivals {pattern!r}: {exc}") from exc
+    raise TraceError(f"unknown arrivals {pattern!r}: use poisson, gamma:3.5 or on-off:400,300")
+
+
+MODEL = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceChoice:
+    """Choice of a trace, and its modifications.
+
+    Attributes:
+        name: as in `lab.workloads.catalog`; several joined by `+` are merged on one clock.
+        requests: number of requests; None for all of a file, or the generator's default.
+        tenants, priorities: shares, as in `lab.workloads.catalog`.
+        folder: folder of trace files; None for the default folder.
+        arrivals: pattern that replaces the trace's own, see `with_arrivals`.
+        change: returns the modified trace of a seed, before the pattern of arrivals is applied. It must be
+            hashable, and possible to send to other processes.
+    """
+
+    name: str
+    requests: int | None = None
+    tenants: str | None = None
+    priorities: str | None = None
+    folder: Path | None = None
+    arrivals: str | None = None
+    change: Callable[[Trace, int], Trace] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTrace:
+    """A trace that fits the engines.
+
+    Attributes:
+        dropped: requests left out, because no engine can hold their prompt and one token.
+        clipped: requests whose output ends at the engine's context limit, as in vLLM.
+    """
+
+    trace: Trace
+    dropped: int
+    clipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disclosure:
+    """Information about requests that the scheduler receives.
+
+    Attributes:
+        output_known: whether `max_tokens` states the true length of the output; otherwise it is absent.
+        queue_timeout_s: maximum queue time; infinite by default, so that all policies do the same work.
+        model: the name that requests ask for.
+    """
+
+    output_known: bool = False
+    queue_timeout_s: float = math.inf
+    model: str = MODEL
+
+
+@lru_cache(maxsize=8)
+def choose_trace(choice: TraceChoice, seed: int) -> Trace:
+    """Return the requests of one seed, at the trace's own rate.
+
+    Raises:
+        TraceError: there is no such trace, or it cannot be read.
+    """
+    trace = resolve(
+        WorkloadSettings(
+            trace=choice.name,
+            requests=choice.requests,
+            tenants=choice.tenants,
+            priorities=choice.priorities,
+            seed=seed,
+            folder=choice.folder,
+        )
+    )
+    if choice.change is not None:
+        trace = choice.change(trace, seed)
+    if choice.arrivals is not None:
+        trace = with_arrivals(trace, choice.arrivals, stream(seed, "arrival pattern"))
+    return trace
+
+
+def fit(trace: Trace, max_model_len: int) -> FittedTrace:
+    """Leave out requests that fit no engine, and end outputs where the engine would.
+
+    Raises:
+        TraceError: no request is left.
+    """
+    kept, clipped = [], 0
+    for one in trace.requests:
+        max_output_tokens = max_model_len - one.prompt_tokens
+        if max_output_tokens < 1:
+            continue
+        is_clipped = one.output_tokens > max_output_tokens
+        clipped += is_clipped
+        kept.append(replace(one, output_tokens=max_output_tokens) if is_clipped else one)
+    if not kept:
+        raise TraceError(
+            f"every prompt of {trace.name!r} exceeds the engines' context limit of {max_model_len:,} tokens"
+        )
+    dropped = len(trace.requests) - len(kept)
+    if dropped or clipped:
+        trace = replace(trace, requests=tuple(kept))
+    return FittedTrace(trace, dropped, clipped)
+
+
+def at_rate(trace: Trace, rate_per_s: float | None) -> Trace:
+    """Scale the trace in time to a rate; None keeps its own."""
+    return trace if rate_per_s is None else scale_to_rate(trace, rate_per_s)
+
+
+def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a run in the order of arrival, hashed by KV blocks of `block_size` tokens."""
+    for number, one in enumerate(trace.requests):
+        yield SimulatedRequest(
+            Request(
+                submission=Submission(
+                    request_id=f"r{number}",
+                    spec=RequestSpec(
+                        model=disclosure.model,
+                        shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
+                        max_output_tokens=one.output_tokens if disclosure.output_known else None,
+                        streamed=True,
+                    ),
+                    tenant=one.tenant,
+                    priority=one.priority,
+                    prefix=tuple(gateway_blocks(one.prefix, PREFIX_BLOCK_TOKENS, one.prompt_tokens)),
+                ),
+                gateway_id="g1",
+                arrived_at=one.arrival_s,
+                expires_at=one.arrival_s + disclosure.queue_timeout_s,
+            ),
+            output_tokens=one.output_tokens,
+            block_hashes=tuple(engine_blocks(one.prefix, PREFIX_BLOCK_TOKENS, one.prompt_tokens, block_size)),
+        )
+
+
+# More than any trace contains.
+_UNLIMITED = 1_000_000_000
+
+# Routing settings that follow from the fleet.
+_OF_THE_FLEET = ("pools", "b_short_tokens", "boundaries_tokens", "costs")
+
+
+def scheduler_settings(
+    policy: str, routing: RoutingSettings, changes: Mapping[str, object]
+) -> SchedulerSettings:
+    """Return the settings of one run.
+
+    Args:
+        routing: the fleet's pools.
+        changes: values by dotted path, such as `backpressure.target_waiting`.
+
+    Raises:
+        SettingsError: there is no setting of that path, or it cannot have that value.
+    """
+    tree: dict[str, Any] = {
+        "model": MODEL,
+        "max_waiting": _UNLIMITED,
+        "backpressure": {"tpot_gate_s": None},
+    }
+    for path, value in changes.items():
+        set_path(tree, _known(path), value)
+    # These follow from the arguments: the fleet defines the pools.
+    for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
+        if owned in changes:
+            raise SettingsError(f"{owned} cannot be set, because it follows from the policy and the fleet")
+    try:
+        settings = read(SchedulerSettings, tree, as_file=False)
+    except SettingsError as error:
+        raise SettingsError("; ".join(str(error).splitlines())) from error
+    of_the_fleet = {name: getattr(routing, name) for name in _OF_THE_FLEET}
+    routing = replace(settings.routing, **of_the_fleet)
+    return replace(settings, policy=policy, routing=routing)
+
+
+def set_path(tree: dict[str, Any], path: str, value: object) -> None:
+    """Set the value under a dotted path of nested mappings.
+
+    Raises:
+        SettingsError: a part of the path has a value itself.
+    """
+    *branches, leaf = path.split(".")
+    for branch in branches:
+        tree = tree.setdefault(branch, {})
+        if not isinstance(tree, dict):
+            raise SettingsError(f"{path} cannot be set below {branch!r}, which has a value itself")
+    tree[leaf] = value
+
+
+def _known(path: str) -> str:
+    """Return the path of a setting without `advanced`, which files use as a block and may omit here.
+
+    Raises:
+        SettingsError: there is no such setting.
+    """
+    steps = [step for step in path.split(".") if step != ADVANCED.value]
+    plain = ".".join(steps)
+    known = dict(_paths(SchedulerSettings))
+    values = (each for each, is_block in known.items() if not is_block)
+    if plain in known or any(plain.startswith(f"{each}.") for each in values):
+        return plain
+    same_name = [each for each in known if each.rpartition(".")[2] == steps[-1]]
+    near = same_name or difflib.get_close_matches(plain, known, n=1)
+    raise SettingsError(f"{path}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _paths(block: type, above: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the path of every setting, and whether it is a block of others."""
+    for setting in describe(block):
+        inner = block_of(setting.kind)
+        yield above + setting.name, inner is not None
+        if inner is not None:
+            yield from _paths(inner, f"{above}{setting.name}.")
+
+
+@dataclass(slots=True)
+class DirectSimulation:
+    """A run without a scheduler. Subclasses choose engines in other ways.
+
+    Attributes:
+        on_end: called at the end of each request, with its record.
+        records: completed requests in the order of completion.
+        live: requests on engines, with their engine.
+        outstanding: number of requests by engine.
+    """
+
+    plans: Sequence[ReplicaPlan]
+    on_end: OnEnd = lambda _simulated, _record: None
+    timeline: Timeline = field(init=False, default_factory=Timeline)
+    replicas: list[SimulatedReplica] = field(init=False)
+    records: list[RequestRecord] = field(init=False, default_factory=list)
+    live: dict[str, tuple[SimulatedRequest, SimulatedReplica]] = field(init=False, default_factory=dict)
+    outstanding: dict[str, int] = field(init=False)
+    _turn: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.replicas = [SimulatedReplica(plan, self.timeline, self._step_ended) for plan in self.plans]
+        self.outstanding = {plan.replica_id: 0 for plan in self.plans}
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records.
+
+        Raises:
+            ValueError: a request fits no engine.
+        """
+        arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
+        self.timeline.schedule_all(Phase.ARRIVAL, arrivals)
+        self.timeline.run()
+        return self.records
+
+    def submit(self, simulated: SimulatedRequest) -> None:
+        """Add a request during the run, which reaches an engine now or later at its `arrived_at`."""
+        at = max(simulated.request.arrived_at, self.timeline.now)
+        self.timeline.schedule(at, Phase.ARRIVAL, partial(self._arrive, simulated))
+
+    def _arrive(self, simulated: SimulatedRequest) -> None:
+        request, prompt_tokens = simulated.request, simulated.prompt_tokens
+        replica = self._pick(simulated)
+        self.outstanding[replica.spec.replica_id] += 1
+        simulated.sequence = EngineSequence(
+            request.request_id,
+            prompt_tokens,
+            simulated.output_tokens,
+            self.timeline.now,
+            priority=request.priority.rank,
+            block_hashes=simulated.block_hashes,
+        )
+        self.live[request.request_id] = (simulated, replica)
+        replica.accept(simulated.sequence)
+
+    def _pick(self, simulated: SimulatedRequest) -> SimulatedReplica:
+        total_tokens = simulated.prompt_tokens + simulated.output_tokens
+        bound_to = simulated.request.bound_to
+        able = [
+            replica
+            for replica in self.replicas
+            if replica.spec.max_model_len >= total_tokens and bound_to in (None, replica.spec.replica_id)
+        ]
+        if not able:
+            raise ValueError(
+                f"a request of {total_tokens:,} tokens exceeds the context of all engines: drop it before "
+                "the run"
+            )
+        return self.choose(able, simulated)
+
+    def choose(
+        self,
+        able: Sequence[SimulatedReplica],
+        simulated: SimulatedRequest,  # noqa: ARG002 - for subclasses
+    ) -> SimulatedReplica:
+        """Return the engine for a request: of those that can hold it, the least busy one."""
+        return min(self.in_turn(able), key=lambda replica: self.outstanding[replica.spec.replica_id])
+
+    def in_turn(self, able: Sequence[SimulatedReplica]) -> list[SimulatedReplica]:
+        """Return the engines, the next in turn first, so that equally busy engines alternate."""
+        start = self._turn % len(able)
+        self._turn += 1
+        return [*able[start:], *able[:start]]
+
+    def _step_ended(self, outcome: StepOutcome) -> None:
+        for sequence in outcome.finished:
+            simulated, replica = self.live.pop(sequence.sequence_id)
+            self.outstanding[replica.spec.replica_id] -= 1
+            record = _record(simulated, sequence, replica)
+            self.records.append(record)
+            self.on_end(simulated, record)
+
+
+def _record(
+    simulated: SimulatedRequest, sequence: EngineSequence, replica: SimulatedReplica
+) -> RequestRecord:
+    request = simulated.request
+    assert sequence.finished_at is not None
+    return RequestRecord(
+        request_id=request.request_id,
+        arrived_at=request.arrived_at,
+        dispatched_at=sequence.arrived_at,
+        first_token_at=sequence.first_token_at,
+        finished_at=sequence.finished_at,
+        outcome=Outcome.COMPLETED,
+        prompt_tokens=sequence.prompt_tokens,
+        output_tokens=sequence.target_tokens,
+        tenant=request.tenant,
+        priority=request.priority,
+        pool=replica.spec.pool,
+        replica=replica.spec.replica_id,
+        preemptions=sequence.preemptions,
+    )
 
 
 class EstimatorSource(Protocol):

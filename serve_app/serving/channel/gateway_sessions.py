@@ -67,7 +67,7 @@ from serve_app.core.events import (
     Resumed,
 )
 from serve_app.core.request import ScheduledRequest
-from serve_app.engines.adapters.rejections import reported_context_limit
+from serve_app.engines.adapters.server import reported_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request, RequestTimes
 from serve_app.serving.channel.gateway_metrics import GatewayMetrics

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters import EngineReading, EngineServer
 from serve_app.engines.hang_watch import HangWatch
-from serve_app.engines.model.recent_mean import RecentMean
+from serve_app.engines.model.model import RecentMean
 from serve_app.errors import EngineError
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient

@@ -11,10 +11,10 @@ from typing import Any
 from serve_app.core import SchedulerSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings_base import plain
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.simulation.run import Disclosure, requests_of
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.lab.simulation.workload import Disclosure, requests_of
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from tests.cli.pages import answering
 

@@ -6,10 +6,8 @@ from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
-from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.lab.simulation.partitions import FixedPartition
-from serve_app.lab.simulation.run import RunSettings, simulate
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, TraceChoice, simulate
+from serve_app.lab.simulation.simulation import FixedPartition
 from tests.builders import scheduled_request
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.engines.adapters.samples import count, labels, mean, samples, total
+from serve_app.engines.adapters.server import count, labels, mean, samples, total
 from serve_app.errors import EngineError
 
 PAGE = b"""\

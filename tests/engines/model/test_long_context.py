@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from serve_app.engines.model import EngineModel
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from tests.engines.model.builders import run_until_idle, sequence
 from tests.engines.model.reference import PlainEngine, PlainSequence
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.engines.model import SchedulingPolicy
-from serve_app.engines.model.profiles import load_profile, profile_names, save_profile
+from serve_app.engines.model.roofline import load_profile, profile_names, save_profile
 from serve_app.errors import SettingsError
 
 COEFFICIENTS = "decode_per_sequence_s: 0, prefill_base_s: 0, prefill_per_token_s: 1"

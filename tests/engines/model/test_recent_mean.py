@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.engines.model.recent_mean import RecentMean
+from serve_app.engines.model.model import RecentMean
 
 
 def test_a_recent_mean_forgets_what_left_the_window() -> None:

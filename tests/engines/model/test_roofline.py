@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 import roofline_profiles
 from roofline_profiles import SETUPS, engine_setup, profile_name, profile_path, profile_text
 from serve_app.engines.model.hardware import GIB, gpu_names, load_gpu, load_model, model_names
-from serve_app.engines.model.profiles import load_profile
-from serve_app.engines.model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
+from serve_app.engines.model.roofline import EngineSetup, kv_tokens, load_profile, roofline_profile, step_time
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
-from serve_app.lab.calibration.measurements import read_measurements
-from serve_app.lab.calibration.replay import compare, measured, replay
+from serve_app.lab.calibration import compare, measured, read_measurements, replay
 
 MEASUREMENTS = Path(__file__).parents[4] / "shared" / "measurements"
 SPLITWISE = MEASUREMENTS / "splitwise_h100_a100_llama2_70b.csv"

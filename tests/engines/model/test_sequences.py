@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.engines.model.sequences import BlockName, KVBlocks, SchedulingPolicy, WaitingQueue
+from serve_app.engines.model.model import BlockName, KVBlocks, SchedulingPolicy, WaitingQueue
 from tests.engines.model.builders import names, sequence, settings
 
 

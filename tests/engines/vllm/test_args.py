@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.engines.vllm.args import REJECTED_ARGS, parse_arguments
+from serve_app.engines.vllm.engine import REJECTED_ARGS, parse_arguments
 from serve_app.errors import SettingsError
 
 

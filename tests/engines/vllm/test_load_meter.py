@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
+from serve_app.engines.vllm.engine import LoadMeter, StepRecorder
 
 
 def test_the_meter_counts_requests_unknown_to_the_core_as_waiting() -> None:

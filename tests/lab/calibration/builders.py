@@ -7,7 +7,7 @@ import numpy as np
 
 from serve_app.engines.model import EngineModel, EngineModelSettings, EngineSequence
 from serve_app.engines.model.step_time import StepTimeModel
-from serve_app.lab.calibration.measurements import MeasuredRequest
+from serve_app.lab.calibration import MeasuredRequest
 
 LIMITS = EngineModelSettings(kv_tokens=20_000, max_model_len=4_096)
 TRUTH = StepTimeModel(

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import main
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from tests.lab.calibration.builders import engine_run, write_rows
 
 LIMITS = ["--kv-tokens", "20000", "--max-model-len", "4096"]

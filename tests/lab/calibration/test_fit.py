@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel, attended_pairs
-from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
-from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest, read_measurements
-from serve_app.lab.calibration.replay import compare, measured, replay
+from serve_app.lab.calibration import (
+    EXPECTED_REPLAYS,
+    MIN_FITTED,
+    CalibrationError,
+    MeasuredRequest,
+    compare,
+    fit_step_time,
+    initial_coefficients,
+    measured,
+    read_measurements,
+    replay,
+)
 from tests.lab.calibration.builders import LIMITS, TRUTH, engine_run, measured_request
 
 REAL = Path(__file__).parents[4] / "shared" / "measurements" / "rtx4090_llama31_8b" / "requests.jsonl"

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serve_app.lab.calibration.replay import Floats, Timings, compare, measured, replay
+from serve_app.lab.calibration import Floats, Timings, compare, measured, replay
 from tests.lab.calibration.builders import LIMITS, TRUTH, engine_run, measured_request
 
 

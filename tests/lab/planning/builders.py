@@ -3,11 +3,11 @@
 import numpy as np
 
 from serve_app.core.metrics.summary import Slo
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.planning.queueing import LengthMix, PoolModel
 from serve_app.lab.planning.verification import Workload
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import TraceChoice
 from tests.lab.simulation.builders import STEP_TIME
 
 

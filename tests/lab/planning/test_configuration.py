@@ -7,10 +7,9 @@ import pytest
 import yaml
 
 from serve_app.cli.workload_arguments import fleet_of_file
-from serve_app.lab.planning.configuration import configuration
-from serve_app.lab.planning.fleets import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
-from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
-from serve_app.lab.simulation.fleet import EngineChanges
+from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet, configuration
+from serve_app.lab.planning.queueing import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
+from serve_app.lab.simulation.run import EngineChanges
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import IMPORT_PATH, load_settings
 from tests.lab.planning.builders import demand

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engines.model.profiles import load_profile, profile_names, save_profile
+from serve_app.engines.model.roofline import load_profile, profile_names, save_profile
 from serve_app.errors import SettingsError
-from serve_app.lab.planning.fleets import (
+from serve_app.lab.planning.queueing import (
     CostTable,
     PoolPlan,
     paged_fleet,
@@ -12,7 +12,7 @@ from serve_app.lab.planning.fleets import (
     worst_case_fleet,
     worst_case_slots,
 )
-from serve_app.lab.simulation.fleet import EngineChanges
+from serve_app.lab.simulation.run import EngineChanges
 from tests.lab.planning.builders import mix
 
 LARGE = "llama2-70b-h100-tp4"

@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import FleetOptions, Planner
-from serve_app.lab.planning.queueing import LengthMix
+from serve_app.lab.planning.queueing import CostTable, LengthMix
 from serve_app.lab.planning.verification import Verifier
-from serve_app.lab.simulation.workload import choose_trace
+from serve_app.lab.simulation.run import choose_trace
 from tests.lab.planning.builders import demand, mix
 
 LARGE, SMALL = "llama2-70b-h100-tp4", "llama31-8b-rtx4090-tp1"

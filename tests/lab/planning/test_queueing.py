@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.metrics.summary import Slo
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.planning.queueing import (
     LengthMix,

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.lab.planning.fleets import (
+from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet, plan_as_json, saving, verdict
+from serve_app.lab.planning.queueing import (
     CostTable,
     FleetPlan,
     PoolPlan,
@@ -13,8 +14,6 @@ from serve_app.lab.planning.fleets import (
     split_fleet,
     worst_case_fleet,
 )
-from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
-from serve_app.lab.planning.report import plan_as_json, saving, verdict
 from serve_app.lab.planning.verification import PoolFigures, RunFigures, Verification
 from tests.lab.planning.builders import demand
 

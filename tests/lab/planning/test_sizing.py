@@ -1,8 +1,7 @@
 import pytest
 
 from serve_app.core.metrics.summary import Slo
-from serve_app.lab.planning.fleets import PoolPlan, split_fleet
-from serve_app.lab.planning.sizing import size, sized_pool, smallest_pool
+from serve_app.lab.planning.queueing import PoolPlan, size, sized_pool, smallest_pool, split_fleet
 from tests.lab.planning.builders import mix, pool_model
 
 CHAT = mix(*[(200, 100)] * 3, (1_000, 50))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.lab.planning.fleets import (
+from serve_app.lab.planning.queueing import (
     CostTable,
     FleetPlan,
     PoolPlan,

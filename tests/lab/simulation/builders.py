@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest
 from serve_app.request import ProgramHint, TurnEnd

@@ -3,9 +3,14 @@ from dataclasses import replace
 import pytest
 
 from serve_app.lab.simulation.batch import at_load, run_all, saturated_rate_per_s, saturated_rates
-from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
-from serve_app.lab.simulation.run import RunSettings, simulate
-from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.simulation.run import (
+    EngineChanges,
+    FleetSettings,
+    PoolChanges,
+    RunSettings,
+    TraceChoice,
+    simulate,
+)
 
 ONE = FleetSettings(profile="laptop", replicas={"all": 1})
 PAPER_MIX = TraceChoice(name="paper-mix", requests=800)

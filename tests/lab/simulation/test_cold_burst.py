@@ -10,7 +10,7 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaSpec
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from tests.builders import request

@@ -10,11 +10,18 @@ import pytest
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import RunSettings, simulate
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import (
+    ONE_POOL,
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    RunSettings,
+    TraceChoice,
+    requests_of,
+    scheduler_settings,
+    simulate,
+)
 from serve_app.lab.simulation.simulation import Simulation
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice, requests_of
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import PriorityClass
 

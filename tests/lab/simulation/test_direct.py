@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.run import DirectSimulation
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from tests.lab.simulation.builders import mixed_requests, plan, simulated
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
+from serve_app.lab.simulation.run import EngineChanges, FleetSettings, PoolChanges
 
 LARGE = "llama2-70b-h100-tp4"
 POOLS = {"short": 2, "long": 1}

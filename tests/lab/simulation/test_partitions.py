@@ -13,15 +13,13 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.events import PartitionChanged
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.fleet import FleetSettings
-from serve_app.lab.simulation.partitions import (
+from serve_app.lab.simulation.run import FleetSettings, RunResult, RunSettings, TraceChoice, simulate
+from serve_app.lab.simulation.simulation import (
     FixedPartition,
     partition_source,
     read_partition,
     write_partition,
 )
-from serve_app.lab.simulation.run import RunResult, RunSettings, simulate
-from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 
 LEARNED = LearnedPartitions(StrategicSettings(window=100))

@@ -6,10 +6,18 @@ import pytest
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import RunResult, RunSettings, SloByLength, policy_names, simulate
+from serve_app.lab.simulation.run import (
+    Disclosure,
+    EngineChanges,
+    FleetSettings,
+    RunResult,
+    RunSettings,
+    SloByLength,
+    TraceChoice,
+    policy_names,
+    simulate,
+)
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 from tests.core.metrics import builders
 
 LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})

@@ -5,7 +5,7 @@ import pytest
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings import ScoreWeights
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.run import scheduler_settings
 
 ROUTING = RoutingSettings(b_short_tokens=2_048)
 

@@ -10,7 +10,7 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.prefill_cost import Speeds
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from tests.lab.simulation.builders import simulated

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from serve_app.lab.simulation.workload import (
+from serve_app.lab.simulation.run import (
     Disclosure,
     TraceChoice,
     choose_trace,

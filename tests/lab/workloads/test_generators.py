@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.lab.workloads.generators import (
+from serve_app.lab.workloads.catalog import (
     Arrivals,
     GammaArrivals,
     LognormalLengths,

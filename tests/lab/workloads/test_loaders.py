@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.lab.workloads.loaders import describe_skipped, load_trace
-from serve_app.lab.workloads.trace import TraceError, TraceRequest
+from serve_app.lab.workloads.trace import TraceError, TraceRequest, describe_skipped, load_trace
 from serve_app.request import PriorityClass
 
 SHARED_TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"

@@ -19,7 +19,7 @@ import re
 import msgspec
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.adapters.rejections import TYPE_OF_LLAMA_CPP, is_too_long
+from serve_app.engines.adapters.server import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
 

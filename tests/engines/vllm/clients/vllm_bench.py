@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.errors import Outcome
-from serve_app.lab.calibration.measurements import Measurements, read_measurements
+from serve_app.lab.calibration import Measurements, read_measurements
 from tests.engines.vllm.clients.harness import KEY, MODEL, Checks, ClientHarness
 from tests.engines.vllm.real import TINY
 

@@ -1,4 +1,21 @@
-"""Fit of the step-time model: finds coefficients with which a replay has the measured latencies.
+"""Measured requests in a file: the engine's own timestamps, or a result of `vllm bench serve`.
+
+A file of an engine has one JSON object per line, with `queued_ts`, `scheduled_ts`, `first_token_ts`,
+`last_token_ts` (seconds on one clock), `input_toks` and `output_toks`. vLLM records these timestamps for its
+metrics. The result of `vllm bench serve --save-result --save-detailed` is one object with a list per figure.
+Other keys are ignored.
+
+A client does not see the start of the first step, so the whole TTFT counts as time in the engine, including
+the network and the tokenizer.
+
+Replay of measured arrivals in the engine model, with the timings of both and their errors.
+
+TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network, tokenizer).
+
+The error of a statistic (mean, median, p90 or p99) is `played / measured - 1`, of the whole distribution. It
+is not the mean error of single requests, because a preemption may affect another request in the replay.
+
+Fit of the step-time model: finds coefficients with which a replay has the measured latencies.
 
 All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
 timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
@@ -15,15 +32,316 @@ the shares of base, sequences and context in a decode step of a saturated engine
 and all three hardly vary. The proportions below are those of measured GPUs; the fit adjusts them to the data.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.model import EngineModel, EngineModelSettings, EngineSequence
 from serve_app.engines.model.step_time import StepTimeModel
-from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
-from serve_app.lab.calibration.replay import Floats, Part, Timings, chosen, measured, replay
+from serve_app.errors import ServeAppError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRequest:
+    """One request in the engine; times are seconds on one clock.
+
+    Attributes:
+        prompt_tokens: length of its prompt.
+        queued_at: entry to the engine's waiting queue.
+        scheduled_at: start of its first step.
+        first_token_at, last_token_at: generation of those tokens.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    queued_at: float
+    scheduled_at: float
+    first_token_at: float
+    last_token_at: float
+
+    def __post_init__(self) -> None:
+        instants = (self.queued_at, self.scheduled_at, self.first_token_at, self.last_token_at)
+        if not all(math.isfinite(instant) for instant in instants):
+            raise ValueError("a timestamp is not finite")
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError("a token count is below 1")
+        if list(instants) != sorted(instants) or self.first_token_at == self.queued_at:
+            raise ValueError("its timestamps are out of order")
+        if self.output_tokens > 1 and self.last_token_at == self.first_token_at:
+            raise ValueError("it generated several tokens at the same time")
+
+
+def number(row: Mapping[str, Any], name: str) -> float:
+    """Return a number of a row.
+
+    Raises:
+        ValueError: the row has no number of that name.
+    """
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is missing or not a number")  # noqa: TRY004 - one type for all invalid rows
+    return float(value)
+
+
+def whole_number(row: Mapping[str, Any], name: str) -> int:
+    """Return a whole number of a row.
+
+    Raises:
+        ValueError: the row has no whole number of that name.
+    """
+    value = number(row, name)
+    if not value.is_integer():
+        raise ValueError(f"{name} is not a whole number")
+    return int(value)
+
+
+class CalibrationError(ServeAppError):
+    """The measurements cannot be used for a calibration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The readable requests of a file.
+
+    Attributes:
+        requests: in order of arrival.
+        skipped: number of unreadable ones by reason.
+        of_client: whether the timestamps are those of a client.
+    """
+
+    requests: list[MeasuredRequest] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    of_client: bool = False
+
+
+def read_measurements(path: Path) -> Measurements:
+    """Read a file of measured requests. Unreadable ones are counted by reason.
+
+    Raises:
+        CalibrationError: the file is missing, has no readable request, or is a result without details.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
+    result = _result(text)
+    measurements = Measurements(of_client=result is not None)
+    rows = filter(str.strip, text.splitlines()) if result is None else _rows(path, result)
+    for row in rows:
+        try:
+            request = _from_engine(row) if isinstance(row, str) else _from_client(row)
+        except json.JSONDecodeError:
+            measurements.skipped["it is not JSON"] += 1
+        except (ValueError, OverflowError) as error:
+            measurements.skipped[str(error)] += 1
+        else:
+            measurements.requests.append(request)
+    if not measurements.requests:
+        reasons = ", ".join(sorted(measurements.skipped)) or "the file is empty"
+        raise CalibrationError(f"{path} has no valid request: {reasons}")
+    measurements.requests.sort(key=lambda request: request.queued_at)
+    return measurements
+
+
+def _result(text: str) -> dict[str, Any] | None:
+    """Return the result of `vllm bench serve`; None if the text is something else."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and "request_throughput" in document else None
+
+
+_FIGURES = ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors")
+
+
+def _rows(path: Path, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    missing = [name for name in _FIGURES if not isinstance(result.get(name), list)]
+    if missing:
+        raise CalibrationError(
+            f"{path} has no {', '.join(missing)}: run `vllm bench serve` with --save-detailed, "
+            "of vLLM 0.32 or later"
+        )
+    for figures in zip(*(result[name] for name in _FIGURES), strict=False):
+        yield dict(zip(_FIGURES, figures, strict=True))
+
+
+def _from_client(row: Mapping[str, Any]) -> MeasuredRequest:
+    if row["errors"]:
+        raise ValueError("it was not completed")
+    gaps_s = row["itls"]
+    if not isinstance(gaps_s, list) or not all(isinstance(gap_s, int | float) for gap_s in gaps_s):
+        raise ValueError("itls is not a list of numbers")
+    sent_at = number(row, "start_times")
+    first_token_at = sent_at + number(row, "ttfts")
+    return MeasuredRequest(
+        queued_at=sent_at,
+        scheduled_at=sent_at,
+        first_token_at=first_token_at,
+        last_token_at=first_token_at + sum(gaps_s),
+        prompt_tokens=whole_number(row, "input_lens"),
+        output_tokens=whole_number(row, "output_lens"),
+    )
+
+
+def _from_engine(line: str) -> MeasuredRequest:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is not an object")  # noqa: TRY004 - one type for all invalid rows
+    return MeasuredRequest(
+        queued_at=number(row, "queued_ts"),
+        scheduled_at=number(row, "scheduled_ts"),
+        first_token_at=number(row, "first_token_ts"),
+        last_token_at=number(row, "last_token_ts"),
+        prompt_tokens=whole_number(row, "input_toks"),
+        output_tokens=whole_number(row, "output_toks"),
+    )
+
+
+# Longest run of pure decode iterations that the model computes at once.
+_MAX_STEPS = 1_000_000
+
+Floats = NDArray[np.float64]
+Part = slice | list[int]
+"""Some of a run's requests, by their indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Timings of requests, in seconds and in the order of the requests.
+
+    Attributes:
+        ttft_s: first token - queued.
+        tpot_s: (last token - first token) / (output tokens - 1); only of requests with two tokens or more.
+        e2e_s: last token - queued.
+        preemptions: in the replay; 0 in a measurement, which does not contain them.
+    """
+
+    ttft_s: Floats
+    tpot_s: Floats
+    e2e_s: Floats
+    preemptions: int = 0
+
+
+def measured(requests: Sequence[MeasuredRequest]) -> Timings:
+    """Return the timings of real requests."""
+    first = np.array([request.first_token_at for request in requests])
+    last = np.array([request.last_token_at for request in requests])
+    return _timings(requests, first, last)
+
+
+def replay(
+    requests: Sequence[MeasuredRequest],
+    settings: EngineModelSettings,
+    step_time: StepTimeModel,
+    *,
+    part: Part = slice(None),
+) -> Timings:
+    """Play all requests through the engine model, and return the timings of a part of them.
+
+    Args:
+        requests: in order of arrival; of their timestamps only `queued_at` is used.
+        part: the requests whose timings are returned.
+    """
+    # Use a clock that starts near 0, because small steps would be lost in the rounding of large timestamps.
+    origin = requests[0].queued_at
+    sequences = [_sequence(number, request, origin) for number, request in enumerate(requests)]
+    model = EngineModel(settings, step_time)
+    for arrived_at, together in itertools.groupby(sequences, key=lambda sequence: sequence.arrived_at):
+        _advance(model, arrived_at)
+        for sequence in together:
+            model.add(sequence, arrived_at)
+        if model.ends_at is None:
+            model.begin_step(arrived_at, max_steps=_MAX_STEPS)
+    _advance(model, float("inf"))
+    first = np.array([_instant(sequence.first_token_at) for sequence in sequences]) + origin
+    last = np.array([_instant(sequence.finished_at) for sequence in sequences]) + origin
+    preemptions = sum(sequence.preemptions for sequence in sequences)
+    return _timings(chosen(requests, part), first[part], last[part], preemptions)
+
+
+def chosen(requests: Sequence[MeasuredRequest], part: Part) -> Sequence[MeasuredRequest]:
+    """Return a part of the requests."""
+    return requests[part] if isinstance(part, slice) else [requests[index] for index in part]
+
+
+def _sequence(number: int, request: MeasuredRequest, origin: float) -> EngineSequence:
+    return EngineSequence(
+        str(number), request.prompt_tokens, request.output_tokens, request.queued_at - origin
+    )
+
+
+def _advance(model: EngineModel, until: float) -> None:
+    """Run the engine until `until`. A step that ends at that instant remains open for arrivals then."""
+    while model.ends_at is not None and model.ends_at < until:
+        ended_at = model.end_step().ended_at
+        model.begin_step(ended_at, max_steps=_MAX_STEPS)
+
+
+def _instant(instant: float | None) -> float:
+    assert instant is not None, "every request ends in a replay"
+    return instant
+
+
+def _timings(
+    requests: Sequence[MeasuredRequest], first: Floats, last: Floats, preemptions: int = 0
+) -> Timings:
+    queued = np.array([request.queued_at for request in requests])
+    output_tokens = np.array([request.output_tokens for request in requests])
+    several = output_tokens > 1
+    tpot = (last - first)[several] / (output_tokens[several] - 1)
+    return Timings(first - queued, tpot, last - queued, preemptions)
+
+
+METRICS = ("ttft_s", "tpot_s", "e2e_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of one metric over some requests, in seconds or as relative errors."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """One metric, measured and played, both in seconds."""
+
+    measured: Statistics
+    played: Statistics
+
+    @property
+    def errors(self) -> Statistics:
+        """Relative errors, positive if the model is too slow."""
+        simulated, observed = asdict(self.played), asdict(self.measured)
+        return Statistics(**{name: simulated[name] / observed[name] - 1.0 for name in simulated})
+
+
+def compare(played: Timings, measured: Timings) -> dict[str, Accuracy]:
+    """Return the accuracy of each metric by name, without metrics that no request has."""
+    found = {}
+    for metric in METRICS:
+        simulated, observed = getattr(played, metric), getattr(measured, metric)
+        if len(observed):
+            found[metric] = Accuracy(_statistics(observed), _statistics(simulated))
+    return found
+
+
+def _statistics(values: Floats) -> Statistics:
+    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+    return Statistics(float(values.mean()), p50, p90, p99)
+
 
 # Share per sequence of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.1 % for a 70B
 # model on four H100.
