@@ -16,17 +16,25 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app.errors import SettingsError
-from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config, tuner_config
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.deployments import (
+    ALL_AT_ONCE_PERCENT,
+    gateway_config,
+    pool_config,
+    scheduler_config,
+    tuner_config,
+    with_version,
+)
 from serve_app.serving.gateway.deployment import GatewayDeployment
 from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
-from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
-from serve_app.serving.pool.replica import PoolReplicaSettings
-from serve_app.serving.remote.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
-from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
-from serve_app.serving.scheduler.deployment import SchedulerDeployment
-from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
-from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_version
+from serve_app.serving.pool import HEALTH_CHECK_PERIOD_S, PoolDeployment, PoolReplicaSettings
+from serve_app.serving.remote.watcher import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
+from serve_app.serving.scheduler.actor import (
+    SCHEDULER_DEPLOYMENT_OPTIONS,
+    SchedulerActorSettings,
+    SchedulerDeployment,
+)
+from serve_app.serving.tuner import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
 from serve_app.settings.application import (
     ApplicationSettings,
     GatewayDeploymentSettings,

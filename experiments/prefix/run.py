@@ -53,7 +53,7 @@ from serve_app.lab.simulation.run import (
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
 from serve_app.lab.workloads.catalog import GammaArrivals, LognormalLengths, MixedLengths, stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
-from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
+from serve_app.serving.gateway.request.measure import Opening, prefix_hashes
 
 _ROUNDS = 5
 _LOOKUPS = 2_000

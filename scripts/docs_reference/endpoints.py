@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
+from serve_app.serving.gateway.answer.responses import ANTHROPIC, ClientApi
 from serve_app.serving.gateway.request.endpoints import FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.stored import STORED_PATHS
 

@@ -20,8 +20,7 @@ from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.usage import UsageLedger
-from serve_app.serving.state.persister import StatePersister
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StatePersister, StateStore
 
 _INTRODUCTION = """
 # Metrics reference

@@ -11,8 +11,7 @@ from docs_reference.markdown import code, document, sentence, table
 from docs_reference.source_text import field_comments
 from serve_app import serving
 from serve_app.errors import HTTP_STATUS, Outcome
-from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI
-from serve_app.serving.gateway.answer.responses import NOT_ALLOWED_CODE, RequestRejected
+from serve_app.serving.gateway.answer.responses import ANTHROPIC, NOT_ALLOWED_CODE, OPENAI, RequestRejected
 
 _INTRODUCTION = """
 # Outcomes and HTTP statuses

@@ -23,7 +23,7 @@ from serve_app.cli.serve.messages import HostJob, Progress
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.access import ray_token
-from serve_app.serving.remote.identity import unusable_endpoints
+from serve_app.serving.remote.endpoint import unusable_endpoints
 from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.loading import settings_of
 

@@ -28,10 +28,10 @@ from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineSettings as HostedEngineSettings
 from serve_app.engines.engine import PoolEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
-from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.deployments import GatewayScaling
 from serve_app.serving.gateway.settings import GatewayConfig, GatewaySettings
-from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.serving.pool import ReplicaServerSettings
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.tuning.settings import TunerSettings

@@ -12,10 +12,11 @@ from serve_app.core.programs import program
 from serve_app.core.queueing import fairness
 from serve_app.core.routing import prefix
 from serve_app.core.routing.estimation import output_length
-from serve_app.serving import memory
+from serve_app.serving import process
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.scheduler import gauges, history, recent_activity, usage
-from serve_app.serving.scheduler.deployment import SchedulerDeployment
+from serve_app.serving.scheduler import gauges, history, usage
+from serve_app.serving.scheduler import history as recent_activity
+from serve_app.serving.scheduler.actor import SchedulerDeployment
 
 
 class BoundedScheduler(SchedulerDeployment):
@@ -39,8 +40,8 @@ recent_activity._MAX_TENANTS = 5
 recent_activity.SLOTS = 2
 usage._MAX_LABELS = 10
 # Garbage and freed memory would hide growth for minutes.
-memory._YOUNG_OBJECTS, memory._OLDER_PER_YOUNG, memory._OLDEST_PER_OLDER = 700, 10, 10
-memory._KEPT_BYTES = memory._LONGEST_KEPT_BYTES = 128 * 1024
+process._YOUNG_OBJECTS, process._OLDER_PER_YOUNG, process._OLDEST_PER_OLDER = 700, 10, 10
+process._KEPT_BYTES = process._LONGEST_KEPT_BYTES = 128 * 1024
 
 
 def build_app(args: Mapping[str, Any]) -> Application:

@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve import Application
 
 import serve_app.app
-import serve_app.serving.pool.deployment as deployment
+import serve_app.serving.pool as deployment
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import EngineLimits
 from serve_app.errors import EngineError

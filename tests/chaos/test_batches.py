@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from serve_app.serving.gateway.batches.records import OPEN
+from serve_app.serving.gateway.batches.store import OPEN
 from tests.e2e.served import Served
 
 pytestmark = [pytest.mark.application, pytest.mark.timeout(1_200)]

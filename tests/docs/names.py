@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from docs_reference.metrics import metric_names
 from docs_reference.settings_tree import blocks
-from serve_app.serving.gateway.tracing import names as span_names
+from serve_app.serving.gateway.tracing import request_trace as span_names
 from tests.docs.documents import ROOT
 from tests.docs.marks import BlockError
 

@@ -12,8 +12,7 @@ from typing import Any
 from ray.serve import Application
 
 from serve_app import app
-from serve_app.serving.tuner.deployment import TunerDeployment
-from serve_app.serving.tuner.parameter_tuner import Worker
+from serve_app.serving.tuner import TunerDeployment, Worker
 from serve_app.tuning.engine_fit import EngineFitResult, TwinError
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work, carry_out
 from serve_app.tuning.study import Comparison, Finding

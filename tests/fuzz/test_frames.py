@@ -8,7 +8,7 @@ import pytest
 from serve_app.core.events import Cancelled, DispatchFailure, Finished
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
-from serve_app.serving.channel.framing import (
+from serve_app.serving.channel.link import (
     FrameReader,
     decode_from_peer,
     decode_from_scheduler,

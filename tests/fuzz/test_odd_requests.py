@@ -15,10 +15,8 @@ import pytest
 
 from serve_app.serving.api_keys import KeyRecord, changed_keys, hashed
 from serve_app.serving.gateway import ApiKey
+from serve_app.serving.gateway.admin import ENDPOINTS_PATH, KEYS_PATH, MODE_PATH, EndpointChange, ModeChange
 from serve_app.serving.gateway.batches.api import BATCHES_PATH, FILES_PATH, BatchBody
-from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
-from serve_app.serving.gateway.key_admin import KEYS_PATH
-from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.router import HttpRoute
 from tests.fuzz.mutations import ODD_TEXTS, ODD_VALUES
 from tests.fuzz.threaded_gateway import any_engine

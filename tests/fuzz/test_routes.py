@@ -16,11 +16,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from serve_app.serving.gateway.answer.client_api import ANTHROPIC
+from serve_app.serving.gateway.admin import ENDPOINTS_PATH, KEYS_PATH, MODE_PATH, EndpointChange, ModeChange
+from serve_app.serving.gateway.answer.responses import ANTHROPIC
 from serve_app.serving.gateway.batches.api import BATCHES_PATH, FILES_PATH, BatchBody
-from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
-from serve_app.serving.gateway.key_admin import KEYS_PATH
-from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.request.endpoints import APIS, FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
 from tests.fuzz.threaded_gateway import gateway_in_a_thread
 from tests.serving.gateway.builders import FakeDispatcher, gateway

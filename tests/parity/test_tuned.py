@@ -14,7 +14,7 @@ from experiments.common.tuned_simulation import OBSERVATION_INTERVAL_S, TunedSim
 from serve_app.core.commands import ReportStale
 from serve_app.core.decision_log import Decision
 from serve_app.lab.simulation.simulation import Phase, SimulatedRequest
-from serve_app.serving.tuner.parameter_tuner import ParameterTuner
+from serve_app.serving.tuner import ParameterTuner
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
 from serve_app.tuning.rollout import Audit, DecisionKind, RolloutSettings

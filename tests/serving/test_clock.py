@@ -2,7 +2,7 @@ import asyncio
 
 import uvloop
 
-from serve_app.serving.event_loop import precise_clock
+from serve_app.serving.process import precise_clock
 from tests.parity.jumping_loop import run_jumping
 
 

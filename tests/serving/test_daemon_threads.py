@@ -5,7 +5,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from serve_app.serving.daemon_threads import DaemonThreads
+from serve_app.serving.process import DaemonThreads
 
 
 def test_one_thread_runs_calls_in_order_and_returns_results_and_errors() -> None:

@@ -3,7 +3,7 @@ from collections.abc import Generator
 
 import pytest
 
-from serve_app.serving.event_loop import run_in_parts
+from serve_app.serving.process import run_in_parts
 
 
 async def test_others_have_their_turn_after_each_part() -> None:

@@ -6,7 +6,7 @@ import sys
 
 _SCRIPT = """
 import gc, json, resource
-from serve_app.serving.memory import tune_memory
+from serve_app.serving.process import tune_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

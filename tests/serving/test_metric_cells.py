@@ -3,7 +3,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.serving.metric_cells import counters, histograms
-from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.process import ProcessMetrics
 
 BOUNDS = (0.1, 0.5, 2)
 

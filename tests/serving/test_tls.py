@@ -20,12 +20,11 @@ from serve_app.serving.channel.messages import Welcome
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.upstream.connection import UpstreamError
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.gateway.upstream.response import UpstreamError
 from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
 from serve_app.serving.listening import listening_socket
-from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
-from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.pool import PoolReplica, PoolReplicaSettings, ReplicaServer, ReplicaServerSettings
 from serve_app.serving.tls import Tls, TlsSettings
 from tests.serving.certificates import Authority
 from tests.serving.channel.harness import (

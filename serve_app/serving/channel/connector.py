@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError
-from serve_app.serving.channel.framing import decode_from_scheduler
-from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.link import Link, decode_from_scheduler
 from serve_app.serving.channel.messages import (
     Bye,
     Hello,

@@ -39,13 +39,37 @@ without state. The rules that ensure this:
     connection and each process its own gateway id, so a connection only replaces its predecessor.
 8.  *A grant that can no longer be delivered*, because its replica left before the gateway received the grant,
     is put back here on behalf of the gateway: the replica never received the request.
+
+Orphans: running requests of a lost gateway. They keep their holds until their engine has finished them.
+
+A disconnected gateway may be dead; its engines then notice the closed connections and stop. It may also be
+cut off or busy, and its requests continue. Only the engines know. So the capacity of these requests is
+released as reports show that engines run fewer requests than hold capacity on them:
+
+    ended = requests with a hold, granted long enough before the report to be in it - waiting - running
+
+An engine counts sequences, of which a request may have several, and newer requests besides. Both lower
+`ended`, so an orphan may hold capacity too long, until the engine is less busy, but never too short. Requests
+of other gateways whose end is still in transit raise it briefly, so two consecutive checks must agree.
+
+The scheduler's registry of pool replicas, and the replica table of the gateways.
+
+A replica that loses its connection receives no new requests, and nothing else follows. Its running requests
+stay in the ledger until the gateways, which are connected to it directly, report their ends. A glitch of this
+channel thus fails no request. On reconnect the replica joins again with its current limits, and its running
+requests keep their holds. A replica whose engine fails reports that and is treated in the same way, but
+stays connected and registers again once the engine answers.
+
+The table lists which replicas are *open*, that is, accept new requests. After changes it is sent to all
+gateways once: at the end of the current loop iteration, or before a grant, which refers to it. Otherwise a
+thousand replicas that change together would cause a thousand tables.
 """
 
 import asyncio
 import contextvars
 import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -63,16 +87,20 @@ from serve_app.core.events import (
     FirstToken,
     GatewayLost,
     Message,
+    ReplicaJoined,
+    ReplicaLost,
     ReplicaReported,
     Resumed,
 )
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import RequestTable, ScheduledRequest
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters.server import reported_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request, RequestTimes
-from serve_app.serving.channel.gateway_metrics import GatewayMetrics
+from serve_app.serving.channel.gateway_client import GatewayMetrics
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
+    EngineFailed,
     Exposition,
     GatewayPage,
     Granted,
@@ -80,7 +108,11 @@ from serve_app.serving.channel.messages import (
     PutBack,
     Query,
     QueryResult,
+    Register,
     Rejected,
+    ReplicaEntry,
+    ReplicaTable,
+    Report,
     Revoked,
     Running,
     Scrape,
@@ -88,10 +120,182 @@ from serve_app.serving.channel.messages import (
     Submit,
     Watch,
 )
-from serve_app.serving.channel.orphans import OrphanDetector
-from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook
+
+# A check visits all requests, so it is done once for many reports.
+_CHECK_INTERVAL_S = 0.5
+# A grant reaches its engine in milliseconds, and a report is at most some tenths of a second old.
+_SETTLED_S = _CHECK_INTERVAL_S + 0.5
+
+
+class OrphanDetector:
+    """Detector of orphans that have ended; reports are needed only while `has_orphans`.
+
+    Args:
+        is_lost: returns whether a gateway is lost.
+        cancel: ends a request.
+    """
+
+    def __init__(
+        self, requests: RequestTable, is_lost: Callable[[str], bool], cancel: Callable[[str], None]
+    ) -> None:
+        self._requests = requests
+        self._is_lost = is_lost
+        self._cancel = cancel
+        # Last report of each replica since the last check.
+        self._reports: dict[str, ReplicaReport] = {}
+        # Ended requests of the last check that were not attributed to orphans, by replica.
+        self._ended: dict[str, int] = {}
+        self._check_at = 0.0
+        self.has_orphans = False
+
+    def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
+        """Record a report, and at intervals release the capacity of orphans that have ended."""
+        self._reports[replica_id] = report
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_INTERVAL_S
+            self._check(now)
+
+    def _check(self, now: float) -> None:
+        settled: Counter[str] = Counter()
+        orphans: dict[str, list[str]] = defaultdict(list)
+        for scheduled in self._requests:
+            replica_id, request = scheduled.replica_id, scheduled.request
+            if replica_id is None:
+                continue
+            if self._is_lost(request.gateway_id):
+                orphans[replica_id].append(request.request_id)
+            settled[replica_id] += scheduled.dispatched_at <= now - _SETTLED_S
+        self.has_orphans = bool(orphans)
+        reports, self._reports = self._reports, {}
+        before, self._ended = self._ended, {}
+        for replica_id, request_ids in orphans.items():
+            report = reports.get(replica_id)
+            if report is None or report.waiting is None or report.running is None:
+                # Without the engine's own counts, ends cannot be inferred.
+                continue
+            ended = settled[replica_id] - report.waiting - report.running
+            agreed = max(0, min(ended, before.get(replica_id, 0), len(request_ids)))
+            self._ended[replica_id] = ended - agreed
+            for request_id in request_ids[:agreed]:
+                self._cancel(request_id)
+
 
 logger = logging.getLogger("ray.serve")
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    link: Link
+    spec: ReplicaSpec
+    address: ReplicaAddress
+    report: ReplicaReport | None = None
+    stale: bool = False
+
+    @property
+    def open(self) -> bool:
+        return self.report is not None and not (self.report.draining or self.stale)
+
+
+class ReplicaRegistry:
+    """Registry that converts replicas' messages to events and maintains the table."""
+
+    def __init__(self, feed: Callable[[Event], None], publish: Callable[[ReplicaTable], None]) -> None:
+        self._feed = feed
+        self._publish = publish
+        self._loop = asyncio.get_running_loop()
+        self._replicas: dict[str, _Replica] = {}
+        self._table = ReplicaTable([])
+        self._publishing: asyncio.Handle | None = None
+
+    def __repr__(self) -> str:
+        still_open = sum(replica.open for replica in self._replicas.values())
+        return f"<ReplicaRegistry replicas {len(self._replicas)}, open {still_open}>"
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
+    @property
+    def table(self) -> ReplicaTable:
+        """The current table; pending changes are sent to the gateways first."""
+        self.publish_changes()
+        return self._table
+
+    def publish_changes(self) -> None:
+        """Send pending changes of the table to the gateways now."""
+        if self._publishing is None:
+            return
+        self._publishing.cancel()
+        self._publishing = None
+        self._table = ReplicaTable(
+            [
+                ReplicaEntry(replica.address, replica.open, replica.spec.adapters)
+                for replica in self._replicas.values()
+            ]
+        )
+        self._publish(self._table)
+
+    def stale(self) -> set[str]:
+        """Return the connected replicas whose last report is too old."""
+        return {replica_id for replica_id, replica in self._replicas.items() if replica.stale}
+
+    def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
+        """Return the limits and the last report of each connected replica."""
+        return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}
+
+    def on_message(self, replica_id: str, link: Link, message: Message) -> None:
+        """Handle a message of a connected replica."""
+        if isinstance(message, Register):
+            self._register(replica_id, link, message)
+        elif isinstance(message, Report):
+            self._report(replica_id, message)
+        elif isinstance(message, EngineFailed):
+            logger.error("event=replica_failed replica=%s reason=%r", replica_id, message.reason)
+            self.on_loss(replica_id, link)
+        else:
+            raise ChannelError(f"replica {replica_id} sent an unexpected message: {type(message).__name__}")
+
+    def on_loss(self, replica_id: str, link: Link) -> None:
+        """Handle the loss of a replica's connection, or the failure of its engine."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None and replica.link is link:
+            del self._replicas[replica_id]
+            self._on_change()
+            self._feed(ReplicaLost(replica_id))
+
+    def on_stale(self, replica_id: str) -> None:
+        """Close a replica whose last report is too old; its next report opens it again."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.stale = True
+            self._on_change()
+
+    def _register(self, replica_id: str, link: Link, message: Register) -> None:
+        spec, address = message.spec, message.address
+        if not spec.replica_id == address.replica_id == replica_id or spec.pool != address.pool:
+            raise ChannelError(
+                f"replica {replica_id} registers with other ids: {spec}, at {address.host}:{address.port}"
+            )
+        if replica_id in self._replicas:
+            del self._replicas[replica_id]
+        self._replicas[replica_id] = _Replica(link, spec, address)
+        self._on_change()
+        self._feed(ReplicaJoined(spec))
+
+    def _report(self, replica_id: str, message: Report) -> None:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise ChannelError(f"replica {replica_id} reports before it registers")
+        was_open = replica.open
+        replica.report, replica.stale = message.report, False
+        if replica.open != was_open:
+            self._on_change()
+        self._feed(ReplicaReported(replica_id, message.report))
+
+    def _on_change(self) -> None:
+        if self._publishing is None:
+            self._publishing = self._loop.call_soon(self.publish_changes)
+
 
 # No engine works this long for a disconnected client; the limit is for engines that never report again.
 _ORPHAN_TIMEOUT_S = 900.0

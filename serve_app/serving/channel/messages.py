@@ -160,7 +160,7 @@ class Scrape(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Query to the scheduler by an admin, with a JSON object as arguments; see `scheduler.queries`."""
+    """Query to the scheduler by an admin, with a JSON object as arguments; see `scheduler.actor`."""
 
     serial: int
     name: str

@@ -31,9 +31,8 @@ from typing import Any
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.framing import decode_from_peer
-from serve_app.serving.channel.gateway_sessions import GatewaySessions
-from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.gateway_sessions import GatewaySessions, ReplicaRegistry
+from serve_app.serving.channel.link import Link, decode_from_peer
 from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -43,7 +42,6 @@ from serve_app.serving.channel.messages import (
     Role,
     Welcome,
 )
-from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.listening import listening_socket
 from serve_app.serving.tls import make_tls

@@ -2,7 +2,7 @@
 
 It parses only what scheduling needs, sends the raw body to the granted replica's own port and passes the raw
 answer back. Reading order: `app` (routes), `request.reader` (from body to submission), `path` (the states of
-a request), `upstream` (HTTP to a replica), `answer` (the way back), `listener` (the gateway's own port).
+a request), `upstream` (HTTP to a replica), `answer` (the way back), `deployment` (the gateway's own port).
 """
 
 from serve_app.serving.gateway.app import Gateway

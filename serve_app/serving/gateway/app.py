@@ -1,38 +1,56 @@
 """The gateway's application: routing, and the endpoints that need no engine.
 
 Read next: `request/reader.py`, which reads a request, and `path.py`, its way to an engine and back.
+
+Requests that any replica can answer without scheduling, because they cost an engine next to nothing.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import msgspec
+
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import KeyRecord
-from serve_app.serving.channel.scheduler_client import SchedulerClient, SchedulerQueries, ServerAddress
-from serve_app.serving.gateway.answer.client import ClientExchange, ClientGone
-from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json, stopping
-from serve_app.serving.gateway.background import BackgroundWork
+from serve_app.serving.channel.scheduler_client import (
+    ReplicaAddress,
+    SchedulerClient,
+    SchedulerQueries,
+    ServerAddress,
+)
+from serve_app.serving.gateway.admin import (
+    ENGINES_PATH,
+    DebugPages,
+    EndpointAdmin,
+    EnginePages,
+    KeyAdmin,
+    ModeAdmin,
+    PoolWatcher,
+)
+from serve_app.serving.gateway.answer.responses import (
+    ClientExchange,
+    ClientGone,
+    EngineTimedOut,
+    RequestRejected,
+    encode,
+    failure_of,
+    send_body,
+    send_json,
+    stopping,
+)
 from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, BatchHandler, batch_routes
-from serve_app.serving.gateway.budgets import Budgets
-from serve_app.serving.gateway.cors import Cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
-from serve_app.serving.gateway.debug_pages import DebugPages
-from serve_app.serving.gateway.endpoint_admin import EndpointAdmin, PoolWatcher
-from serve_app.serving.gateway.engine_pages import ENGINES_PATH, EnginePages
-from serve_app.serving.gateway.halted import HaltWatch
-from serve_app.serving.gateway.key_admin import KeyAdmin
-from serve_app.serving.gateway.keys import DEFAULT_TENANT
+from serve_app.serving.gateway.keys import DEFAULT_TENANT, Budgets
 from serve_app.serving.gateway.metrics_page import MetricsEndpoint
-from serve_app.serving.gateway.mode_admin import ModeAdmin
 from serve_app.serving.gateway.models import ServedModels
-from serve_app.serving.gateway.observing import observe
 from serve_app.serving.gateway.path import GatewayRequest, Services
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import (
@@ -42,18 +60,100 @@ from serve_app.serving.gateway.request.endpoints import (
     UNSCHEDULED,
     parse_model,
 )
+from serve_app.serving.gateway.request.fields import response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest, append_fields, model_field
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.response_holders import ResponseHolders
-from serve_app.serving.gateway.router import HttpRoute, Router
+from serve_app.serving.gateway.router import Cors, HttpRoute, Router
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
-from serve_app.serving.gateway.stored import StoredResponses
-from serve_app.serving.gateway.telemetry import Telemetry
+from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
+from serve_app.serving.gateway.telemetry import Telemetry, observe
 from serve_app.serving.gateway.tracing.request_trace import make_metric_export, make_tracer
-from serve_app.serving.gateway.unscheduled import AnyReplica
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.connection import EngineSilentError, UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.pool import HaltWatch, UpstreamPool
 from serve_app.serving.tls import TlsSettings, make_tls
+
+# More consecutive failures are unlikely to be a coincidence.
+_MAX_ATTEMPTS = 3
+# Replicas are added and replaced within seconds; without a queue there is no drain rate to measure.
+_RETRY_AFTER_S = 1.0
+
+
+class AnyReplica:
+    """Round-robin over the replicas of a model."""
+
+    def __init__(self, upstream: UpstreamPool) -> None:
+        self._upstream = upstream
+        self._next = 0
+
+    async def forward(
+        self,
+        replicas: Sequence[ReplicaAddress],
+        incoming: IncomingRequest,
+        forwarded: bytes,
+        body: bytes,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Send a request to one of `replicas`, and its answer to the client.
+
+        Args:
+            max_model_len: longest context of the model's pools, for answers that state that of one engine.
+
+        Raises:
+            RequestRejected: no replica answers.
+        """
+        response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
+        if incoming.path == "/tokenize" and response.status == 200 and max_model_len is not None:
+            answer = _with_limit(answer, max_model_len)
+        headers = [*response_headers(response.headers), *incoming.id_headers]
+        headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
+        await send_body(incoming.send, response.status, headers, answer)
+
+    async def _try_replicas(
+        self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
+    ) -> tuple[UpstreamResponse, bytes]:
+        failure = "no replica is ready"
+        self._next += 1
+        for offset in range(min(_MAX_ATTEMPTS, len(replicas))):
+            replica = replicas[(self._next + offset) % len(replicas)]
+            try:
+                return await self._exchange(replica, incoming, forwarded, body)
+            except EngineSilentError as error:
+                raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
+            except UpstreamError as error:
+                failure = str(error)
+        raise RequestRejected(
+            Outcome.REJECTED_NO_REPLICA,
+            f"no replica responds: {failure}; retry later",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    async def _exchange(
+        self, replica: ReplicaAddress, incoming: IncomingRequest, forwarded: bytes, body: bytes
+    ) -> tuple[UpstreamResponse, bytes]:
+        head = upstream_head(
+            incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
+        )
+        response = await self._upstream.send(replica.server, head, body)
+        try:
+            answer = await response.read()
+        finally:
+            response.close()
+        failure = failure_of(response.status, response.headers, answer)
+        if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
+            raise failure
+        return response, answer
+
+
+def _with_limit(answer: bytes, max_model_len: int) -> bytes:
+    try:
+        document = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return answer
+    if not isinstance(document, dict) or "max_model_len" not in document:
+        return answer
+    return encode({**document, "max_model_len": max_model_len})
+
 
 logger = logging.getLogger("ray.serve")
 

@@ -28,6 +28,12 @@ body is complete (`submit`), `on_grant`, the head of the engine's answer, its ch
   generated, if that is possible, also after a failure of the replica.
 
 While a client does not read, pieces stay in the response's bounded buffer, and TCP slows the engine down.
+
+Deviation: the engine streams, and the client receives one JSON object.
+
+Deviation: a stream that another engine can continue, as long as the client lacks its end.
+
+Stage times of a request: for its receipt at the scheduler, and for the client if it requests them.
 """
 
 import enum
@@ -35,44 +41,34 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import DecodeGap, Submission, Usage
-from serve_app.serving.channel.scheduler_client import (
-    ChannelRequest,
-    Grant,
-    RequestOutlook,
-    SchedulerClient,
-)
-from serve_app.serving.gateway.answer.client import ClientExchange
-from serve_app.serving.gateway.answer.continuation import (
+from serve_app.request import DecodeGap, EngineTimes, RequestTimes, Submission, Usage
+from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, RequestOutlook, SchedulerClient
+from serve_app.serving.gateway.answer.assembly import (
+    AnswerAssembly,
     ContinuableAssembly,
     ContinuableStream,
     NotContinuedError,
 )
-from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
-from serve_app.serving.gateway.answer.receipt import receipt_comment, receipt_line, request_times
 from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
     STOPPING_CODE,
+    ClientExchange,
     EngineTimedOut,
     RequestRejected,
     as_rejection,
+    encode,
+    failure_of,
+    outcome_of,
     stopping,
 )
-from serve_app.serving.gateway.answer.stream import (
-    StreamScanner,
-    counts_of,
-    engine_failure,
-    stream_outcome,
-)
+from serve_app.serving.gateway.answer.stream import StreamScanner, counts_of, engine_failure, stream_outcome
 from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates
-from serve_app.serving.gateway.assembled import AssembledAnswer
-from serve_app.serving.gateway.background import BackgroundWork
-from serve_app.serving.gateway.continued import ContinuedStream
-from serve_app.serving.gateway.observing import observe
-from serve_app.serving.gateway.request.headers import (
+from serve_app.serving.gateway.request.fields import (
     RECEIPT_HEADER,
     SERVED_MODEL_HEADER,
     dispatch_lines,
@@ -82,17 +78,203 @@ from serve_app.serving.gateway.request.headers import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.response_holders import EngineResponse, ResponseHolders
 from serve_app.serving.gateway.routes import Fallbacks
-from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import (
+from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
+from serve_app.serving.gateway.telemetry import Telemetry, observe
+from serve_app.serving.gateway.upstream.connection import (
     EngineSilentError,
     HeaderList,
     UpstreamError,
     UpstreamResponse,
 )
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.metric_cells import HistogramCell
+
+
+class AssembledAnswer:
+    """Forwarding of a stream as a non-streamed answer. Failures can be retried until its end."""
+
+    __slots__ = ("_assembly", "_grant", "_has_output", "_request", "_response", "_scanner")
+
+    def __init__(self, request: "GatewayRequest", response: UpstreamResponse, grant: Grant) -> None:
+        self._request = request
+        self._response = response
+        self._grant = grant
+        self._scanner = request.scanner = StreamScanner(hide_usage=False)
+        self._assembly = request.assembly or AnswerAssembly()
+        self._has_output = False
+
+    def on_change(self) -> None:
+        """Add the events that have arrived."""
+        self._request.guarded(self._advance)
+
+    def _advance(self) -> None:
+        response, request = self._response, self._request
+        events = self._scanner.feed(response.take())
+        if response.complete:
+            events += self._scanner.flush()
+        self._assembly.feed(events)
+        announced = request.announced
+        is_output = bool(events) and not (announced is not None and announced.match_all(events))
+        if not self._has_output and (is_output or response.complete):
+            self._has_output = True
+            request.scheduler.first_token(request)
+        if response.complete:
+            self._end()
+        elif response.error is not None:
+            raise response.error
+
+    def _end(self) -> None:
+        scanner, request = self._scanner, self._request
+        status, body = 200, self._assembly.error
+        if body is None:
+            check_outgrown(request, self._grant)
+            body = self._assembly.whole()
+        elif scanner.is_engine_error:
+            request.check_retry(engine_failure(scanner))
+            status = 500
+        else:
+            status = 400
+        request.conclude_stream(scanner)
+        headers = response_headers(self._response.headers)
+        others = [pair for pair in headers if pair[0] != b"content-type"]
+        request.respond_whole(status, [JSON_TYPE, *others], body)
+
+
+def check_outgrown(request: "GatewayRequest", grant: Grant) -> None:
+    """Raise `UpstreamError` if an engine with a longer context can continue the answer."""
+    assembly = request.assembly
+    if assembly is not None and assembly.outgrows(grant.address.max_model_len):
+        raise UpstreamError(DispatchFailure.TOO_LONG, "the answer outgrew the engine's context")
+
+
+class ContinuedStream:
+    """Forwarding of a stream, or of the rest of one. Failures can be retried until its end."""
+
+    __slots__ = ("_gaps", "_grant", "_has_output", "_last_at", "_request", "_response", "_scanner", "_stream")
+
+    def __init__(
+        self, request: "GatewayRequest", response: UpstreamResponse, grant: Grant, stream: ContinuableStream
+    ) -> None:
+        self._request = request
+        self._response = response
+        self._grant = grant
+        self._stream = stream
+        self._scanner = request.scanner = StreamScanner(hide_usage=False)
+        self._gaps = observe(request.services.telemetry.itl_histogram, request.submission, grant.dispatch)
+        self._last_at = 0.0
+        self._has_output = False
+
+    def on_change(self) -> None:
+        """Pass on the events that have arrived, as soon as the client reads."""
+        self._request.guarded(self._advance)
+
+    def _advance(self) -> None:
+        response, request, exchange = self._response, self._request, self._request.exchange
+        if exchange.is_choked and not response.has_ended:
+            exchange.on_writable = self.on_change
+            return
+        events = self._scanner.feed(response.take())
+        if response.complete:
+            events += self._scanner.flush()
+        self._stream.feed(events)
+        if not self._has_output:
+            if not events and not response.has_ended:
+                return
+            if response.error is not None and not events:
+                raise response.error
+            self._has_output, self._last_at = True, monotonic()
+            request.scheduler.first_token(request)
+        elif events:
+            now = monotonic()
+            gap_s = now - self._last_at
+            if self._gaps is not None:
+                observe(self._gaps.observe, gap_s)
+            if gap_s > request.longest_gap_s:
+                request.longest_gap_s, request.gap_ended_at = gap_s, now
+            self._last_at = now
+        if response.complete or self._scanner.error is not None:
+            self._end()
+            return
+        if ready := self._stream.ready():
+            self._begin()
+            exchange.write_chunk(ready)
+            self._stream.drop_ready()
+        if response.error is not None:
+            raise response.error
+
+    def _begin(self) -> None:
+        request = self._request
+        if not request.has_begun:
+            request.first_token_at = monotonic()
+        request.begin_stream(self._response)
+
+    def _end(self) -> None:
+        request, scanner = self._request, self._scanner
+        if scanner.error is None:
+            check_outgrown(request, self._grant)
+            events = self._stream.end()
+            request.conclude_stream(scanner)
+        else:
+            failure = engine_failure(scanner)
+            if scanner.is_engine_error:
+                request.check_retry(failure)
+            events = self._stream.ready() + request.broken_stream(failure, scanner)
+        self._begin()
+        request.finish_stream(events)
+
+
+def request_times(request: IncomingRequest, granted_at: float | None, waited_until: float) -> RequestTimes:
+    """Return the stage times known so far.
+
+    Args:
+        granted_at: None if the request ended in the queue.
+        waited_until: the last grant, or the end without one.
+    """
+    first_at, ended_at = request.first_token_at, request.ended_at
+    return RequestTimes(
+        request.path,
+        request.submitted_at - request.arrived_at,
+        waited_until - request.submitted_at,
+        None if first_at is None or granted_at is None else first_at - granted_at,
+        None if ended_at is None or granted_at is None else ended_at - granted_at,
+        request.engine_times,
+    )
+
+
+def receipt_line(request: IncomingRequest, dispatch: Dispatch) -> bytes:
+    """Return the header line of the receipt for a client that sent `x-ewsjf-receipt: 1`."""
+    return RECEIPT_HEADER + b": " + encode(_receipt(request, dispatch)) + b"\r\n"
+
+
+def receipt_comment(request: IncomingRequest, dispatch: Dispatch) -> bytes:
+    """Return the receipt as a comment for the end of an event stream."""
+    return b": " + RECEIPT_HEADER[2:] + b" " + encode(_receipt(request, dispatch)) + b"\n\n"
+
+
+def _receipt(request: IncomingRequest, dispatch: Dispatch) -> dict[str, Any]:
+    waited, engine, granted_at = dispatch.waited, request.engine_times, request.granted_at
+    inside = {} if engine is None else {"engine_ms": _engine_ms(engine)}
+    return {
+        "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
+        "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
+        "ahead": {} if waited is None else waited.ahead,
+        "stages_ms": {} if granted_at is None else _stages_ms(request, granted_at, dispatch),
+        **inside,
+    }
+
+
+def _stages_ms(request: IncomingRequest, granted_at: float, dispatch: Dispatch) -> dict[str, float]:
+    """Return the completed stages under the names that the scheduler's receipts use."""
+    stages = request_times(request, granted_at, granted_at).stages(dispatch.queue_wait_s)
+    return {name: round(seconds * 1e3, 3) for name, seconds in stages}
+
+
+def _engine_ms(engine: EngineTimes) -> dict[str, float]:
+    """Return the engine's stage times in milliseconds."""
+    named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
+    return {name: round(seconds * 1e3, 3) for name, seconds in named.items() if seconds is not None}
+
 
 logger = logging.getLogger("ray.serve")
 

@@ -10,6 +10,11 @@ per second. So for each other outcome a few lines per second are written, and th
 
 Text lines and JSON documents have the same names and values. Clients cannot forge lines: names are checked
 when they are read, and other values are quoted or sanitized.
+
+Server metrics of OpenTelemetry's conventions for generative AI: on `/metrics`, and by OTLP if configured.
+
+One table defines both forms. Prometheus' form replaces dots by underscores and appends the unit. The names
+and buckets are those of the conventions (gen-ai-metrics, status Development, November 2026).
 """
 
 import asyncio
@@ -21,15 +26,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from logging.handlers import MemoryHandler, RotatingFileHandler
-from typing import Any, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.request import Usage
 from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.tracing import request_trace
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
+from serve_app.serving.metric_cells import Cells, HistogramCell, histograms
 
 
 class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
@@ -335,3 +343,96 @@ def _text(line: Line) -> str:
 def _counts(missing: Counter[Outcome]) -> dict[str, str | int]:
     by_outcome = {outcome.value: count for outcome, count in missing.most_common()}
     return {"event": "log_suppressed", "count": missing.total(), **by_outcome}
+
+
+class Instrument(NamedTuple):
+    """A histogram of the conventions; its unit is the second."""
+
+    name: str
+    text: str
+    bounds_s: tuple[float, ...]
+
+
+REQUEST_DURATION = Instrument(
+    "gen_ai.server.request.duration",
+    "Time from the arrival of a request to the end of its answer.",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+TIME_TO_FIRST_TOKEN = Instrument(
+    "gen_ai.server.time_to_first_token",
+    "Time from the arrival of a request to its first token, of completed streams.",
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TIME_PER_OUTPUT_TOKEN = Instrument(
+    "gen_ai.server.time_per_output_token",
+    "Time per output token after the first, mean of each completed stream.",
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+INSTRUMENTS = (REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN)
+ATTRIBUTES = (
+    request_trace.OPERATION_NAME,
+    request_trace.PROVIDER_NAME,
+    request_trace.REQUEST_MODEL,
+    request_trace.ERROR_TYPE,
+)
+
+
+class MetricExport(Protocol):
+    """Export of measurements by OTLP."""
+
+    def record(self, instrument: Instrument, seconds: float, attributes: Mapping[str, str]) -> None:
+        """Add a measurement."""
+        ...
+
+    def close(self, within_s: float) -> None:
+        """Export the last measurements; block for at most `within_s` seconds."""
+        ...
+
+
+class GenAiMetrics:
+    """The three histograms of one gateway. An absent `error.type` is an empty label on `/metrics`.
+
+    Args:
+        export: None without OTLP.
+    """
+
+    def __init__(self, gateway_id: str, registry: CollectorRegistry, export: MetricExport | None) -> None:
+        self._gateway_id = gateway_id
+        self._export = export
+        labels = ("gateway", *(name.replace(".", "_") for name in ATTRIBUTES))
+        self._cells: dict[Instrument, Cells[HistogramCell]] = {
+            each: histograms(
+                registry, each.name.replace(".", "_") + "_seconds", each.text, labels, each.bounds_s
+            )
+            for each in INSTRUMENTS
+        }
+
+    def observe(self, record: ConcludedRequest) -> None:
+        """Add a request to a model that has ended."""
+        operation = request_trace.OPERATIONS.get(record.endpoint)
+        if operation is None:
+            return
+        values = (
+            operation,
+            request_trace.PROVIDER,
+            record.model,
+            "" if record.completed else record.outcome.value,
+        )
+        self._add(REQUEST_DURATION, record.e2e_s, values)
+        if not record.completed:
+            return
+        if (ttft_s := record.ttft_s) is not None:
+            self._add(TIME_TO_FIRST_TOKEN, ttft_s, values)
+        if (tpot_s := record.tpot_s) is not None:
+            self._add(TIME_PER_OUTPUT_TOKEN, tpot_s, values)
+
+    def _add(self, instrument: Instrument, seconds: float, values: tuple[str, ...]) -> None:
+        self._cells[instrument][(self._gateway_id, *values)].observe(seconds)
+        if self._export is not None:
+            attributes = {name: value for name, value in zip(ATTRIBUTES, values, strict=True) if value}
+            self._export.record(instrument, seconds, attributes)
+
+    def close(self, within_s: float) -> None:
+        """Export the last measurements."""
+        if self._export is not None:
+            self._export.close(within_s)

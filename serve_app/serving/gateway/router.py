@@ -2,14 +2,138 @@
 
 A path is literal or has one parameter, as `/v1/batches/{batch_id}/cancel` has, which is passed to the handler
 after the request. Literal paths take precedence.
+
+Cross-origin resource sharing (CORS): web pages that may call the gateway from a browser.
+
+Before a request with a key or a JSON body, browsers send a preflight without a key. Starlette's middleware
+decides; rejected preflights get the gateway's error format.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import NamedTuple
 
-from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import MethodRejected, RequestRejected
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from serve_app.core.settings_base import settings
+from serve_app.errors import Outcome, SettingsError
+from serve_app.serving.gateway.answer.responses import (
+    DROPPED_REASON_HEADER,
+    RATE_LIMIT_HEADERS,
+    ClientExchange,
+    MethodRejected,
+    RequestRejected,
+)
+
+ANY_ORIGIN = "*"
+
+_METHODS = ("GET", "HEAD", "POST")
+# Response headers that scripts may read in addition to the CORS-safelisted ones.
+_EXPOSED = (
+    "request-id",
+    "retry-after",
+    "retry-after-ms",
+    "x-estimated-tokens",
+    "x-length-queue",
+    DROPPED_REASON_HEADER.decode(),
+    "x-pool",
+    "x-queue-wait-ms",
+    *RATE_LIMIT_HEADERS,
+    "x-replica",
+    "x-request-id",
+    "x-served-model",
+)
+# Lifetime of a preflight's answer in the browser's cache.
+_MAX_AGE_S = 600
+
+
+@settings(block="cors")
+class CorsSettings:
+    """Web pages that may call the gateways from a browser (CORS).
+
+    Attributes:
+        allow_origins: origins as browsers send them, such as `https://chat.example.com`, or `"*"` for all
+            pages; empty allows none.
+    """
+
+    allow_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for origin in self.allow_origins:
+            if origin != ANY_ORIGIN and not _is_origin(origin):
+                raise SettingsError(
+                    f"cors.allow_origins must name origins such as https://chat.example.com, without a path "
+                    f"or a slash at the end, or be '*', got {origin!r}"
+                )
+
+
+class Cors:
+    """Answers to preflights, and the CORS headers of all other answers."""
+
+    def __init__(self, settings: CorsSettings) -> None:
+        self._middleware = CORSMiddleware(
+            _no_app,
+            allow_origins=settings.allow_origins,
+            allow_methods=_METHODS,
+            # SDKs send custom headers, and add others with each release.
+            allow_headers=(ANY_ORIGIN,),
+            allow_private_network=ANY_ORIGIN not in settings.allow_origins,
+            expose_headers=_EXPOSED,
+            max_age=_MAX_AGE_S,
+        )
+
+    def serve(self, exchange: ClientExchange) -> bool:
+        """Answer a preflight, and add the headers of the answer to any other request of a web page.
+
+        Returns:
+            True if the request was answered.
+        """
+        headers = Headers(raw=exchange.headers)
+        if "origin" not in headers:
+            return False
+        if exchange.method == "OPTIONS" and "access-control-request-method" in headers:
+            response = self._preflight_response(headers)
+            body = bytes(response.body)
+            exchange.start_response(response.status_code, response.raw_headers)
+            exchange.write_chunk(body, ends=True)
+            return True
+        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        # Starlette adds the headers to the start of a response, without waiting for anything.
+        with contextlib.suppress(StopIteration):
+            self._middleware.send(start, _drop, headers).send(None)
+        exchange.added_headers += start["headers"]
+        return False
+
+    def _preflight_response(self, request_headers: Headers) -> Response:
+        found = self._middleware.preflight_response(request_headers)
+        own = {name: value for name, value in found.headers.items() if not name.startswith("content-")}
+        if found.status_code == 200:
+            return Response(status_code=204, headers=own)
+        rejection = RequestRejected(
+            Outcome.REJECTED_INVALID,
+            f"{bytes(found.body).decode()}: {request_headers['origin'][:200]!r} is not allowed to do this; "
+            "see gateway.cors",
+            code="cors_rejected",
+        )
+        return Response(rejection.body(), found.status_code, own, media_type="application/json")
+
+
+async def _no_app(_: Scope, __: Receive, ___: Send) -> None:
+    raise AssertionError("the middleware serves no requests")
+
+
+async def _drop(message: Message) -> None:
+    """Send nothing."""
+
+
+def _is_origin(text: str) -> bool:
+    scheme, separator, host = text.partition("://")
+    return bool(separator and scheme and host) and not set(host) & set("/?#@ ") and text == text.lower()
+
 
 Handler = Callable[..., Coroutine[None, None, None] | None]
 """Serves a request, at once or by the coroutine that it returns."""

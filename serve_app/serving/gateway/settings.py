@@ -20,10 +20,10 @@ from serve_app.core.settings_base import (
 from serve_app.errors import SettingsError
 from serve_app.serving.access import is_loopback
 from serve_app.serving.gateway.batches.settings import BatchSettings
-from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
-from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.request.measure import PrefixSettings
+from serve_app.serving.gateway.router import CorsSettings
 from serve_app.serving.gateway.routes import RouteSettings
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings

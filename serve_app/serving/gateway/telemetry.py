@@ -2,11 +2,14 @@
 
 Label values are bounded by the configuration (model, class, pool, outcome); tenants and request ids appear in
 the log only. Every series has the gateway's id, because gateways behind one address answer scrapes in turn.
+
+The guarded call of observers: metrics, traces and logs never change what happens to a request.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,12 +22,27 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.targets import ClassTargets, Miss
 from serve_app.errors import Outcome
 from serve_app.request import Submission
-from serve_app.serving.gateway.gen_ai import GenAiMetrics, MetricExport
-from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
+from serve_app.serving.gateway.request_log import ConcludedRequest, GenAiMetrics, MetricExport, RequestLog
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
-from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.process import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
+R = TypeVar("R")
+
+_logged: set[tuple[str, type[Exception]]] = set()
+
+
+def observe(call: Callable[..., R], *args: object) -> R | None:
+    """Call an observer and return its result, or None if it fails. The first fault of each kind is logged."""
+    try:
+        return call(*args)
+    except Exception as error:
+        name = getattr(call, "__qualname__", repr(call))
+        if (kind := (name, type(error))) not in _logged:
+            _logged.add(kind)
+            logger.exception("event=observer_failed observer=%s", name)
+        return None
+
 
 # From the first token of an idle engine to the longest generation that clients wait for.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)

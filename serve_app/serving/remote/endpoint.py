@@ -5,30 +5,249 @@
   what runs there. When it answers again it is identified again, because it may have restarted with other
   limits. After repeated failures it is held back for longer each time (`damping`).
 - Its limits are refreshed periodically while it serves.
+
+Control requests to an endpoint, for its models and metrics.
+
+The identity of an endpoint: its server and limits, completed by the settings.
+
+Damping of flapping endpoints: one that fails repeatedly must answer for longer before it is used again.
+
+Each failure soon after a recovery doubles the time that the endpoint must answer without a failure before
+it receives requests again. Source: the exponential penalty of route flap damping (RFC 2439), with the
+doubling of a backoff in place of a decaying figure of merit.
 """
 
 import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass, replace
 
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
-from serve_app.engines.adapters import EngineReading, EngineServer
+from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, identify
+from serve_app.engines.adapters.server import excerpt
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.model.model import RecentMean
 from serve_app.errors import EngineError
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.remote.control import ControlClient, EndpointUnreachableError
-from serve_app.serving.remote.damping import FlapDamping
-from serve_app.serving.remote.endpoint_url import EndpointUrl
-from serve_app.serving.remote.identity import EndpointIdentity, identified
+from serve_app.serving.gateway.upstream.connection import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.settings import RemoteSettings
+from serve_app.serving.remote.sources import EndpointUrl, FixedSource, source_of
+
+# Limit on control answers; a wrong server's answer may be endless.
+_MAX_PAGE_BYTES = 8 * 1024 * 1024
+
+
+class EndpointUnreachableError(EngineError):
+    """The endpoint does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Answer to a control request."""
+
+    status: int
+    body: bytes
+
+
+class ControlClient:
+    """Client for control requests to one endpoint, with a time limit; endpoints share connections."""
+
+    def __init__(self, upstream: UpstreamPool, url: EndpointUrl, api_key: str, timeout_s: float) -> None:
+        self._upstream = upstream
+        self._url = url
+        self._server = ServerAddress(url.host, url.port, url.scheme, url.server_name)
+        self._timeout_s = timeout_s
+        host = url.authority if not url.server_name else f"{url.server_name}:{url.port}"
+        authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f" HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{authorization}\r\n"
+
+    async def get(self, path: str) -> Page:
+        """Send a GET request.
+
+        Raises:
+            EndpointUnreachableError: no answer, not in time, or not HTTP.
+        """
+        head = f"GET {self._url.path}{path}{self._headers}".encode("latin-1")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._upstream.send(self._server, head, b"")
+                try:
+                    return Page(response.status, await _limited(response))
+                finally:
+                    response.close()
+        except TimeoutError as exc:
+            raise EndpointUnreachableError(
+                f"{self._url}{path} gave no answer in {self._timeout_s:g} s"
+            ) from exc
+        except UpstreamError as exc:
+            why, cause = str(exc), exc.__cause__
+            if isinstance(cause, ConnectionError) and cause.errno:
+                why = os.strerror(cause.errno)
+            raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {why}") from exc
+
+    async def page(self, path: str) -> bytes:
+        """Return a page that must exist.
+
+        Raises:
+            EndpointUnreachableError: see `get`.
+            EngineError: the status is not 200.
+        """
+        answer = await self.get(path)
+        if answer.status in (401, 403):
+            raise EngineError(
+                f"{self._url}{path} answered {answer.status}: give the endpoint's key as api_key or "
+                "api_key_env"
+            )
+        if answer.status != 200:
+            raise EngineError(f"{self._url}{path} answered {answer.status}: {excerpt(answer.body)}")
+        return answer.body
+
+
+async def _limited(response: UpstreamResponse) -> bytes:
+    pieces, length = [], 0
+    while piece := await response.next():
+        pieces.append(piece)
+        length += len(piece)
+        if length > _MAX_PAGE_BYTES:
+            raise EndpointUnreachableError(f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes")
+    return b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointIdentity:
+    """Server and limits of one endpoint, as it reports them or as configured.
+
+    Attributes:
+        max_model_len: as in `ReplicaSpec`, but None if unknown.
+        kv_tokens, max_num_seqs: as in `ReplicaSpec`.
+        tpot_s: as in `ReplicaSpec`; the mean over all tokens that the server had generated.
+    """
+
+    server: EngineServer
+    max_model_len: int | None
+    kv_tokens: int | None
+    max_num_seqs: int | None
+    tpot_s: float | None = None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """LoRA adapters that it lists."""
+        return tuple(sorted(each.model for each in self.server.models if each.base is not None))
+
+
+async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
+    """Identify an endpoint.
+
+    Raises:
+        EngineError: it does not answer, rejects the key, or lacks a model.
+    """
+
+    async def get(path: str) -> PageResponse:
+        page = await control.get(path)
+        return PageResponse(page.status, page.body, {})
+
+    try:
+        server = await identify(get)
+    except EngineError as exc:
+        if str(url) in str(exc):
+            raise
+        raise EngineError(f"{url}{exc}") from exc
+    names = [listing.model for listing in server.models]
+    wanted = settings.served_model_names or ()
+    if missing := [name for name in wanted if name not in names]:
+        raise EngineError(
+            f"{url} serves {', '.join(names) or 'no model'} but not {', '.join(missing)}: start it with "
+            f"--served-model-name {' '.join(wanted)}, or name another model here; a name that only clients "
+            "use is a route (gateway.routes) and no alias"
+        )
+    stated = server.limits
+    return EndpointIdentity(
+        server=server,
+        max_model_len=settings.max_model_len or stated.max_model_len,
+        kv_tokens=settings.kv_tokens or stated.kv_tokens,
+        max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
+        tpot_s=await _mean_tpot_s(control, server),
+    )
+
+
+async def unusable_endpoints(settings: RemoteSettings) -> dict[str, str]:
+    """Query the endpoints that are configured as URLs, and return why some cannot be used, by URL.
+
+    Raises:
+        EngineError: their API key is not known.
+    """
+    sources = (source_of(text) for text in settings.endpoints)
+    urls = [source.url for source in sources if isinstance(source, FixedSource)]
+    upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
+    key, failures = settings.key(), dict[str, str]()
+
+    async def query(url: EndpointUrl) -> None:
+        try:
+            await identified(ControlClient(upstream, url, key, settings.metrics_timeout_s), url, settings)
+        except EndpointUnreachableError as exc:
+            failures[str(url)] = f"{exc}: start its server, or correct the URL"
+        except EngineError as exc:
+            failures[str(url)] = str(exc)
+
+    await asyncio.gather(*map(query, urls))
+    upstream.close()
+    return failures
+
+
+async def _mean_tpot_s(control: ControlClient, server: EngineServer) -> float | None:
+    if server.metrics_path is None:
+        return None
+    reading = server.read(await control.page(server.metrics_path))
+    return reading.token_gaps_s / reading.token_gaps if reading.token_gaps and reading.token_gaps_s else None
+
+
+_FIRST_HOLD_S = 1.0
+_LONGEST_HOLD_S = 60.0
+# A failure this long after a recovery resets the penalty.
+_SETTLED_S = 60.0
+
+
+class FlapDamping:
+    """Penalty of one endpoint; all times in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._hold_s = 0.0
+        self._up_since: float | None = None
+        self._answers_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<FlapDamping hold {self._hold_s:g} s>"
+
+    @property
+    def hold_s(self) -> float:
+        """Time for which it must answer before it receives requests."""
+        return self._hold_s
+
+    def on_failure(self, now: float) -> None:
+        """Record a failure."""
+        self._answers_since = None
+        if self._up_since is None:
+            return
+        settled = now - self._up_since >= _SETTLED_S
+        self._hold_s = 0.0 if settled else min(max(_FIRST_HOLD_S, 2 * self._hold_s), _LONGEST_HOLD_S)
+        self._up_since = None
+
+    def on_answer(self, now: float) -> float:
+        """Record an answer, and return the remaining penalty in seconds; 0 for none."""
+        if self._answers_since is None:
+            self._answers_since = now
+        left_s = max(0.0, self._answers_since + self._hold_s - now)
+        if not left_s and self._up_since is None:
+            self._up_since = now
+        return left_s
+
 
 logger = logging.getLogger("ray.serve")
 

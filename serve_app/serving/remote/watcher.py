@@ -1,28 +1,141 @@
 """The watcher of one pool: follows its sources, and watches each endpoint that they find.
 
 Admins may add and remove endpoints at run time, which is persisted (`choices`).
+
+Persistent choices of admins about a pool's endpoints.
+
+The watcher of a pool's endpoints as a Ray Serve deployment: one small process for all endpoints.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
 from serve_app.errors import EngineError, SettingsError
+from serve_app.serving._ray import read_record, write_record
 from serve_app.serving.channel.connector import Locate
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, locator
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.remote.choices import EndpointChoices
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
-from serve_app.serving.remote.endpoint_source import EndpointSource, SourceHealth
-from serve_app.serving.remote.endpoint_url import EndpointUrl
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.sources import source_of
+from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, SourceHealth, source_of
+from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+from serve_app.serving.watchdog import start_watchdog
 
 logger = logging.getLogger("ray.serve")
+
+# Interval of attempts to read the stored choices while the store does not answer.
+_RETRY_S = 10.0
+
+
+class EndpointChoices:
+    """Endpoints that were added or removed by admins.
+
+    While the store cannot be read, nothing is overwritten. Choices made in that time are merged with the
+    stored ones later, and take precedence.
+
+    Args:
+        store: None disables persistence.
+
+    Attributes:
+        added: URLs in addition to the discovered ones.
+        removed: discovered URLs that receive no requests.
+    """
+
+    def __init__(self, store: StateStore | None) -> None:
+        self._store = store
+        self._calls = None if store is None else StoreCalls(store)
+        self._restored = store is None
+        # URLs that were changed before the stored choices were read.
+        self._chosen: set[str] = set()
+        self._retry: asyncio.Task[None] | None = None
+        self.added: set[str] = set()
+        self.removed: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<EndpointChoices added={len(self.added)} removed={len(self.removed)} {self._store}>"
+
+    async def load(self) -> None:
+        """Read the stored choices; while the store does not answer, the watcher works without them."""
+        if self._store is None or self._restored or self._retry is not None:
+            return
+        try:
+            await self._restore()
+        except StateError as exc:
+            logger.warning("event=endpoints_not_restored reason=%r", str(exc))
+            loop = asyncio.get_running_loop()
+            self._retry = loop.create_task(self._try_again(), context=contextvars.Context())
+
+    def close(self) -> None:
+        """Stop retrying to read."""
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def add(self, url: str, *, found: bool) -> None:
+        """Add an endpoint; `found` if it is discovered, so that it only needs to be restored."""
+        self._note(url)
+        self.removed.discard(url)
+        if not found:
+            self.added.add(url)
+
+    def remove(self, url: str, *, found: bool) -> None:
+        """Remove an endpoint; `found` if it is discovered, so that the removal must be stored."""
+        self._note(url)
+        self.added.discard(url)
+        if found:
+            self.removed.add(url)
+
+    async def save(self) -> bool:
+        """Write the choices, and return whether they survive a restart of the application."""
+        if self._store is None or self._calls is None:
+            return False
+        store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
+        if not self._restored:
+            logger.warning("event=endpoints_not_saved reason=%r", f"{store.path} has not been loaded yet")
+            return False
+        try:
+            await self._calls.answer(lambda: store.save(document), SAVE_TIMEOUT_S)
+        except StateError as exc:
+            logger.warning("event=endpoints_not_saved reason=%r", str(exc))
+            return False
+        return store.outlives_cluster
+
+    def _note(self, url: str) -> None:
+        if not self._restored:
+            self._chosen.add(url)
+
+    async def _restore(self) -> None:
+        assert self._store is not None, "requires a store"
+        assert self._calls is not None, "as above"
+        document = await self._calls.answer(self._store.load, LOAD_TIMEOUT_S)
+        self._restored = True
+        if document is None:
+            return
+        added, removed = _read(document)
+        self.added |= added - self._chosen
+        self.removed |= removed - self._chosen
+
+    async def _try_again(self) -> None:
+        while not self._restored:
+            await asyncio.sleep(_RETRY_S)
+            with contextlib.suppress(StateError):
+                await self._restore()
+        logger.info("event=endpoints_restored added=%d removed=%d", len(self.added), len(self.removed))
+        await self.save()
+
+
+def _read(document: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    return {str(url) for url in document["added"]}, {str(url) for url in document["removed"]}
+
 
 _START_POLL_S = 0.05
 # Interval of looks at the states, and of showing unchanged ones, for a new scheduler.
@@ -253,3 +366,81 @@ def _shared(locate: Locate) -> Locate:
         return await asyncio.shield(searching)
 
     return located
+
+
+# One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
+# running requests, and new ones wait. A changed one stops once its successor has found an endpoint that can
+# be used; for the moments in between, the scheduler keeps the latest registration of each endpoint.
+WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
+    "num_replicas": 1,
+    "max_surge_percent": ALL_AT_ONCE_PERCENT,
+    "health_check_period_s": 1.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "graceful_shutdown_timeout_s": 10.0,
+}
+
+
+class ChoicesStore(StateStore):
+    """Store of a pool's `EndpointChoices`, which a new watcher loads after a deployment.
+
+    A copy is in Ray's control service. It outlives the watcher, but only a `state_uri` outlives the cluster.
+    """
+
+    def __init__(self, state_uri: str | None, name: str) -> None:
+        super().__init__(state_uri or "ray:", "endpoints", name)
+        self.outlives_cluster = state_uri is not None
+        self._record = f"endpoints/{name}"
+
+    def _read(self) -> bytes | None:
+        stored = super()._read() if self.outlives_cluster else None
+        if stored is None and (stored := read_record(self._record)) is not None:
+            # The deployment may have added the `state_uri`.
+            self._write(stored)
+        return stored
+
+    def _write(self, data: bytes) -> None:
+        write_record(self._record, data)
+        if self.outlives_cluster:
+            super()._write(data)
+
+
+class EndpointsDeployment:
+    """Serve deployment that runs one `EndpointWatcher`."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+        self,
+        scope: str,
+        pool: str,
+        settings: RemoteSettings,
+        channel: ChannelSettings,
+        scheduler: DeploymentHandle[Any],
+        state_uri: str | None,
+    ) -> None:
+        application = serve.get_replica_context().app_name
+        self._watcher = EndpointWatcher(
+            pool,
+            settings,
+            channel,
+            locator(scheduler, Role.REPLICA),
+            EndpointChoices(ChoicesStore(state_uri, f"{application}/{scope}")),
+            scheduler.show_endpoints.remote,
+        )
+        await self._watcher.start()
+        self._watchdog = start_watchdog()
+
+    async def check_health(self) -> None:
+        """Raise if the watcher must be replaced."""
+        self._watcher.check_health()
+
+    async def described(self) -> list[dict[str, object]]:
+        """Return a description of each endpoint."""
+        return self._watcher.describe()
+
+    async def change(self, action: str, url: str) -> dict[str, object]:
+        """See `EndpointWatcher.change`."""
+        return await self._watcher.change(action, url)
+
+    async def __del__(self) -> None:
+        # Serve awaits this once before it ends the process; Python would not await it.
+        if hasattr(self, "_watcher"):
+            await self._watcher.close()

@@ -1,7 +1,7 @@
 """The scheduler process: one actor per model.
 
-`actor` is supervised by Ray, and `live_scheduler` drives the pure core with a clock and sockets. `journal`
-distributes an entry per event to its subscribers: the `decision_log` file, `metrics`, the `history` of
-requests, `usage`, `recent_activity`, the `queue_watch` and the `tuning_endpoint`. `queries` answers
-admins, with `receipts`, `documents` and `findings`.
+`actor` is supervised by Ray, and answers admins with `receipts`, `documents` and `findings`. `live_scheduler`
+drives the pure core with a clock and sockets. `journal` distributes an entry per event to its subscribers:
+the `decision_log` file, `metrics`, the `history` of requests, `usage`, the queue updates of `receipts` and
+the `tuning_endpoint`.
 """

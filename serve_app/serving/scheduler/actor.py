@@ -6,15 +6,29 @@ may coexist briefly; their incarnation numbers decide which one schedules.
 
 A scheduler that cannot continue exits its process, because Serve replaces a dead actor at once, but an
 unhealthy one only after three failed checks.
+
+Incarnation numbers, which order the schedulers of a model independently of the nodes' clocks.
+
+They are stored in Ray's control service (GCS), whose key-value store creates a key for one caller only. They
+restart if that service loses its memory, in which case no actor of the old cluster is left.
+
+Admins' queries to one model's scheduler, received from gateways over the control channel.
+
+Each public method is a query. Answers are sent as JSON, in parts if they are long.
+
+The scheduler as a Ray Serve deployment: `SchedulerActor` with a scope unique to the application.
 """
 
 import asyncio
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
+from ray import serve
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.learned_state import STATE_KIND, learned_state, restore_error
@@ -22,24 +36,205 @@ from serve_app.core.routing.snapshot import section
 from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.serving.autoscaling import TUNER, statistics
+from serve_app.serving import _ray
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.event_loop import precise_clock
-from serve_app.serving.scheduler.costs import PersistentCosts
+from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, TUNER, statistics
+from serve_app.serving.process import precise_clock, run_in_parts, tune_memory
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
+from serve_app.serving.scheduler.documents import (
+    SUB_QUEUES_SHOWN,
+    RemoteEndpoints,
+    captured,
+    captured_in_full,
+    most_costly,
+    overview,
+    slowest,
+)
+from serve_app.serving.scheduler.findings import findings_document
+from serve_app.serving.scheduler.gauges import PersistentCosts
+from serve_app.serving.scheduler.history import RecentActivity
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.queries import AdminQueries
-from serve_app.serving.scheduler.recent_activity import RecentActivity
-from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
+from serve_app.serving.scheduler.receipts import programs_named
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.scheduler.usage import PersistentUsage
-from serve_app.serving.state.persister import StatePersister
-from serve_app.serving.state.store import StateStore
-from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
+from serve_app.serving.state import StatePersister, StateStore
+from serve_app.serving.watchdog import start_watchdog
 from serve_app.tuning.rollout import Retune
+
+
+class ClaimStore(Protocol):
+    """Store in which a key can be created once. Calls may block on the network."""
+
+    def make(self, key: str) -> bool:
+        """Create a key, and return whether it is new."""
+        ...
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return all keys with a prefix."""
+        ...
+
+
+class GcsClaimStore:
+    """Store in Ray's control service; needs a connection to Ray."""
+
+    def make(self, key: str) -> bool:
+        """Create a key, and return whether it is new."""
+        return _ray.make_key(key)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return all keys with a prefix."""
+        return _ray.keys_with(prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnations:
+    """Incarnations of one model's scheduler; `scope` is unique to model and application in the cluster."""
+
+    store: ClaimStore
+    scope: str
+
+    def claim(self) -> int:
+        """Claim the next number exclusively."""
+        number = self.newest() + 1
+        while not self.store.make(self._key(number)):
+            number += 1
+        return number
+
+    def newest(self) -> int:
+        """Return the highest claimed number; 0 before the first."""
+        prefix = self._key("")
+        # Claims of a few bytes are never deleted, because that could issue a number twice.
+        claims = (key.removeprefix(prefix) for key in self.store.keys(prefix))
+        # Others are of a model whose name begins with this one's, as `qwen/qwen3` does with `qwen`.
+        return max((int(claim) for claim in claims if "/" not in claim), default=0)
+
+    def _key(self, number: int | str) -> str:
+        return f"incarnation/{self.scope}/{number}"
+
+
+_encoder = msgspec.json.Encoder()
+
+
+QUERIES = frozenset(
+    (
+        "status",
+        "queue",
+        "overview",
+        "costs",
+        "scaling",
+        "usage",
+        "spent",
+        "receipt",
+        "program",
+        "capture",
+        "mode",
+        "change_mode",
+        "freeze",
+    )
+)
+"""Methods of `AdminQueries` that gateways may call by name."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AdminQueries:
+    """Answers to admins' queries about a live scheduler.
+
+    Attributes:
+        previous_costs: costs counted by its predecessors.
+        live_scaling, persistent_usage: of its process.
+        save: persists the learned state.
+    """
+
+    live: LiveScheduler
+    previous_costs: PersistentCosts
+    live_scaling: LiveScaling
+    persistent_usage: PersistentUsage
+    save: Callable[[], Awaitable[None]]
+
+    @property
+    def _model(self) -> str:
+        return self.live.core.settings.model
+
+    async def answer(self, query: str, arguments: bytes) -> bytes:
+        """Return the answer as JSON.
+
+        Raises:
+            ChannelError: the query is unknown, or the scheduler has ended.
+            SettingsError: an argument is invalid.
+        """
+        if query not in QUERIES:
+            raise ChannelError(f"unknown query {query!r}")
+        found = await getattr(self, query)(**msgspec.json.decode(arguments, type=dict[str, Any]))
+        # In a thread, because some answers have megabytes and must not delay grants.
+        return await asyncio.to_thread(_encoder.encode, found)
+
+    async def status(self) -> dict[str, Any]:
+        """Return the numbers of waiting requests, the replicas and their reports."""
+        return self.live.status()
+
+    async def queue(self) -> dict[str, Any]:
+        """Return what is queued, for how long and why."""
+        return self.live.queue()
+
+    async def overview(self) -> dict[str, Any]:
+        """Return this model's data for the dashboard."""
+        live = self.live
+        status, queue = live.status(), live.queue(SUB_QUEUES_SHOWN)
+        found = overview(status, queue, live.activity.document())
+        found["findings"] = findings_document(status, queue)
+        found["slowest"] = slowest(live.history, live.now())
+        return {**found, "scaling": await self.scaling(), "costs": most_costly(await self.costs())}
+
+    async def costs(self) -> dict[str, Any]:
+        """Return the costs of each tenant: engine time and imposed delay."""
+        costs = self.previous_costs.plus(self.live.core)
+        return {"model": self._model, **costs.document(self.live_scaling.gpus())}
+
+    async def scaling(self) -> dict[str, Any]:
+        """Return the desired replicas of each pool, and why."""
+        return self.live_scaling.status()
+
+    async def usage(self) -> dict[str, Any]:
+        """Return the usage of each API key by day."""
+        return self.persistent_usage.shown()
+
+    async def spent(self, keys: list[str]) -> dict[str, Any]:
+        """Return what API keys have used in the current day and month."""
+        return self.persistent_usage.ledger.spent(keys)
+
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """Return the receipt of a request; empty if it is unknown."""
+        return await self.live.receipts.document(request_id, self.live.now())
+
+    async def program(self, program: str) -> dict[str, Any]:
+        """Return where the time of the programs with an id went."""
+        live = self.live
+        return await programs_named(program, live.core, live.history, live.now())
+
+    async def capture(self, *, full: bool = False) -> list[dict[str, Any]]:
+        """Return recently completed requests as lines of a trace without text, or `captured_in_full`."""
+        return (
+            await run_in_parts(captured_in_full(self.live.history)) if full else captured(self.live.history)
+        )
+
+    async def mode(self) -> dict[str, Any]:
+        """Return the scheduled share of the traffic, and times to first token of both parts."""
+        return {"model": self._model, **self.live.mode.describe()}
+
+    async def change_mode(self, active_share: float) -> None:
+        """Schedule another share of the requests; persisted with the learned state."""
+        self.live.mode.change(active_share)
+        await self.save()
+
+    async def freeze(self, reason: str) -> None:
+        """Freeze the tuner with a reason, or thaw it with an empty one."""
+        if reason:
+            self.live.tuner.freeze(reason)
+        else:
+            self.live.tuner.thaw()
+
 
 logger = logging.getLogger("ray.serve")
 
@@ -376,3 +571,31 @@ class SchedulerActor:
     def _on_end(self, reason: str) -> None:
         logger.error("event=scheduler_ended scope=%s reason=%r", self._settings.scope, reason)
         self._loop.call_later(_FINAL_MESSAGES_S, self._surroundings.die)
+
+
+# All requests wait while the scheduler is halted, and its replacement loses none of them.
+_HALTED_S = 0.5
+
+
+class SchedulerDeployment(SchedulerActor):
+    """A `SchedulerActor` in a Serve replica.
+
+    Two applications of a cluster may serve models of the same name. Their schedulers must not supersede each
+    other, so the application's name, which is known only here, is prepended to the scope.
+    """
+
+    def __init__(self, settings: SchedulerActorSettings) -> None:
+        application = serve.get_replica_context().app_name
+        super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
+        tune_memory()
+        self._watchdog = start_watchdog(_HALTED_S)
+
+    # A coroutine, because Serve runs each call of a plain function in a thread.
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the desired replicas of its pools and of its tuner; see `serving.autoscaling`."""
+        return self.scaling_statistics()
+
+    async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
+        """Close; Serve calls this on the event loop at the end of the replica's life."""
+        if hasattr(self, "_live"):
+            await self.close()

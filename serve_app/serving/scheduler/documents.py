@@ -2,6 +2,8 @@
 
 The dashboard requests the overview once per second. Its lists that grow with the fleet or with tenants are
 therefore truncated; sums include all entries.
+
+Endpoints of remote pools that are down, as their watchers report them.
 """
 
 import hashlib
@@ -21,7 +23,38 @@ from serve_app.core.settings_base import plain
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.findings import time_text
+from serve_app.serving.scheduler.gauges import Figures
 from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
+
+Document = Mapping[str, Any]
+
+
+class RemoteEndpoints:
+    """The latest document of each remote pool's watcher; see `EndpointWatcher.states`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Document] = {}
+
+    def __repr__(self) -> str:
+        return f"<RemoteEndpoints {sum(len(each['down']) for each in self._pools.values())} down>"
+
+    def update(self, document: Document) -> None:
+        """Replace the document of a pool."""
+        self._pools[document["pool"]] = document
+
+    def documents(self) -> list[Document]:
+        """Return the document of each remote pool."""
+        return [self._pools[pool] for pool in sorted(self._pools)]
+
+    def figures(self) -> Figures:
+        """Return the numbers of endpoints by pool and state."""
+        values: dict[tuple[str, ...], float] = {}
+        for pool, document in self._pools.items():
+            down = len(document["down"])
+            values[pool, "up"], values[pool, "down"] = document["endpoints"] - down, down
+        text = "Endpoints of remote pools, by whether they can be used."
+        return Figures("ewsjf_endpoints", text, ("pool", "state"), values)
+
 
 # Sized for a person on a page.
 _MAX_PROGRAMS = 50

@@ -30,15 +30,13 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass, RequestTimes
 from serve_app.serving.cached_page import CachedPage
-from serve_app.serving.channel.gateway_sessions import GatewaySessions
+from serve_app.serving.channel.gateway_sessions import GatewaySessions, ReplicaRegistry
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
-from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.event_loop import precise_clock
+from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
-from serve_app.serving.scheduler.decode_stalls import DecodeStalls
-from serve_app.serving.scheduler.documents import queue_document, replica_documents
+from serve_app.serving.scheduler.documents import RemoteEndpoints, queue_document, replica_documents
 from serve_app.serving.scheduler.gauges import (
     Figures,
     core_figures,
@@ -49,16 +47,11 @@ from serve_app.serving.scheduler.gauges import (
     queued_figures,
     replica_figures,
 )
-from serve_app.serving.scheduler.history import RequestHistory
+from serve_app.serving.scheduler.history import RecentActivity, RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
-from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.serving.scheduler.prefix_check import PrefixCheck
-from serve_app.serving.scheduler.queue_watch import QueueWatch
-from serve_app.serving.scheduler.receipts import Receipts
-from serve_app.serving.scheduler.recent_activity import RecentActivity
-from serve_app.serving.scheduler.remote_endpoints import RemoteEndpoints
-from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
-from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
+from serve_app.serving.scheduler.metrics import DecodeStalls, PrefixCheck, SchedulerMetrics
+from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
+from serve_app.serving.scheduler.tuning_endpoint import SchedulingMode, TuningEndpoint
 from serve_app.serving.scheduler.usage import UsageLedger
 
 logger = logging.getLogger("ray.serve")

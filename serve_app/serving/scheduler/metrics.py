@@ -5,25 +5,220 @@ The registry is separate from Ray's; a gateway's `/metrics` fetches the text ove
 rendered in a thread from the figures of one moment, because with 1,000 replicas it takes almost 0.1 s.
 
 Engines count tokens; a request that ends without their count is only counted by tenant.
+
+Decode stalls: the longest gap between two pieces of each streamed answer, and its cause.
+
+A gateway measures the gap and reports it with the end of the request. The scheduler knows which prefills its
+replica computed at the time. Clocks are not compared: the gap's end is an age.
+
+| cause      | meaning                                                                                  |
+|------------|------------------------------------------------------------------------------------------|
+| `prefill`  | a prefill was in flight beside it on its replica; the one with the most tokens counts    |
+| `kv_cache` | no prefill, and the replica last reported a full KV cache: engines then preempt requests |
+| `other`    | neither: a pause of the engine, the network, or work that this scheduler did not send    |
+
+Check of the prefix index: cached tokens that it predicted, against those that engines reported.
+
+Prefix affinity is worth as much as its index is right. At the end of a request its engine states how many
+prompt tokens it had cached. Engines that never state any, as vLLM without `--enable-prompt-tokens-details`,
+are left out: their zero means unknown.
 """
 
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch, ReportStale
-from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
+from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken, ReplicaLost
 from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
-from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
+from serve_app.serving.scheduler.history import RequestHistory, Stall, StallCause
 from serve_app.serving.scheduler.journal import Entry
+
+# Prefills that are remembered for each replica: about a second of short ones. Those of long prompts, which
+# cause stalls, are fewer.
+_REMEMBERED = 128
+_FULL = 0.95
+# Least share of a gap during which a prefill must have been in flight: messages take some milliseconds.
+_LEAST_OVERLAP = 0.1
+
+
+class _Prefill(NamedTuple):
+    request_id: str
+    began_at: float
+    ended_at: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Prefills:
+    """Prefills of one replica: those in flight by request, and the last that have ended."""
+
+    open: dict[str, _Prefill] = field(default_factory=dict)
+    ended: deque[_Prefill] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+
+class DecodeStalls:
+    """Observer of dispatches, first tokens and ends.
+
+    Args:
+        gaps: histogram by model, pool and cause.
+    """
+
+    def __init__(self, model: str, history: RequestHistory, gaps: Cells[HistogramCell]) -> None:
+        self._model = model
+        self._history = history
+        self._gaps = gaps
+        self._replicas: dict[str, _Prefills] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers of what begins and ends a prefill, and of the ends of requests."""
+        return {
+            Dispatch: self._on_dispatch,
+            FirstToken: self._on_first_token,
+            DispatchFailed: lambda entry: self._end(entry.event.replica_id, entry.event.request_id, None),
+            ReplicaLost: self._on_loss,
+            Conclude: self._on_conclusion,
+        }
+
+    def _on_loss(self, entry: Entry) -> None:
+        assert isinstance(entry.event, ReplicaLost)
+        self._replicas.pop(entry.event.replica_id, None)
+
+    def _on_dispatch(self, entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
+        prefills = self._replicas.setdefault(command.replica_id, _Prefills())
+        prefills.open[command.request_id] = _Prefill(
+            command.request_id, entry.now, math.inf, scheduled.prefill_tokens
+        )
+
+    def _on_first_token(self, entry: Entry) -> None:
+        scheduled = entry.scheduled
+        if scheduled is not None and scheduled.replica_id is not None:
+            self._end(scheduled.replica_id, scheduled.request.request_id, entry.now)
+
+    def _end(self, replica_id: str, request_id: str, ended_at: float | None) -> None:
+        """End a prefill; without a time, it is forgotten."""
+        prefills = self._replicas.get(replica_id)
+        known = None if prefills is None else prefills.open.pop(request_id, None)
+        if prefills is not None and known is not None and ended_at is not None:
+            prefills.ended.append(known._replace(ended_at=ended_at))
+
+    def _on_conclusion(self, entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+        dispatch, event = scheduled.dispatch, entry.event
+        if dispatch is None:
+            return
+        # An answer that is not streamed ends with its first token.
+        self._end(dispatch.replica_id, command.request_id, entry.now)
+        if not isinstance(event, Finished) or event.gap is None:
+            return
+        ended_at = entry.now - event.gap.ended_ago_s
+        stall = self._stall(entry, scheduled, dispatch.replica_id, event.gap.seconds, ended_at)
+        self._gaps[self._model, dispatch.pool, stall.cause].observe(stall.seconds)
+        if (known := self._history.find(command.request_id)) is not None:
+            known.stall = stall
+
+    def _stall(
+        self, entry: Entry, scheduled: ScheduledRequest, replica_id: str, seconds: float, ended_at: float
+    ) -> Stall:
+        prefills, own_id = self._replicas.get(replica_id) or _Prefills(), scheduled.request.request_id
+        least_s, began_at = _LEAST_OVERLAP * seconds, ended_at - seconds
+        beside = [
+            each.tokens
+            for each in (*prefills.open.values(), *prefills.ended)
+            if min(each.ended_at, ended_at) - max(each.began_at, began_at) >= least_s
+            and each.request_id != own_id
+        ]
+        if beside:
+            return Stall(seconds, StallCause.PREFILL, max(beside))
+        replica = entry.core.ledger.get(replica_id)
+        report = None if replica is None else replica.report
+        is_full = report is not None and (report.kv_usage_ratio or 0.0) >= _FULL
+        return Stall(seconds, StallCause.KV_CACHE if is_full else StallCause.OTHER)
+
+
+# Time constant of what operators see: long enough for many requests, short enough for a change of engines.
+_RECENT_S = 600.0
+
+
+@dataclass(slots=True)
+class _Recent:
+    """Decaying sums of one pool."""
+
+    requests: DecayingRate
+    prompt: DecayingRate
+    predicted: DecayingRate
+    reported: DecayingRate
+
+
+class PrefixCheck:
+    """Observer of the ends of requests.
+
+    Args:
+        tokens: counter by model, pool and kind (`predicted`, `reported`).
+        errors: histogram by model and pool: predicted minus reported tokens, as a share of the prompt.
+    """
+
+    def __init__(
+        self, model: str, now: float, tokens: Cells[CounterCell], errors: Cells[HistogramCell]
+    ) -> None:
+        self._model = model
+        self._began_at = now
+        self._tokens = tokens
+        self._errors = errors
+        self._reporting: set[str] = set()
+        self._recent: dict[str, _Recent] = {}
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handler of the ends of requests."""
+        return {Conclude: self._on_conclusion}
+
+    def _on_conclusion(self, entry: Entry, command: Conclude, scheduled: ScheduledRequest) -> None:
+        usage, dispatch = scheduled.usage, scheduled.dispatch
+        is_whole = isinstance(entry.event, Finished) and command.conclusion.outcome is Outcome.COMPLETED
+        if not is_whole or usage is None or dispatch is None or not usage.prompt_tokens:
+            return
+        if usage.cached_tokens:
+            self._reporting.add(dispatch.replica_id)
+        elif dispatch.replica_id not in self._reporting:
+            return
+        predicted, reported = min(scheduled.cached_tokens, usage.prompt_tokens), usage.cached_tokens
+        if not (predicted or reported):
+            return
+        self._tokens[self._model, dispatch.pool, "predicted"].inc(predicted)
+        self._tokens[self._model, dispatch.pool, "reported"].inc(reported)
+        self._errors[self._model, dispatch.pool].observe((predicted - reported) / usage.prompt_tokens)
+        recent = self._recent.get(dispatch.pool)
+        if recent is None:
+            recent = _Recent(*(DecayingRate(_RECENT_S, self._began_at) for _ in range(4)))
+            self._recent[dispatch.pool] = recent
+        recent.requests.add(1, entry.now)
+        recent.prompt.add(usage.prompt_tokens, entry.now)
+        recent.predicted.add(predicted, entry.now)
+        recent.reported.add(reported, entry.now)
+
+    def describe(self, now: float) -> dict[str, dict[str, float]]:
+        """Return the requests, prompt tokens and cached tokens of about the last ten minutes, by pool."""
+        return {
+            pool: {
+                "requests": recent.requests.amount(now),
+                "prompt_tokens": recent.prompt.amount(now),
+                "predicted_tokens": recent.predicted.amount(now),
+                "reported_tokens": recent.reported.amount(now),
+            }
+            for pool, recent in self._recent.items()
+        }
+
 
 # From a dispatch without a wait to the timeouts of batch work.
 _WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -38,7 +233,7 @@ _PREFIX_ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.02, 0.02, 0.1, 0.25, 0.5, 0
 
 
 # Time constant of the errors of predictions, and the shortest wait, predicted or actual, that counts.
-_RECENT_S, _LEAST_WAIT_S = 120.0, 1.0
+_RECENT_WAITS_S, _LEAST_WAIT_S = 120.0, 1.0
 
 # Ends without a verdict on the first token: it was not observed, or not due.
 _NO_VERDICT = frozenset(
@@ -65,7 +260,7 @@ class SchedulerMetrics:
         self._make_counters()
         self._make_histograms()
         self._predictions: defaultdict[PriorityClass, defaultdict[str, DecayingRate]] = defaultdict(
-            lambda: defaultdict(lambda: DecayingRate(_RECENT_S, 0.0))
+            lambda: defaultdict(lambda: DecayingRate(_RECENT_WAITS_S, 0.0))
         )
         self._collector = FigureCollector(model)
         self._registry.register(self._collector)

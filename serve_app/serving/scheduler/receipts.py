@@ -9,22 +9,128 @@ rest is network time, including the reading of the request. For other engines on
 prefill is known. The rest then counts as a wait in the engine, and both are marked as estimates.
 
 Requests served during a wait are counted on demand from the history of dispatches.
+
+Receipts of programs: where the time of a program's turns went, in total and by turn.
+
+The sums cover all turns since the scheduler started. Turns are listed as long as their receipts are kept. The
+first request of a conversation without a stated id is not a turn yet, and is not included.
+
+Queue updates: sends gateways the outlooks of the waiting requests whose clients subscribe.
+
+All of them are estimated together, four times per second, or less often if that would exceed a small share of
+the scheduler's time. An update runs in parts, between other events. Without subscribers, there is no timer.
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from time import perf_counter
 from typing import Any
 
 from serve_app.core import Scheduler
-from serve_app.core.accounting.wait_causes import WaitBreakdown
+from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause
 from serve_app.core.accounting.waits import current_cause, wait_so_far
-from serve_app.core.outlook.watched import expected_order
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.outlook.watched import CalibrationError, Outlook, WatchedRequests, expected_order
+from serve_app.core.programs.program import Program, ProgramTurn
+from serve_app.core.programs.program_scheduler import program_document
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import EngineTimes, RequestTimes, stages
-from serve_app.serving.event_loop import run_in_parts
+from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory, Stall
-from serve_app.serving.scheduler.queue_watch import QueueWatch
+from serve_app.serving.scheduler.journal import Entry
+
+logger = logging.getLogger("ray.serve")
+
+_INTERVAL_S = 0.25
+# Maximum share of the scheduler's time; with thousands of subscribers, updates become less frequent.
+_MAX_SHARE = 0.05
+
+
+class QueueWatch:
+    """Watched requests of one live scheduler; `send` sends outlooks, `count` records their errors."""
+
+    def __init__(
+        self,
+        core: Scheduler,
+        now: Callable[[], float],
+        send: Callable[[Iterable[RequestOutlook]], None],
+        count: Callable[[Iterable[CalibrationError]], None],
+    ) -> None:
+        self._now, self._send, self._count = now, send, count
+        self._watched = WatchedRequests(core)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._update_is_due_at = 0.0
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        return f"<QueueWatch {self._watched}>"
+
+    def watch(self, request_id: str) -> None:
+        """Send updates of a request while it waits."""
+        if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
+            self._timer = self._loop.call_at(self._update_is_due_at, self._update)
+
+    def expected(
+        self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
+    ) -> Outlook | None:
+        """Return the outlook of a waiting request, watched or not; see `WatchedRequests.expected`."""
+        return self._watched.expected(scheduled, order, now)
+
+    def handlers(self) -> Mapping[type, Callable[..., None]]:
+        """Return the handlers that learn from requests and record the errors of their estimates."""
+        return {Dispatch: self._on_dispatch, Conclude: self._on_conclusion}
+
+    def _on_dispatch(self, entry: Entry, _command: Dispatch, scheduled: ScheduledRequest) -> None:
+        if self._watched:
+            self._count(self._watched.on_dispatch(scheduled, entry.now))
+
+    def _on_conclusion(self, entry: Entry, command: Conclude, _scheduled: ScheduledRequest) -> None:
+        if self._watched:
+            outcome = command.conclusion.outcome
+            self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))
+
+    def stop(self) -> None:
+        """Send no further updates."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _update(self) -> None:
+        self._continue(self._watched.updates(self._now()), 0.0)
+
+    def _continue(self, look: Iterator[list[Outlook]], took_s: float) -> None:
+        """Run one part of an update, and schedule the next part or the next update."""
+        began = perf_counter()
+        try:
+            updates = next(look, None)
+            if updates:
+                self._send(map(_as_message, updates))
+        except Exception:
+            # Scheduling does not depend on it, so it continues.
+            logger.exception("event=queue_outlook_failed")
+            updates = None
+        took_s += perf_counter() - began
+        if self._stopped:
+            return
+        if updates is not None:
+            self._timer = self._loop.call_soon(self._continue, look, took_s)
+            return
+        self._update_is_due_at = self._loop.time() + max(_INTERVAL_S, took_s / _MAX_SHARE)
+        self._timer = self._loop.call_at(self._update_is_due_at, self._update) if self._watched else None
+
+
+def _as_message(outlook: Outlook) -> RequestOutlook:
+    start = outlook.start
+    if start is None:
+        return RequestOutlook(outlook.request_id, outlook.position, None, None, None)
+    times = round(start.middle, 3), round(start.low, 3), round(start.high, 3)
+    return RequestOutlook(outlook.request_id, outlook.position, *times)
+
 
 MAX_NAMED = 10
 """Number of tenants and classes listed by name; the others are counted together."""
@@ -300,3 +406,59 @@ def _stage(name: str, seconds: float) -> dict[str, Any]:
 def _in_ms(seconds: float | None) -> float | None:
     """Convert to milliseconds, rounded to the microsecond."""
     return None if seconds is None else round(seconds * 1e3, 3)
+
+
+_MOST_TURNS = 50
+# Requests examined before yielding to the event loop: less than a millisecond.
+_TURNS_LOOKED_AT = 2_000
+
+
+async def programs_named(name: str, core: Scheduler, history: RequestHistory, now: float) -> dict[str, Any]:
+    """Return the receipts of all tenants' programs with an id."""
+    model, found = core.settings.model, core.programs.table.named(name)
+    documents = [
+        {"model": model, **program_document(core.programs, program, now), "last_turns": []}
+        for program in found
+    ]
+    for program, document in zip(found, documents, strict=True):
+        document["last_turns"] = await _turns(program, history, now)
+    return {"model": model, "programs": documents}
+
+
+async def _turns(program: Program, history: RequestHistory, now: float) -> list[dict[str, Any]]:
+    """Return the last turns, the earliest first. All times are in seconds."""
+    found: list[dict[str, Any]] = []
+    for looked_at, known in enumerate(chain(reversed(history.open()), reversed(history.ended())), start=1):
+        if looked_at % _TURNS_LOOKED_AT == 0:
+            await asyncio.sleep(0)
+        if known.turn is not None and known.turn.conversation.program is program:
+            found.append(_turn(known, known.turn, now))
+            if len(found) == _MOST_TURNS:
+                break
+    # The sort is stable, so that turns of one instant stay in their order.
+    found.reverse()
+    return sorted(found, key=lambda each: -each["arrived_s_ago"])
+
+
+def _turn(known: HistoryRecord, turn: ProgramTurn, now: float) -> dict[str, Any]:
+    times, usage = known.times, known.usage
+    conclude, waits = known.conclude, known.last is None and known.conclude is None
+    room_ns = known.waited.causes.get(WaitCause.RESIDENCY, 0)
+    first_token_s = times.first_token_s if times is not None else None
+    engine_s = times.engine_s if times is not None else None
+    return {
+        "request_id": known.request_id,
+        "session": turn.conversation.session,
+        "is_sub_agent": turn.conversation.parent is not None,
+        "state": conclude.conclusion.outcome.value if conclude is not None else "open",
+        "arrived_s_ago": now - known.arrived_at,
+        "gap_s": turn.gap_s,
+        "queued_s": now - known.arrived_at if waits else known.wait_s,
+        "waiting_s": None if waits else room_ns / 1e9,
+        "first_token_s": first_token_s,
+        "generation_s": None if engine_s is None or first_token_s is None else engine_s - first_token_s,
+        "engine_s": engine_s,
+        "prompt_tokens": usage.prompt_tokens if usage is not None else None,
+        "cached_tokens": usage.cached_tokens if usage is not None else None,
+        "output_tokens": usage.output_tokens if usage is not None else None,
+    }

@@ -27,8 +27,7 @@ from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.state.persister import StatePersister
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StatePersister, StateStore
 
 USAGE_KIND = "usage"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
-from serve_app.serving.remote.identity import unusable_endpoints
+from serve_app.serving.remote.endpoint import unusable_endpoints
 from serve_app.serving.remote.sources import FixedSource, source_of
 from serve_app.settings.application import ApplicationSettings
 

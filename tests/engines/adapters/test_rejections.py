@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.server import is_too_long, reported_context_limit
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of
+from serve_app.serving.gateway.answer.responses import TooLongError, failure_of
 from tests.engines.adapters.recorded_rejections import REJECTIONS
 
 

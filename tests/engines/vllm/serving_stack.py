@@ -11,8 +11,7 @@ import httpx
 
 from serve_app.engines.engine import ASGIApp, Engine, EngineLimits, EngineLoad
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
-from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.serving.pool import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from tests.engines.servers import serving
 from tests.engines.vllm.real import ANSWER_TIMEOUT_S, Prompt
 from tests.serving.channel.harness import FAST, ControlPlane, scheduler_settings

@@ -23,16 +23,16 @@ from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.scaling import ScalingSettings
 from serve_app.errors import Conclusion, EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission, Usage
-from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.costs import PersistentCosts
+from serve_app.serving.scheduler.actor import AdminQueries
+from serve_app.serving.scheduler.gauges import PersistentCosts
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.queries import AdminQueries
 from serve_app.serving.scheduler.usage import PersistentUsage
 from tests.relay import Relay
 

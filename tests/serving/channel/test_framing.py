@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from serve_app.core.events import Cancelled, Finished, Message
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
-from serve_app.serving.channel.framing import FrameReader, decode_from_peer, encode_frames
+from serve_app.serving.channel.link import FrameReader, decode_from_peer, encode_frames
 from serve_app.serving.channel.messages import FromPeer, Heartbeat, Submit
 from tests.serving.channel.harness import submission
 

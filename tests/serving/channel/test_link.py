@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.events import Cancelled
-from serve_app.serving.channel.framing import decode_from_peer
-from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.link import Link, decode_from_peer
 from serve_app.serving.channel.messages import Heartbeat
 from serve_app.serving.channel.settings import ChannelSettings
 from tests.serving.channel.harness import FAST, wait_until

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from serve_app.serving.channel.framing import HEADER_BYTES
+from serve_app.serving.channel.link import HEADER_BYTES
 from serve_app.serving.channel.messages import SnapshotEnd, Welcome
 from tests.serving.channel.harness import (
     FAST,

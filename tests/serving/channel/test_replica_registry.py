@@ -3,6 +3,7 @@
 import asyncio
 
 from serve_app.core.events import Event
+from serve_app.serving.channel.gateway_sessions import ReplicaRegistry
 from serve_app.serving.channel.messages import (
     Granted,
     Register,
@@ -13,7 +14,6 @@ from serve_app.serving.channel.messages import (
     Submit,
     Welcome,
 )
-from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from tests.serving.channel.harness import (
     ControlPlane,
     FakeReplica,

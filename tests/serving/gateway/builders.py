@@ -25,7 +25,7 @@ from serve_app.serving.channel.scheduler_client import (
     SchedulerClient,
 )
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.http_server import listening
 
 MODEL = "tiny"

@@ -14,8 +14,8 @@ from serve_app.core.events import ReplicaJoined
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving import http_server
-from serve_app.serving.gateway import response_holders
-from serve_app.serving.gateway.response_holders import ResponseHolders
+from serve_app.serving.gateway import stored
+from serve_app.serving.gateway.stored import ResponseHolders
 from serve_app.serving.http_server import Exchange, HttpServer, HttpServerOptions
 from serve_app.serving.listening import listening_socket
 from tests.serving.channel.harness import scheduler_settings, wait_until
@@ -156,7 +156,7 @@ async def test_a_head_of_64_kib_is_served_and_a_longer_one_is_rejected(harness: 
 
 
 def test_the_responses_that_were_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_holders, "_MAX_REMEMBERED", 2)
+    monkeypatch.setattr(stored, "_MAX_REMEMBERED", 2)
     holders, replicas = ResponseHolders(), FakeDispatcher([1]).replicas()
     for name in ("a", "b", "a", "c"):
         holders.remember(name, "tenant", replicas[0].replica_id)

@@ -14,7 +14,8 @@ import pytest
 
 from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.serving.api_keys import create_key, read_keys
-from serve_app.serving.gateway import ServedModel, budgets
+from serve_app.serving.gateway import ServedModel
+from serve_app.serving.gateway import keys as budgets
 from tests.engines.servers import until
 from tests.serving.channel.harness import wait_until
 

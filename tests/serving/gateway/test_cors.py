@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway import ApiKey
-from serve_app.serving.gateway.cors import CorsSettings
+from serve_app.serving.gateway.router import CorsSettings
 
 from .builders import MODEL, chat, reply_json
 from .conftest import GatewayHarness, running_gateway

@@ -10,7 +10,7 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.serving.channel.harness import wait_until
 
 from .builders import MODEL, RawReplica, call, chat, chunk, error_json, http_post, rejection, replies, streams

@@ -7,7 +7,7 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.gen_ai import INSTRUMENTS
+from serve_app.serving.gateway.request_log import INSTRUMENTS
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
 from tests.serving.channel.harness import wait_until
 

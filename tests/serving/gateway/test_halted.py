@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.serving.gateway import UpstreamSettings, halted
+from serve_app.serving.gateway import UpstreamSettings
+from serve_app.serving.gateway.upstream import pool
 from tests.serving.channel.harness import scheduler_settings, wait_until
 
 from .builders import MODEL, Engine, chat
@@ -19,9 +20,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halted, "_SILENT_S", 0.3)
-    monkeypatch.setattr(halted, "_PROBE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(halted, "_END_AFTER", 6)
+    monkeypatch.setattr(pool, "_SILENT_S", 0.3)
+    monkeypatch.setattr(pool, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pool, "_END_AFTER", 6)
 
 
 @asynccontextmanager

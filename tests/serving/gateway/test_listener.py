@@ -20,8 +20,8 @@ from serve_app.errors import SettingsError
 from serve_app.serving import http_server
 from serve_app.serving._ray import ServedAddress
 from serve_app.serving.gateway import Gateway
-from serve_app.serving.gateway import listener as gateway_listener
-from serve_app.serving.gateway.listener import GatewayListener
+from serve_app.serving.gateway import deployment as gateway_listener
+from serve_app.serving.gateway.deployment import GatewayListener
 from serve_app.serving.http_server import ServerNotRunningError
 from serve_app.serving.listening import PortError
 from serve_app.serving.tls import TlsSettings

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.gateway.answer.waiting import SUBSCRIBE_AFTER_S
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.serving.channel.harness import wait_until
 
 from .builders import Answer, anthropic_stream, call, chat, error_json, rejection, replies

@@ -10,7 +10,7 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.gateway import UpstreamSettings
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.serving.channel.harness import wait_until
 
 from .builders import call, chat, http_post, replies, streams, usage_json

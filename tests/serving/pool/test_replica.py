@@ -18,8 +18,7 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
-from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.serving.pool import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from tests.serving.channel.harness import AwaitedClient, wait_until
 
@@ -233,7 +232,7 @@ async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(live: 
 async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
     live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_READINGS", 2)
+    monkeypatch.setattr("serve_app.serving.pool._MISSED_READINGS", 2)
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), BrokenEngine("load"), locator(live))
     await replica.start()
     await asyncio.sleep(1.0)

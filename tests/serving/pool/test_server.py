@@ -9,8 +9,7 @@ import pytest
 from serve_app.engines.engine import Receive, Scope, Send, read_body
 from serve_app.errors import EngineError
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, UNSCHEDULED
-from serve_app.serving.pool.guard import ReplicaGuard
-from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.pool import ReplicaGuard, ReplicaServer, ReplicaServerSettings
 
 TOKEN = "a-long-secret"
 HEADERS = {"x-replica-token": TOKEN}

@@ -11,10 +11,9 @@ import httpx
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.endpoint_admin import PoolWatcher
-from serve_app.serving.remote.choices import EndpointChoices
+from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.watcher import EndpointWatcher
+from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
 from tests.engines.servers import serving
 from tests.serving.channel.harness import ControlPlane, scheduler_settings
 from tests.serving.gateway.builders import MODEL, Engine

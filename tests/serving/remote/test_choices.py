@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.serving.remote import deployment
-from serve_app.serving.remote.choices import EndpointChoices
-from serve_app.serving.remote.deployment import ChoicesStore
+from serve_app.serving.remote import watcher
+from serve_app.serving.remote.watcher import ChoicesStore, EndpointChoices
 
 URL, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 NAME = "app/demo/short"
@@ -16,8 +15,8 @@ NAME = "app/demo/short"
 def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Return the records of the cluster; an empty one is a new cluster."""
     records: dict[str, bytes] = {}
-    monkeypatch.setattr(deployment, "write_record", records.__setitem__)
-    monkeypatch.setattr(deployment, "read_record", records.get)
+    monkeypatch.setattr(watcher, "write_record", records.__setitem__)
+    monkeypatch.setattr(watcher, "read_record", records.get)
     return records
 
 

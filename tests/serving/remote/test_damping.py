@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.serving.remote.damping import FlapDamping
+from serve_app.serving.remote.endpoint import FlapDamping
 
 
 def test_the_first_failure_costs_a_second_and_each_further_one_twice_as_much() -> None:

@@ -17,7 +17,7 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters import EngineServer, PageResponse, identify
 from serve_app.engines.adapters.server import reported_context_limit
-from serve_app.serving.gateway.answer.engine_answer import failure_of
+from serve_app.serving.gateway.answer.responses import failure_of
 from tests.engines.servers import free_port
 from tests.serving.channel.harness import wait_until
 

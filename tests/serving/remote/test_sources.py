@@ -15,12 +15,18 @@ import pytest
 from aiohttp import web
 from dns.asyncresolver import Resolver
 
-from serve_app.serving.remote import kubernetes
-from serve_app.serving.remote.endpoint_source import EndpointSource, SourceHealth
-from serve_app.serving.remote.endpoint_url import EndpointUrl
-from serve_app.serving.remote.kubernetes import ApiServer, InferencePoolSource, KubernetesSource
-from serve_app.serving.remote.polled_sources import AddressSource, ServiceRecordSource
-from serve_app.serving.remote.sources import source_of
+from serve_app.serving.remote import sources
+from serve_app.serving.remote.sources import (
+    AddressSource,
+    ApiServer,
+    EndpointSource,
+    EndpointUrl,
+    InferencePoolSource,
+    KubernetesSource,
+    ServiceRecordSource,
+    SourceHealth,
+    source_of,
+)
 from tests.serving.channel.harness import wait_until
 
 FoundUrls = list[set[str]]
@@ -472,8 +478,8 @@ async def test_a_stream_that_never_ends_is_left(
     repeats: bytes,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(kubernetes, "_LONGEST_LINE_BYTES", 5_000, raising=False)
-    monkeypatch.setattr(kubernetes, "_LIST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(sources, "_LONGEST_LINE_BYTES", 5_000, raising=False)
+    monkeypatch.setattr(sources, "_LIST_TIMEOUT_S", 0.3)
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     double.rejection, double.repeats = {"status": status}, repeats

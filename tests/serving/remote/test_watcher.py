@@ -12,9 +12,9 @@ import pytest
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
 from serve_app.serving.remote import endpoint
-from serve_app.serving.remote.choices import EndpointChoices
-from serve_app.serving.remote.identity import identified
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.remote.endpoint import identified
+from serve_app.serving.remote.watcher import EndpointChoices
+from serve_app.serving.state import StateStore
 from tests.engines.servers import free_port, serving
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL

@@ -13,10 +13,14 @@ from serve_app.errors import ChannelError, Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler import live_scaling
-from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
-from serve_app.serving.scheduler.incarnation import Incarnations
+from serve_app.serving.scheduler.actor import (
+    ClusterServices,
+    Incarnations,
+    SchedulerActor,
+    SchedulerActorSettings,
+)
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateStore
 from tests import builders
 from tests.serving.channel.harness import FAST, AwaitedClient, scheduler_settings, submission, wait_until
 

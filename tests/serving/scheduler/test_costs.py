@@ -7,8 +7,8 @@ from serve_app.core import events as ev
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.scheduler import costs as kept_costs
-from serve_app.serving.scheduler.costs import PersistentCosts
+from serve_app.serving.scheduler import gauges as kept_costs
+from serve_app.serving.scheduler.gauges import PersistentCosts
 from tests.builders import ManualDriver, one_replica
 
 

@@ -6,10 +6,9 @@ from serve_app.core import events as ev
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import DecodeGap, Usage
-from serve_app.serving.scheduler.decode_stalls import DecodeStalls
 from serve_app.serving.scheduler.history import RequestHistory, Stall, StallCause
 from serve_app.serving.scheduler.journal import Entry, Journal
-from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.metrics import DecodeStalls, SchedulerMetrics
 from tests.builders import ManualDriver, one_replica, request
 
 USAGE = Usage(prompt_tokens=50, output_tokens=5)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.serving.scheduler.incarnation import Incarnations
+from serve_app.serving.scheduler.actor import Incarnations
 
 CLAIMS = """
 import concurrent.futures, logging, sys
 import ray
-from serve_app.serving.scheduler.incarnation import GcsClaimStore, Incarnations
+from serve_app.serving.scheduler.actor import GcsClaimStore, Incarnations
 
 @ray.remote(num_cpus=0)
 def claim(times):

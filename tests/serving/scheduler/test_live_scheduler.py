@@ -21,7 +21,7 @@ from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.findings import status_findings
 from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.scheduler.queue_watch import QueueWatch
+from serve_app.serving.scheduler.receipts import QueueWatch
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,

@@ -7,8 +7,8 @@ import pytest
 
 from serve_app.core import events as ev
 from serve_app.request import ProgramHint, RequestTimes, TurnEnd, Usage
-from serve_app.serving.scheduler import program_receipts
-from serve_app.serving.scheduler.program_receipts import programs_named
+from serve_app.serving.scheduler import receipts
+from serve_app.serving.scheduler.receipts import programs_named
 from tests.builders import request
 from tests.core.programs.builders import ProgramDriver, fleet
 from tests.serving.scheduler.test_receipts import HistoryHarness
@@ -90,8 +90,8 @@ def test_sub_agents_and_their_waits_for_room_belong_to_the_program() -> None:
 
 
 def test_only_the_last_turns_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_receipts, "_MOST_TURNS", 2)
-    monkeypatch.setattr(program_receipts, "_LOOKED_AT", 1)
+    monkeypatch.setattr(receipts, "_MOST_TURNS", 2)
+    monkeypatch.setattr(receipts, "_LOOKED_AT", 1)
     harness = ProgramHarness()
     for number in range(3):
         harness.submit(f"a{number}", "root", blocks=400 + number)

@@ -11,8 +11,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Request, RequestTimes, Usage
 from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.scheduler.queue_watch import QueueWatch
-from serve_app.serving.scheduler.receipts import Receipts
+from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
 from tests.builders import ManualDriver, fill, one_replica, request
 from tests.serving.scheduler.journals import pass_to
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from serve_app.core.events import ActiveShareChanged, FirstToken
-from serve_app.serving.scheduler import scheduling_mode
-from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
+from serve_app.serving.scheduler import tuning_endpoint
+from serve_app.serving.scheduler.tuning_endpoint import SchedulingMode
 
 
 class FakeScheduler:
@@ -33,7 +33,7 @@ class Traffic:
         self.now = 1_000.0
         self.slowdown: Callable[[], float] = lambda: 1.0
         self.rng = random.Random(5)
-        monkeypatch.setattr(scheduling_mode, "time", lambda: self.now)
+        monkeypatch.setattr(tuning_endpoint, "time", lambda: self.now)
         self.scheduler = FakeScheduler()
         self.mode = SchedulingMode(self.scheduler)
 

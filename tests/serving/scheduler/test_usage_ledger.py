@@ -156,7 +156,7 @@ async def test_stored_usage_survives_a_start_that_cannot_read_it(
         raise OSError("the network is down")
 
     with monkeypatch.context() as broken:
-        broken.setattr("serve_app.serving.state.store.StateStore._read", unreachable)
+        broken.setattr("serve_app.serving.state.StateStore._read", unreachable)
         second = PersistentUsage("m", str(tmp_path), "app/m", 0.01)
         await second.load()
         second.ledger.add(*ended())

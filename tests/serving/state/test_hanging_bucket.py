@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.serving.remote.choices import EndpointChoices
+from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
-from serve_app.serving.state.calls import LOAD_TIMEOUT_S
-from serve_app.serving.state.store import StateStore
-from serve_app.serving.tuner.parameter_tuner import ParameterTuner
+from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
+from serve_app.serving.tuner import ParameterTuner
 from serve_app.tuning.settings import ParameterTuningSettings
 from tests.serving.channel.harness import FAST, scheduler_settings, wait_until
 from tests.serving.scheduler.test_actor import Claims
@@ -88,7 +87,7 @@ async def test_a_tuner_starts_without_a_bucket_that_hangs(uri: str, bucket: Buck
 async def test_a_watcher_starts_without_a_bucket_that_hangs_and_catches_up(
     uri: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.serving.remote.choices._RETRY_S", 0.1)
+    monkeypatch.setattr("serve_app.serving.remote.watcher._RETRY_S", 0.1)
     before = await choices(uri)
     before.add(ADDED, found=False)
     before.remove(FOUND, found=True)

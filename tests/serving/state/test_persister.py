@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.serving.state import persister
-from serve_app.serving.state.persister import StatePersister
-from serve_app.serving.state.store import StateError, StateStore
+from serve_app.serving import state
+from serve_app.serving.state import StateError, StatePersister, StateStore
 from tests.serving.channel.harness import wait_until
 
 
@@ -110,8 +109,8 @@ async def test_an_unreachable_store_is_logged_once_and_counted(
 
 
 async def test_a_store_that_hangs_delays_nothing(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persister, "LOAD_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(persister, "_LAST_SAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state, "LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state, "_LAST_SAVE_TIMEOUT_S", 0.05)
     kept = keeper(store, {"n": 1})
     store.gate.clear()
     assert await kept.load() is None

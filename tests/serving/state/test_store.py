@@ -8,8 +8,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from serve_app.serving.state import store as state_store
-from serve_app.serving.state.store import StateError, StateStore
+from serve_app.serving import state as state_store
+from serve_app.serving.state import StateError, StateStore
 from tests.serving.state.bucket import reached_by_this_process
 
 DOCUMENT: Mapping[str, Any] = {

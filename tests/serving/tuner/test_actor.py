@@ -9,11 +9,10 @@ import pytest_asyncio
 from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
+from serve_app.serving import tuner as actor
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
-from serve_app.serving.tuner import actor
-from serve_app.serving.tuner.actor import TunerActor
-from serve_app.serving.tuner.parameter_tuner import ParameterTuner
+from serve_app.serving.tuner import ParameterTuner, TunerActor
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import TunerSettings
 from tests.serving.channel.harness import (

@@ -15,10 +15,10 @@ import pytest
 from serve_app.core import SchedulerSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
+from serve_app.serving import tuner as parameter_tuner
 from serve_app.serving.scheduler.tuning_endpoint import Observed
-from serve_app.serving.state.store import StateStore
-from serve_app.serving.tuner import parameter_tuner
-from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Worker
+from serve_app.serving.state import StateStore
+from serve_app.serving.tuner import ParameterTuner, Worker
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.outcome_window import Row
 from serve_app.tuning.parameter_loop import Result, SearchTask

@@ -2,19 +2,169 @@
 
 Rejections by the scheduler or a stopping server become errors here, with `Retry-After` and rate-limit headers
 under OpenAI's names.
+
+The APIs of clients, as far as the gateway writes in them: errors, and the request-id header.
+
+OpenAI's errors are `{"error": {"message", "type", "param", "code"}}`. Anthropic's are `{"type": "error",
+"error": {"type", "message"}}` with other types; in a stream they are an event named `error`. vLLM uses its
+own types there, and OpenAI's shape for some errors; Anthropic's SDKs accept neither.
+
+Engine errors are converted to OpenAI's shape, because SDKs display no other. vLLM's own errors have it, but
+not those of its web framework: a route that the model does not have is `{"detail":"Not Found"}`. Other
+servers use further shapes.
+
+The client's side of a request, and the detection of clients that disconnect.
+
+The gateway's server (`serving.http_server`) provides an `Exchange`. A batch provides another one for its
+requests (`batches.runner`).
+
+A server's `send` waits while the client does not read. The server disconnects a client that reads nothing for
+too long, so no send waits forever.
+
+Interpretation of an engine's answer to a granted request: pass it on, or try another replica.
+
+| answer                             | meaning                                                           |
+|------------------------------------|-------------------------------------------------------------------|
+| 2xx                                | the answer                                                        |
+| 400, 422 about the context length  | TOO_LONG: a pool with a longer context may serve it               |
+| 401, 403                           | UNREACHABLE: the replica does not accept the gateway              |
+| 429, 503                           | BUSY; UNREACHABLE while it drains: it has not begun the request   |
+| 501                                | not supported by the engine: passed on                            |
+| 504                                | a timeout, which a retry would not shorten: passed on             |
+| 5xx of an engine that is dead      | LOST: the request may have caused the failure                     |
+| other 5xx                          | ENGINE_ERROR the first time, passed on the second time            |
+| other 3xx, 4xx                     | the engine rejected the request itself: passed on                  |
 """
 
+import asyncio
 import math
+import re
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
 
-from serve_app.engines.engine import Send
+from serve_app.core.events import DispatchFailure
+from serve_app.engines.adapters.server import TYPE_OF_LLAMA_CPP, is_too_long
+from serve_app.engines.engine import Message, Send
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.api_keys import KeyRecord
-from serve_app.serving.gateway.answer.engine_answer import TooLongError
-from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
+from serve_app.serving.gateway.upstream.connection import HeaderList, UpstreamError
+
+DRAINING_HEADER = b"x-replica-draining"
+# vLLM's errors for all requests that were running when its core process died.
+_DEAD = re.compile(r"EngineCore encountered an issue|EngineDeadError")
+_MESSAGE_CHARACTERS = 500
+
+
+class TooLongError(UpstreamError):
+    """The engine's context limit, which it may report in a field, is below the request's length."""
+
+    def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
+        # The scheduler parses the limit from this message (`rejections`).
+        named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
+        super().__init__(DispatchFailure.TOO_LONG, named)
+        self.message = message
+        self.param = param
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+    type: str | None = None
+    n_ctx: int | None = None
+
+    @property
+    def is_too_long(self) -> bool:
+        return (
+            self.code == "context_length_exceeded"
+            or self.type == TYPE_OF_LLAMA_CPP
+            or is_too_long(self.message)
+        )
+
+
+class _Flat(_Detail):
+    """An error at the top level, as of older vLLM; newer ones nest it as OpenAI does, TGI nests a string."""
+
+    error: _Detail | str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Flat)
+
+
+def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError | None:
+    """Return why the request must be retried elsewhere; None if the answer is for the client."""
+    if status < 400:
+        return None
+    detail = _detail(body)
+    if status in (400, 422):
+        return TooLongError(detail.message, detail.param, detail.n_ctx) if detail.is_too_long else None
+    failure = _failure_of_status(status, headers)
+    if failure is None:
+        return None
+    if failure is DispatchFailure.ENGINE_ERROR and is_dead(detail.message):
+        failure = DispatchFailure.LOST
+    message_text = detail.message[:_MESSAGE_CHARACTERS]
+    return UpstreamError(
+        failure,
+        f"the engine answered {status}: {message_text}" if message_text else f"the engine answered {status}",
+        _retry_after_s(headers) if failure is DispatchFailure.BUSY else None,
+    )
+
+
+def is_dead(message: str) -> bool:
+    """Return whether an engine's error message reports that the engine has died."""
+    return _DEAD.search(message) is not None
+
+
+def outcome_of(status: int) -> Outcome:
+    """Return the outcome of a request whose answer is passed on."""
+    if status < 300:
+        return Outcome.COMPLETED
+    if status == 413:
+        return Outcome.REJECTED_BODY_TOO_LARGE
+    if status >= 500 and status != 501:
+        return Outcome.FAILED
+    return Outcome.REJECTED_INVALID
+
+
+def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | None:
+    if status in (401, 403):
+        return DispatchFailure.UNREACHABLE
+    if status in (429, 503):
+        draining = any(name == DRAINING_HEADER for name, _ in headers)
+        return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
+    if status >= 500 and status not in (501, 504):
+        return DispatchFailure.ENGINE_ERROR
+    return None
+
+
+def _retry_after_s(headers: HeaderList) -> float | None:
+    """Return the pause that an engine asks for; None without one, or if it is a date."""
+    stated = dict(headers)
+    for name, unit_s in ((b"retry-after-ms", 0.001), (b"retry-after", 1.0)):
+        try:
+            seconds = unit_s * float(stated[name])
+        except (KeyError, ValueError):
+            continue
+        if 0 < seconds < math.inf:
+            return seconds
+    return None
+
+
+def _detail(body: bytes) -> _Detail:
+    try:
+        found = _decoder.decode(body)
+    except (ValueError, RecursionError):
+        return _Detail(message=body[:_MESSAGE_CHARACTERS].decode("utf-8", "replace"))
+    if isinstance(found.error, str):
+        return _Detail(message=found.error)
+    return found.error or found
+
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{figure}-{unit}"
@@ -243,3 +393,310 @@ def as_rejection(rejection: Conclusion, failure: UpstreamError | None) -> Reques
     )
     found.rate_limits = rejection.rate_limits
     return found
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+_NOT_FOUND = "Not Found"
+
+
+def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) -> tuple[HeaderList, bytes]:
+    """Return headers and body of an answer of the route `path`; errors are converted to OpenAI's shape."""
+    if status < 400:
+        return headers, body
+    found = _parsed(body)
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        return headers, body
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param = found.get("param") if isinstance(found, dict) else None
+    detail = ErrorDetail(
+        _message(status, path, found, body),
+        kind,
+        param if isinstance(param, str) else None,
+        _CODES.get(status),
+    )
+    others = [pair for pair in headers if pair[0] != b"content-type"]
+    return [JSON_TYPE, *others], encode({"error": detail})
+
+
+def error_message(status: int, path: str, body: bytes) -> str:
+    """Return the message of an engine's error of any shape."""
+    found = _parsed(body)
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        found = found["error"]
+    return _message(status, path, found, body)
+
+
+def _message(status: int, path: str, found: Any, body: bytes) -> str:
+    message_text = _raw_message(found, body)
+    if status == 404 and message_text in ("", _NOT_FOUND):
+        return f"the engine of this model does not serve {path}"
+    return message_text or f"the engine answered {status} without a message"
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _raw_message(found: Any, body: bytes) -> str:
+    """Return the engine's message from the field that has it, or else the body."""
+    if isinstance(found, dict):
+        text = next((found[name] for name in ("message", "detail", "error") if found.get(name)), "")
+        if isinstance(text, list):
+            text = "; ".join(map(_validation_error, text))
+        return str(text)[:_MESSAGE_CHARACTERS]
+    return body[:_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
+
+
+def _validation_error(found: Any) -> str:
+    """Format one entry of FastAPI's list of validation errors."""
+    if not isinstance(found, dict):
+        return str(found)
+    place = ".".join(map(str, found.get("loc") or ()))
+    return f"{place}: {found.get('msg')}" if place else str(found.get("msg"))
+
+
+# Anthropic's HTTP status for an overloaded server, as opposed to a client that exceeds its own limit.
+_OVERLOADED_STATUS = 529
+_OVERLOADED = frozenset(
+    {
+        *(Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE),
+        *(Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING),
+    }
+)
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+class ClientApi(Protocol):
+    """An API that clients use."""
+
+    def status(self, rejection: RequestRejected) -> int:
+        """Return the HTTP status of a rejection."""
+        ...
+
+    def error(self, rejection: RequestRejected) -> bytes:
+        """Return the body of a rejection."""
+        ...
+
+    def error_event(self, rejection: RequestRejected) -> bytes:
+        """Return the rejection as a server-sent event, for a stream that has begun."""
+        ...
+
+    def body_event(self, status: int, body: bytes) -> bytes:
+        """Return an engine's non-streamed answer as a server-sent event."""
+        ...
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Return headers and body of an answer of the route `path`, with errors in the API's shape."""
+        ...
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """Return the headers that contain the request id."""
+        ...
+
+    def id_lines(self, request_id: str) -> bytes:
+        """Return the same as header lines."""
+        ...
+
+
+class OpenAIApi:
+    """OpenAI's API."""
+
+    def status(self, rejection: RequestRejected) -> int:
+        """Return the rejection's HTTP status."""
+        return rejection.status
+
+    def error(self, rejection: RequestRejected) -> bytes:
+        """Return the rejection's body."""
+        return rejection.body()
+
+    def error_event(self, rejection: RequestRejected) -> bytes:
+        """Return an unnamed event."""
+        return data_event(rejection.body())
+
+    def body_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors have the same form
+        """Return an unnamed event."""
+        return data_event(body)
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Convert errors of another shape."""
+        return in_openai_shape(status, path, headers, body)
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """Return `x-request-id`."""
+        return [(b"x-request-id", request_id.encode())]
+
+    def id_lines(self, request_id: str) -> bytes:
+        """Return `x-request-id`."""
+        return b"x-request-id: %b\r\n" % request_id.encode()
+
+
+class AnthropicApi:
+    """Anthropic's API."""
+
+    def status(self, rejection: RequestRejected) -> int:
+        """Return the status; 529 instead of 429 for a full queue, as 429 is for the client's own limits."""
+        busy = rejection.outcome in _OVERLOADED and rejection.status == 429
+        return _OVERLOADED_STATUS if busy else rejection.status
+
+    def error(self, rejection: RequestRejected) -> bytes:
+        """Return the error without param and code, which the API does not have."""
+        kind = "overloaded_error" if rejection.outcome in _OVERLOADED else _type_of(rejection.status)
+        return _error(kind, rejection.message)
+
+    def error_event(self, rejection: RequestRejected) -> bytes:
+        """Return an event named `error`."""
+        return self.body_event(400, self.error(rejection))
+
+    def body_event(self, status: int, body: bytes) -> bytes:
+        """Return an event, named `error` for errors."""
+        return b"event: error\n" + data_event(body) if status >= 400 else data_event(body)
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Convert errors; the engine's message is preserved."""
+        if status < 400:
+            return headers, body
+        others = [pair for pair in headers if pair[0] != b"content-type"]
+        return [JSON_TYPE, *others], _error(_type_of(status), error_message(status, path, body))
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""
+        return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+
+    def id_lines(self, request_id: str) -> bytes:
+        """Return both as lines."""
+        return b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
+
+
+OPENAI = OpenAIApi()
+ANTHROPIC = AnthropicApi()
+
+
+def _type_of(status: int) -> str:
+    return _ANTHROPIC_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+
+
+def _error(kind: str, message: str) -> bytes:
+    return encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class ClientGone(ServeAppError):  # noqa: N818 - a client's choice, not an error
+    """The client disconnected, or was disconnected because it stopped reading."""
+
+
+class ClientExchange(Protocol):
+    """A server's side of a request; the meaning of all members is that of `http_server.Exchange`."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: HeaderList
+    caller: object | None
+    more_body: bool
+    disconnected: bool
+    status: int
+    response_complete: bool
+    added_headers: HeaderList
+    on_disconnect: Callable[[], None] | None
+    on_writable: Callable[[], None] | None
+
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Address of the client; None if it has none."""
+        ...
+
+    @property
+    def is_choked(self) -> bool:
+        """True while the client does not read what was written."""
+        ...
+
+    def run(self, work: Coroutine[None, None, None]) -> object:
+        """Serve the request in a task."""
+        ...
+
+    def fail(self) -> None:
+        """Respond with an internal error or, if the response has started, close the connection."""
+        ...
+
+    def take_body(self) -> bytes:
+        """Return the whole body, if `more_body` is False."""
+        ...
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, or the disconnect."""
+        ...
+
+    async def send(self, message: Message) -> None:
+        """Write a part of the response once the client has read the parts before."""
+        ...
+
+    def start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes = b"") -> None:
+        """Start the response."""
+        ...
+
+    def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
+        """Write a piece of a response that has begun; return whether there is room for more."""
+        ...
+
+
+class DisconnectWatch:
+    """Context manager that ends the serving of a request on a disconnect; enter it once the body was read.
+
+    It cancels the serving task, and converts that cancellation to `ClientGone` or to the given error, as
+    `asyncio.timeout` does. Other cancellations pass through.
+
+    Raises:
+        ClientGone: on exit, if the client disconnected inside.
+    """
+
+    __slots__ = ("_error", "_exchange", "_served", "_stopped")
+
+    def __init__(self, exchange: ClientExchange) -> None:
+        self._exchange = exchange
+        self._error: ServeAppError | None = None
+        self._stopped = False
+        self._served: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> Self:
+        self._served = asyncio.current_task()
+        if self._exchange.disconnected:
+            self.fire()
+        else:
+            self._exchange.on_disconnect = self.fire
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        self._exchange.on_disconnect = None
+        if self._error is None:
+            return
+        assert self._served is not None
+        if self._served.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise self._error from None
+
+    def fire(self, error: ServeAppError | None = None) -> None:
+        """End the serving of the request with `error`, or as a disconnect without one."""
+        if self._error is not None or self._stopped:
+            return
+        self._error = error or ClientGone("the client closed its connection")
+        assert self._served is not None
+        self._served.cancel()

@@ -24,10 +24,20 @@ Reasoning tokens are in `completion_tokens_details` or `output_tokens_details`.
 Messages count tokens read from and written to a cache separately from `input_tokens`.
 Cohere's have no `usage`; their count is among the billed units in `meta`.
 Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
+
+The end of an answer, which predicts the next request of the same program.
+
+| answers to         | whole answer                     | stream                                         |
+|--------------------|----------------------------------|------------------------------------------------|
+| chats, completions | `finish_reason` of the choices   | the same, in the last events up to the usage   |
+| Responses          | `status`, and calls in `output`  | the same, in the `response` of the usage event |
+| Messages           | `stop_reason`                    | the same, in the `delta` of the usage event    |
+
+Only events near the usage are searched. Of several streamed choices, the last ones to end therefore count.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,9 +45,75 @@ import msgspec
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import EngineTimes, TurnEnd, Usage
-from serve_app.serving.gateway.answer.ending import combined, ending_in, ending_of
-from serve_app.serving.gateway.answer.engine_answer import is_dead
-from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.gateway.answer.responses import is_dead
+from serve_app.serving.gateway.upstream.connection import UpstreamError
+
+_ENDS: dict[str | None, TurnEnd | None] = {
+    None: None,
+    "tool_calls": TurnEnd.TOOLS,
+    "function_call": TurnEnd.TOOLS,
+    "tool_use": TurnEnd.TOOLS,
+    "stop": TurnEnd.DONE,
+    "end_turn": TurnEnd.DONE,
+    "stop_sequence": TurnEnd.DONE,
+}
+_BY_PRECEDENCE = tuple(TurnEnd)
+# Items whose results the client sends; engines run other calls, such as `mcp_call`, themselves.
+_CALLS = frozenset({"function_call", "custom_tool_call"})
+# JSON escapes quotes inside strings, so generated text cannot match.
+_FINISH_REASON = re.compile(rb'"finish_reason":\s*"(\w+)"')
+
+
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer, or an event that carries the end of one."""
+
+    choices: list[_Choice] = []
+    stop_reason: str | None = None
+    status: str | None = None
+    output: list[_Item] = []
+    delta: "_Answer | None" = None
+    response: "_Answer | None" = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def ending_of(document: bytes) -> TurnEnd | None:
+    """Return the end that a whole answer or the usage event of a stream states; None if it states none."""
+    try:
+        found = _decoder.decode(document)
+    except (ValueError, RecursionError):
+        return None
+    found = found.response or found.delta or found
+    reasons = [found.stop_reason, *[choice.finish_reason for choice in found.choices]]
+    ending = combined([_ENDS.get(reason, TurnEnd.OTHER) for reason in reasons])
+    if ending is not None or found.status is None:
+        return ending
+    if found.status != "completed":
+        return TurnEnd.OTHER
+    return TurnEnd.TOOLS if any(item.type in _CALLS for item in found.output) else TurnEnd.DONE
+
+
+def ending_in(chunks: bytes) -> TurnEnd | None:
+    """Return the end that events of a chat or completion state; None if they state none."""
+    return combined([_ENDS.get(reason.decode(), TurnEnd.OTHER) for reason in _FINISH_REASON.findall(chunks)])
+
+
+def combined(ends: Collection[TurnEnd | None]) -> TurnEnd | None:
+    """Return the end of an answer from those of its choices: calls of tools take precedence."""
+    for end in _BY_PRECEDENCE:
+        if end in ends:
+            return end
+    return None
+
 
 NO_TIMES = msgspec.Raw()
 _LONGEST_ID = 200

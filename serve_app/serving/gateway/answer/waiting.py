@@ -14,9 +14,8 @@ import enum
 from collections.abc import Callable
 
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.client import ClientExchange
-from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.upstream.response import HeaderList
+from serve_app.serving.gateway.answer.responses import ClientExchange, encode
+from serve_app.serving.gateway.upstream.connection import HeaderList
 
 _COMMENT = b": queued\n\n"
 _HEADERS: HeaderList = [

@@ -1,4 +1,7 @@
-"""Endpoints of the Batch API, as OpenAI specifies them: `BATCH_ROUTES` at the end lists them."""
+"""Endpoints of the Batch API, as OpenAI specifies them: `BATCH_ROUTES` at the end lists them.
+
+Uploads: forms with a file that is written and checked while it arrives, so its length needs no memory.
+"""
 
 import asyncio
 from collections import Counter
@@ -9,35 +12,99 @@ from time import time
 from typing import Any, NamedTuple
 
 import msgspec
+from python_multipart.exceptions import FormParserError
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.client import ClientExchange, ClientGone
-from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_json
-from serve_app.serving.gateway.batches.calls import call
-from serve_app.serving.gateway.batches.lines import InputChecker
-from serve_app.serving.gateway.batches.records import (
+from serve_app.serving.gateway.answer.responses import (
+    ClientExchange,
+    ClientGone,
+    RequestRejected,
+    encode,
+    send_json,
+)
+from serve_app.serving.gateway.batches.runner import BatchRunner, InputChecker, call
+from serve_app.serving.gateway.batches.store import (
     BatchError,
     BatchRecord,
-    FileRecord,
-    new_id,
-    window_s,
-)
-from serve_app.serving.gateway.batches.runner import BatchRunner
-from serve_app.serving.gateway.batches.storage import Storage
-from serve_app.serving.gateway.batches.store import (
     BatchStore,
+    FileRecord,
     Page,
     QuotaExceeded,
+    Storage,
     StoreError,
     TooManyBatches,
     check_quota,
+    new_id,
+    window_s,
 )
-from serve_app.serving.gateway.batches.upload import UploadForm
+from serve_app.serving.gateway.request.body import FormParser, no_form
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import FORM_BYTES, RequestReader
 from serve_app.serving.gateway.router import Handler, HttpRoute
 from serve_app.serving.gateway.settings import GatewaySettings
+
+_MAX_FIELDS, _MAX_FIELD_BYTES = 20, 4096
+_FILE = "file"
+
+
+class UploadForm:
+    """The form of an upload.
+
+    Args:
+        content_type: of the request; has the boundary of the parts.
+
+    Attributes:
+        filename: name of the file; None until it arrives.
+
+    Raises:
+        RequestRejected: the body is not such a form.
+    """
+
+    def __init__(self, content_type: bytes) -> None:
+        self.filename: str | None = None
+        self._values: dict[str, bytearray] = {}
+        self._name = ""
+        self._data = bytearray()
+        self._parser = FormParser(content_type, self, _MAX_FIELDS)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The values of the fields, except the file."""
+        return {name: value.decode("utf-8", "replace") for name, value in self._values.items()}
+
+    def feed(self, data: bytes) -> bytes:
+        """Parse the next bytes of the body, and return the bytes of the file in them."""
+        self._parser.feed(data)
+        found, self._data = bytes(self._data), bytearray()
+        return found
+
+    def finish(self) -> None:
+        """Check that the form is complete and has a file."""
+        self._parser.finish()
+        if self.filename is None:
+            raise no_form("the field file is missing")
+
+    def begin(self, name: str, filename: str | None) -> None:
+        """Begin a field."""
+        self._name = name
+        if name != _FILE:
+            self._values[name] = bytearray()
+            return
+        if self.filename is not None:
+            raise FormParserError("the field file occurs twice")
+        self.filename = filename or _FILE
+
+    def add(self, data: bytes, start: int, end: int) -> None:
+        """Add a piece of the file or of a field."""
+        if self._name == _FILE:
+            self._data += data[start:end]
+            return
+        value = self._values[self._name]
+        value += data[start:end]
+        if len(value) > _MAX_FIELD_BYTES:
+            raise FormParserError(f"the field {self._name[:40]} is longer than {_MAX_FIELD_BYTES} bytes")
+
 
 FILES_PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
 _ID = "[A-Za-z0-9_-]{1,100}"
@@ -312,13 +379,13 @@ class BatchApi:
 
 
 BatchHandler = Callable[..., Awaitable[None]]
-_FILE, _BATCH = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
+_FILE_PATH, _BATCH = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
 BATCH_ROUTES: tuple[tuple[str, str, str, BatchHandler], ...] = (
     ("POST", FILES_PATH, "upload a file of batch requests", BatchApi.upload_file),
     ("GET", FILES_PATH, "list of files", BatchApi.list_files),
-    ("GET", _FILE, "one file", BatchApi.show_file),
-    ("DELETE", _FILE, "delete a file", BatchApi.delete_file),
-    ("GET", _FILE + "/content", "contents of a file", BatchApi.send_contents),
+    ("GET", _FILE_PATH, "one file", BatchApi.show_file),
+    ("DELETE", _FILE_PATH, "delete a file", BatchApi.delete_file),
+    ("GET", _FILE_PATH + "/content", "contents of a file", BatchApi.send_contents),
     ("POST", BATCHES_PATH, "create a batch", BatchApi.create_batch),
     ("GET", BATCHES_PATH, "list of batches", BatchApi.list_batches),
     ("GET", _BATCH, "one batch", BatchApi.show_batch),

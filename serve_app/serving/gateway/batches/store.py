@@ -10,20 +10,224 @@ Rules:
   higher number than the one before (a fencing token, as in Burrows, "The Chubby lock service", 2006), which
   is compared in the transaction of each change. So a runner that was suspended cannot disturb its successor.
 - Calls block, so they belong in a thread. A connection is used by one thread at a time.
+
+Contents of files, on any file system that fsspec supports. Calls block, so they belong in a thread.
+
+Storage of the Batch API in one folder, opened on its first use, with calls that do not block.
+
+Its folder may be on a network file system that hangs, which stops neither the gateway nor its exit.
+
+Files and batches as they are stored and shown.
+
+A batch passes through these states:
+
+    validating -> failed: its input does not fit its endpoint
+    validating -> in_progress -> finalizing -> completed
+                                            -> expired: its completion window ended
+                  in_progress -> cancelling -> finalizing -> cancelled
+
+The shape of the documents is OpenAI's (`FileObject` and `Batch` of its API reference).
 """
 
+import asyncio
+import contextlib
+import os
+import re
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
+import fsspec.core
 import msgspec
 import psutil
 
 from serve_app.errors import ServeAppError
-from serve_app.serving.gateway.batches.records import BatchRecord, FileRecord, Tokens
+from serve_app.serving.process import DaemonThreads
+
+Status = Literal[
+    "validating",
+    "in_progress",
+    "finalizing",
+    "cancelling",
+    "completed",
+    "failed",
+    "expired",
+    "cancelled",
+]
+OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of batches that have work left."""
+
+LONGEST_WINDOW_S = 24 * 3600
+_WINDOW = re.compile(r"([1-9]\d{0,4})([mhd])")
+_UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
+
+
+class FileRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A file.
+
+    Attributes:
+        owner: tenant that may use it.
+        bytes: its length.
+        created_at: seconds since the epoch, as all times here.
+        is_complete: whether its contents are written.
+        requests: number of requests in an input file.
+        first_lines: line of the first request to each endpoint of an input file.
+    """
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    created_at: int
+    bytes: int = 0
+    is_complete: bool = False
+    expires_at: int | None = None
+    requests: int = 0
+    first_lines: dict[str, int] = {}
+
+    def shown(self) -> dict[str, Any]:
+        """Return OpenAI's `FileObject`."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed" if self.is_complete else "uploaded",
+            "status_details": None,
+        }
+
+
+class Tokens(msgspec.Struct):
+    """Tokens of the completed requests of a batch."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def add(self, other: "Tokens") -> None:
+        """Add the tokens of further requests."""
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.output += other.output
+
+
+class BatchError(msgspec.Struct):
+    """Why a batch failed as a whole."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A batch.
+
+    Attributes:
+        owner: tenant that may use it, and that its requests belong to.
+        key_id: API key that created it; empty if none was needed.
+        keep_output_s: time after which its output is deleted.
+        reached: time at which it entered each state.
+        total: number of its requests.
+        completed, failed: requests with an answer, and with an error.
+        rate_per_s: requests that end per second, lately.
+        is_expired: whether its completion window ended before its requests.
+        output_file_id, error_file_id: empty until they are chosen.
+    """
+
+    id: str
+    owner: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    keep_output_s: int
+    status: Status = "validating"
+    reached: dict[str, int] = {}
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    rate_per_s: float = 0.0
+    tokens: Tokens = msgspec.field(default_factory=Tokens)
+    errors: list[BatchError] = []
+    metadata: dict[str, str] | None = None
+    is_expired: bool = False
+    output_file_id: str = ""
+    error_file_id: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has work left."""
+        return self.status in OPEN
+
+    @property
+    def remaining(self) -> int:
+        """Number of requests that have not ended."""
+        return self.total - self.completed - self.failed
+
+    def enter(self, status: Status, now: float) -> None:
+        """Enter a state."""
+        self.status = status
+        self.reached = {**self.reached, status: int(now)}
+
+    def expected_end_at(self, now: float) -> int | None:
+        """Return when it is expected to end at its present rate; None if that is not known."""
+        if self.status != "in_progress" or self.rate_per_s <= 0:
+            return None
+        return int(now + self.remaining / self.rate_per_s)
+
+    def shown(self, now: float) -> dict[str, Any]:
+        """Return OpenAI's `Batch`, and `expected_end_at`."""
+        tokens = self.tokens
+        times = {f"{state}_at": self.reached.get(state) for state in (*OPEN[1:], "completed", "failed")}
+        times |= {f"{state}_at": self.reached.get(state) for state in ("expired", "cancelled")}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            # The files exist once the batch has ended.
+            "output_file_id": None if self.is_open else self.output_file_id or None,
+            "error_file_id": None if self.is_open else self.error_file_id or None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **times,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": {
+                "input_tokens": tokens.prompt,
+                "input_tokens_details": {"cached_tokens": tokens.cached},
+                "output_tokens": tokens.output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": tokens.prompt + tokens.output,
+            },
+            "metadata": self.metadata,
+            "expected_end_at": self.expected_end_at(now),
+        }
+
+
+def new_id(kind: str) -> str:
+    """Return a new id, such as `batch_…`, that cannot be guessed."""
+    return f"{kind}{secrets.token_hex(16)}"
+
+
+def window_s(written: str) -> int | None:
+    """Return a completion window such as `24h` or `30m` in seconds; None if it is not one."""
+    found = _WINDOW.fullmatch(written)
+    seconds = int(found[1]) * _UNITS_S[found[2]] if found is not None else 0
+    return seconds if 0 < seconds <= LONGEST_WINDOW_S else None
+
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
 
@@ -444,3 +648,151 @@ def _put_batch(db: sqlite3.Connection, record: BatchRecord) -> None:
         "UPDATE batches SET is_open = ?, document = ? WHERE id = ?",
         (record.is_open, msgspec.json.encode(record), record.id),
     )
+
+
+class Contents:
+    """Files by id in one folder.
+
+    Args:
+        uri: the folder: an absolute path, or a URI that fsspec supports.
+
+    Raises:
+        StoreError: a file cannot be read or written; every method may raise it.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri.rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"<Contents {self._uri}>"
+
+    def create(self, file_id: str) -> "Writer":
+        """Create or replace a file."""
+        return Writer(self, file_id)
+
+    def open(self, file_id: str, mode: str = "rb") -> IO[bytes]:
+        """Open a file."""
+        with self.errors(file_id):
+            system, path = fsspec.core.url_to_fs(f"{self._uri}/{file_id}")
+            if mode == "wb":
+                system.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            file: IO[bytes] = system.open(path, mode)
+            return file
+
+    def delete(self, file_id: str) -> None:
+        """Delete a file; a missing one is no error."""
+        with self.errors(file_id), contextlib.suppress(FileNotFoundError):
+            system, path = fsspec.core.url_to_fs(f"{self._uri}/{file_id}")
+            system.rm_file(path)
+
+    @contextmanager
+    def errors(self, file_id: str) -> Iterator[None]:
+        """Raise the errors of the file system as `StoreError`."""
+        try:
+            yield
+        except (StoreError, FileNotFoundError):
+            raise
+        except Exception as error:
+            # Each file system raises its own errors, from OSError to those of its client library.
+            raise StoreError(f"{self._uri}/{file_id}: {error}") from error
+
+
+class Writer:
+    """A file that is being written."""
+
+    def __init__(self, contents: Contents, file_id: str) -> None:
+        self._contents, self._file_id = contents, file_id
+        self._file = contents.open(file_id, "wb")
+        self.bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append data."""
+        with self._contents.errors(self._file_id):
+            self._file.write(data)
+        self.bytes += len(data)
+
+    def close(self) -> None:
+        """Complete the file: it survives a failure of the machine from now on."""
+        with self._contents.errors(self._file_id):
+            self._file.flush()
+            with contextlib.suppress(AttributeError, OSError):
+                # Files of object stores have no descriptor, and are durable once closed.
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Delete the file."""
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(StoreError):
+            self._contents.delete(self._file_id)
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
+
+_DATABASE = "batches.sqlite"
+# Concurrent calls to the file system of the contents.
+_MAX_FILE_CALLS = 8
+
+
+class Storage:
+    """The database and the contents of files.
+
+    Args:
+        folder: folder of the database.
+        files_uri: folder of the contents; by default one in `folder`.
+    """
+
+    def __init__(self, folder: Path, files_uri: str | None = None) -> None:
+        self.contents = Contents(files_uri or str(folder / "files"))
+        self._path = folder / _DATABASE
+        self._store: BatchStore | None = None
+        self._thread = DaemonThreads(1, "batches")
+        self._files = DaemonThreads(_MAX_FILE_CALLS, "batch-files")
+
+    def __repr__(self) -> str:
+        return f"<Storage {self._path}>"
+
+    async def is_new(self) -> bool:
+        """Return whether no gateway has stored anything yet."""
+        if self._store is not None:
+            return False
+        # In the thread as well, because a file system that hangs must not stop the gateway.
+        loop = asyncio.get_running_loop()
+        return not await loop.run_in_executor(self._thread, self._path.exists)
+
+    async def __call__(
+        self, work: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of the database.
+
+        Raises:
+            StoreError: it cannot be opened, read or written.
+        """
+
+        def call() -> T:
+            if self._store is None:
+                self._store = BatchStore(self._path)
+            return work(self._store, *args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def file_call(self, work: Callable[[Unpack[Arguments]], T], *args: *Arguments) -> T:
+        """Call a method of `contents` or of one of its files.
+
+        Raises:
+            StoreError: it cannot be opened, read or written.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files, work, *args)
+
+    def close(self) -> None:
+        """Close the database after the calls in progress."""
+        self._thread.submit(self._close)
+        self._thread.shutdown()
+        self._files.shutdown()
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.close()

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import (
+    ClientGone,
     RequestRejected,
     data_event,
     encode,
@@ -30,7 +30,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
-from serve_app.serving.gateway.upstream.response import HeaderList
+from serve_app.serving.gateway.upstream.connection import HeaderList
 
 logger = logging.getLogger("ray.serve")
 

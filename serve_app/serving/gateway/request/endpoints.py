@@ -22,9 +22,9 @@ from python_multipart.exceptions import FormParserError
 
 from serve_app.errors import Outcome
 from serve_app.request import PromptShape, RequestSpec
-from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
-from serve_app.serving.gateway.answer.responses import RequestRejected
+from serve_app.serving.gateway.answer.responses import ANTHROPIC, OPENAI, ClientApi, RequestRejected
 from serve_app.serving.gateway.answer.stream import Announcements
+from serve_app.serving.gateway.request.body import FormParser
 from serve_app.serving.gateway.request.fields import (
     BodyFields,
     ChatFields,
@@ -36,24 +36,21 @@ from serve_app.serving.gateway.request.fields import (
     ModelOnly,
     ResponsesFields,
 )
-from serve_app.serving.gateway.request.form import FormParser
 from serve_app.serving.gateway.request.measure import (
+    NO_OPENING,
+    Opening,
     PromptMeasure,
+    chat_opening,
     chat_shape,
+    completion_opening,
     completion_shape,
     embedding_shape,
     json_bytes,
+    messages_opening,
     messages_shape,
+    responses_opening,
     responses_shape,
     uncounted_bytes,
-)
-from serve_app.serving.gateway.request.prefix import (
-    NO_OPENING,
-    Opening,
-    chat_opening,
-    completion_opening,
-    messages_opening,
-    responses_opening,
 )
 
 T = TypeVar("T")

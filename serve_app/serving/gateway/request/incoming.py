@@ -17,16 +17,21 @@ from serve_app.engines.engine import Message
 from serve_app.errors import Outcome
 from serve_app.request import EngineTimes, Submission
 from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.answer.client import ClientExchange, DisconnectWatch
-from serve_app.serving.gateway.answer.client_api import OPENAI, ClientApi
-from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRejected
+from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
+    OPENAI,
+    ClientApi,
+    ClientExchange,
+    DisconnectWatch,
+    RequestRejected,
+)
 from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.body import NO_BODY, HeldBody
 from serve_app.serving.gateway.request.endpoints import APIS
-from serve_app.serving.gateway.request.headers import request_id
+from serve_app.serving.gateway.request.fields import request_id
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
-from serve_app.serving.gateway.upstream.response import HeaderList
+from serve_app.serving.gateway.upstream.connection import HeaderList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,19 @@ from msgspec.structs import replace
 
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, RequestSpec, Submission, completed
-from serve_app.serving.gateway.answer.client import ClientGone
-from serve_app.serving.gateway.answer.continuation import CONTINUABLE_FIELDS
-from serve_app.serving.gateway.answer.responses import RequestRejected
-from serve_app.serving.gateway.budgets import Budgets
-from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
+from serve_app.serving.gateway.answer.assembly import CONTINUABLE_FIELDS
+from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected
+from serve_app.serving.gateway.keys import Budgets, Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
-from serve_app.serving.gateway.request import headers as heads
+from serve_app.serving.gateway.request import fields as heads
 from serve_app.serving.gateway.request.body import NO_BODY, BodyBudget, HeldBody, check_structure, is_plain
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody
-from serve_app.serving.gateway.request.fields import BodyFields, ResponsesFields, UsageOnRequestFields
+from serve_app.serving.gateway.request.fields import (
+    BodyFields,
+    ResponsesFields,
+    UsageOnRequestFields,
+    with_own_names,
+)
 from serve_app.serving.gateway.request.incoming import (
     AS_STREAM,
     NO_PRIORITY,
@@ -32,9 +35,8 @@ from serve_app.serving.gateway.request.incoming import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.prefix import NO_OPENING, engine_salt, prefix_hashes
+from serve_app.serving.gateway.request.measure import NO_OPENING, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.program import program_hint, session_of
-from serve_app.serving.gateway.request.synonyms import with_own_names
 from serve_app.serving.gateway.routes import with_limit
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer

@@ -15,18 +15,27 @@ Spans of a request:
 Spans have lengths, places and outcomes. Failure messages are omitted, because they may quote the prompt.
 OpenTelemetry's batch processor exports spans over OTLP on its own thread, as the standard environment
 variables configure. Spans that exceed its queue are dropped if the collector is slow; requests never wait.
+
+Export of spans: the exporter that the environment configures, with its failures in the log.
+
+Export of the gateway's server metrics by OTLP, with OpenTelemetry's SDK on its own thread.
 """
 
+import logging
+import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler
 from opentelemetry.trace import (
@@ -44,12 +53,73 @@ from opentelemetry.trace import (
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
-from serve_app.errors import Outcome
+from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission, TurnEnd
 from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.tracing import names
+from serve_app.serving.gateway.request_log import INSTRUMENTS, ConcludedRequest, Instrument
+from serve_app.serving.gateway.tracing import request_trace
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace, TraceParent, trace_parent
+
+logger = logging.getLogger("ray.serve")
+
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+def otlp_exporter() -> SpanExporter:
+    """Create the exporter that the environment configures; OTLP over HTTP by default.
+
+    Raises:
+        SettingsError: the configured protocol is not supported.
+        ImportError: its package is not installed.
+    """
+    variable = next((name for name in _PROTOCOLS if os.environ.get(name)), "")
+    protocol = os.environ.get(variable, "http/protobuf") if variable else "http/protobuf"
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+
+        return WatchedExporter(OTLPSpanExporter())
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return WatchedExporter(GrpcExporter())
+    raise SettingsError(f"{variable} is {protocol!r}: use http/protobuf or grpc")
+
+
+class WatchedExporter(SpanExporter):
+    """Exporter that logs once when the collector becomes unreachable, and once when it recovers."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export spans; runs on the processor's thread."""
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # noqa: BLE001 - tracing must not affect requests
+            result, reason = SpanExportResult.FAILURE, repr(error)
+        else:
+            reason = "the collector has not taken them"
+        if result is SpanExportResult.SUCCESS:
+            if self._lost:
+                logger.info("event=traces_exported lost_before=%d", self._lost)
+            self._lost = 0
+            return result
+        if not self._lost:
+            logger.warning("event=traces_lost spans=%d reason=%r", len(spans), reason)
+        self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Export buffered spans."""
+        return self._exporter.force_flush(timeout_millis)
+
 
 NANOSECONDS = 1e9
 _ERROR = Status(StatusCode.ERROR)
@@ -102,19 +172,19 @@ class SampledTrace(RequestTrace):
         model = spec.served_name
         root.update_name(f"{self._operation} {model}")
         attributes: dict[str, Any] = {
-            names.REQUEST_MODEL: model,
-            names.REQUEST_STREAM: spec.streamed,
-            names.CLASS: submission.priority.value,
-            names.TENANT: submission.tenant,
+            request_trace.REQUEST_MODEL: model,
+            request_trace.REQUEST_STREAM: spec.streamed,
+            request_trace.CLASS: submission.priority.value,
+            request_trace.TENANT: submission.tenant,
         }
         if spec.max_output_tokens:
-            attributes[names.REQUEST_MAX_TOKENS] = spec.max_output_tokens
+            attributes[request_trace.REQUEST_MAX_TOKENS] = spec.max_output_tokens
         if spec.choices != 1:
-            attributes[names.REQUEST_CHOICE_COUNT] = spec.choices
+            attributes[request_trace.REQUEST_CHOICE_COUNT] = spec.choices
         if submission.program is not None:
-            attributes[names.CONVERSATION_ID] = submission.program.session
+            attributes[request_trace.CONVERSATION_ID] = submission.program.session
         root.set_attributes(attributes)
-        root.add_event(names.QUEUED_EVENT, timestamp=self._epoch_ns(self._queued_at))
+        root.add_event(request_trace.QUEUED_EVENT, timestamp=self._epoch_ns(self._queued_at))
 
     def granted(self, grant: Grant, attempt: int) -> None:
         """Record a grant, and begin an attempt on its replica."""
@@ -122,23 +192,25 @@ class SampledTrace(RequestTrace):
         since = now if self._since is None else self._since
         # The scheduler has another clock, so only its wait, a difference, is used.
         decided_at = min(max(self._queued_at + dispatch.queue_wait_s, since), now)
-        queued: dict[str, Any] = {names.LENGTH_QUEUE: dispatch.length_queue}
+        queued: dict[str, Any] = {request_trace.LENGTH_QUEUE: dispatch.length_queue}
         if dispatch.waited is not None:
-            queued |= {names.WAIT_PREFIX + cause: ns / 1e9 for cause, ns in dispatch.waited.causes.items()}
-        self._add(names.QUEUE_SPAN, since, decided_at, queued)
-        self._root.add_event(names.DISPATCHED_EVENT, timestamp=self._epoch_ns(decided_at))
-        self._add(names.PLACE_SPAN, decided_at, now, _placement(dispatch))
+            queued |= {
+                request_trace.WAIT_PREFIX + cause: ns / 1e9 for cause, ns in dispatch.waited.causes.items()
+            }
+        self._add(request_trace.QUEUE_SPAN, since, decided_at, queued)
+        self._root.add_event(request_trace.DISPATCHED_EVENT, timestamp=self._epoch_ns(decided_at))
+        self._add(request_trace.PLACE_SPAN, decided_at, now, _placement(dispatch))
         self._since = None
         self._forward = self._tracer.start_span(
-            names.FORWARD_SPAN,
+            request_trace.FORWARD_SPAN,
             context=self._below,
             kind=SpanKind.CLIENT,
             attributes={
-                names.POOL: dispatch.pool,
-                names.REPLICA: dispatch.replica_id,
-                names.SERVER_ADDRESS: grant.address.host,
-                names.SERVER_PORT: grant.address.port,
-                names.ATTEMPT: attempt,
+                request_trace.POOL: dispatch.pool,
+                request_trace.REPLICA: dispatch.replica_id,
+                request_trace.SERVER_ADDRESS: grant.address.host,
+                request_trace.SERVER_PORT: grant.address.port,
+                request_trace.ATTEMPT: attempt,
             },
             start_time=self._epoch_ns(now),
         )
@@ -158,18 +230,18 @@ class SampledTrace(RequestTrace):
     def put_back(self, failure: DispatchFailure) -> None:
         """Record a failed attempt, after which the request is queued again."""
         self._since = time.monotonic()
-        self._root.add_event(names.PUT_BACK_EVENT, timestamp=self._epoch_ns(self._since))
+        self._root.add_event(request_trace.PUT_BACK_EVENT, timestamp=self._epoch_ns(self._since))
         if self._forward is not None:
-            self._forward.set_attribute(names.PUT_BACK, failure.value)
+            self._forward.set_attribute(request_trace.PUT_BACK, failure.value)
             if failure is not DispatchFailure.REVOKED:
-                self._forward.set_attribute(names.ERROR_TYPE, failure.value)
+                self._forward.set_attribute(request_trace.ERROR_TYPE, failure.value)
                 self._forward.set_status(_ERROR)
             self._end_forward()
 
     def forwarded(self, outcome: Outcome) -> None:
         """Record the end in the engine."""
         if self._forward is not None:
-            self._forward.set_attribute(names.OUTCOME, outcome.value)
+            self._forward.set_attribute(request_trace.OUTCOME, outcome.value)
             if outcome is Outcome.FAILED:
                 self._forward.set_status(_ERROR)
             self._end_forward()
@@ -177,31 +249,36 @@ class SampledTrace(RequestTrace):
     def ended(self, record: ConcludedRequest, status: int) -> None:
         """Record the outcome, and end the request's span."""
         if self._since is not None:
-            self._add(names.QUEUE_SPAN, self._since, time.monotonic(), {names.OUTCOME: record.outcome.value})
+            self._add(
+                request_trace.QUEUE_SPAN,
+                self._since,
+                time.monotonic(),
+                {request_trace.OUTCOME: record.outcome.value},
+            )
         root = self._root
         attributes: dict[str, Any] = {
-            names.OUTCOME: record.outcome.value,
-            names.REQUEST_ID: record.request_id,
-            names.HTTP_RESPONSE_STATUS_CODE: status,
+            request_trace.OUTCOME: record.outcome.value,
+            request_trace.REQUEST_ID: record.request_id,
+            request_trace.HTTP_RESPONSE_STATUS_CODE: status,
         }
         if record.first_token_at is not None:
-            attributes[names.RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_at - record.arrived_at
-            root.add_event(names.FIRST_CHUNK_EVENT, timestamp=self._epoch_ns(record.first_token_at))
+            attributes[request_trace.RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_at - record.arrived_at
+            root.add_event(request_trace.FIRST_CHUNK_EVENT, timestamp=self._epoch_ns(record.first_token_at))
         if record.prompt_tokens or record.output_tokens:
-            attributes[names.USAGE_INPUT_TOKENS] = record.prompt_tokens
-            attributes[names.USAGE_OUTPUT_TOKENS] = record.output_tokens
+            attributes[request_trace.USAGE_INPUT_TOKENS] = record.prompt_tokens
+            attributes[request_trace.USAGE_OUTPUT_TOKENS] = record.output_tokens
         if (usage := record.usage) is not None:
-            attributes[names.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
+            attributes[request_trace.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
             if usage.reasoning_tokens:
-                attributes[names.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
+                attributes[request_trace.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
             if usage.ending in _FINISH_REASONS:
-                attributes[names.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
+                attributes[request_trace.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
         if record.dispatched_at is not None:
-            attributes[names.RESPONSE_MODEL] = record.incoming.submission.spec.served_name
+            attributes[request_trace.RESPONSE_MODEL] = record.incoming.submission.spec.served_name
             if record.incoming.response_id:
-                attributes[names.RESPONSE_ID] = record.incoming.response_id
+                attributes[request_trace.RESPONSE_ID] = record.incoming.response_id
         if not record.completed:
-            attributes[names.ERROR_TYPE] = record.outcome.value
+            attributes[request_trace.ERROR_TYPE] = record.outcome.value
         root.set_attributes(attributes)
         # By convention, a client's error is no error of the server span.
         if status >= 500 or record.outcome is Outcome.FAILED:
@@ -225,10 +302,10 @@ class SampledTrace(RequestTrace):
 
 def _placement(dispatch: Dispatch) -> dict[str, Any]:
     return {
-        names.POOL: dispatch.pool,
-        names.REPLICA: dispatch.replica_id,
-        names.LENGTH_QUEUE: dispatch.length_queue,
-        names.ESTIMATED_TOKENS: dispatch.estimated_tokens,
+        request_trace.POOL: dispatch.pool,
+        request_trace.REPLICA: dispatch.replica_id,
+        request_trace.LENGTH_QUEUE: dispatch.length_queue,
+        request_trace.ESTIMATED_TOKENS: dispatch.estimated_tokens,
     }
 
 
@@ -244,7 +321,7 @@ class GatewayTracer:
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer(names.SCOPE)
+        self._tracer = self._provider.get_tracer(request_trace.SCOPE)
         self._bound = _bound(self._provider.sampler)
         self._follows_parents = isinstance(self._provider.sampler, ParentBased)
 
@@ -256,7 +333,7 @@ class GatewayTracer:
         arrived_at: float,
     ) -> RequestTrace:
         """Return the trace of a request; see `RequestTracer`."""
-        operation = names.OPERATIONS.get(path)
+        operation = request_trace.OPERATIONS.get(path)
         if operation is None:
             return UNTRACED
         parent = trace_parent(headers)
@@ -276,10 +353,10 @@ class GatewayTracer:
             context=_ROOT if parent is None else _remote(parent, raw),
             kind=SpanKind.SERVER,
             attributes={
-                names.OPERATION_NAME: operation,
-                names.PROVIDER_NAME: names.PROVIDER,
-                names.HTTP_REQUEST_METHOD: "POST",
-                names.HTTP_ROUTE: path,
+                request_trace.OPERATION_NAME: operation,
+                request_trace.PROVIDER_NAME: request_trace.PROVIDER,
+                request_trace.HTTP_REQUEST_METHOD: "POST",
+                request_trace.HTTP_ROUTE: path,
             },
             start_time=ahead_ns + int(arrived_at * NANOSECONDS),
         )
@@ -339,3 +416,28 @@ def service_resource(gateway_id: str) -> Resource:
     if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: _SERVICE}))
     return found
+
+
+class OtlpMetrics:
+    """Export over HTTP, as the standard environment variables configure; see `gen_ai.MetricExport`."""
+
+    def __init__(self, gateway_id: str) -> None:
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        self._provider = MeterProvider([reader], service_resource(gateway_id), shutdown_on_exit=False)
+        meter = self._provider.get_meter(request_trace.SCOPE)
+        self._histograms = {
+            each: meter.create_histogram(
+                each.name, "s", each.text, explicit_bucket_boundaries_advisory=each.bounds_s
+            )
+            for each in INSTRUMENTS
+        }
+
+    def record(self, instrument: Instrument, seconds: float, attributes: Mapping[str, str]) -> None:
+        """Add a measurement."""
+        self._histograms[instrument].record(seconds, attributes)
+
+    def close(self, within_s: float) -> None:
+        """Export the last measurements; block for at most `within_s` seconds, even without a collector."""
+        ending = threading.Thread(target=self._provider.shutdown, name="end of metrics", daemon=True)
+        ending.start()
+        ending.join(within_s)

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_app.serving.gateway.answer.continuation import ContinuableAssembly, NotContinuedError
-from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.gateway.answer.assembly import ContinuableAssembly, NotContinuedError
+from serve_app.serving.gateway.upstream.connection import UpstreamError
 
 PROMPT = [7, 8]
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.responses import TooLongError, failure_of, outcome_of
 
 # vLLM 0.32's wording in its renderers, token limits and input processor.
 VLLM_TOO_LONG = [

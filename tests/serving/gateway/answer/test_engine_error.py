@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.serving.gateway.answer.client_api import in_openai_shape
+from serve_app.serving.gateway.answer.responses import in_openai_shape
 from tests.serving.gateway.builders import chat, error_json, replies
 from tests.serving.gateway.conftest import GatewayHarness
 

@@ -15,10 +15,9 @@ from openai.types import Batch
 
 from serve_app.serving.channel.scheduler_client import ChannelRequest
 from serve_app.serving.gateway import ApiKey
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
-from serve_app.serving.gateway.batches.storage import Storage
-from serve_app.serving.gateway.batches.store import BatchStore
+from serve_app.serving.gateway.batches.store import BatchStore, Storage
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, Engine, call, chat, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of

@@ -16,13 +16,17 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.batches import runner as runner_module
-from serve_app.serving.gateway.batches.calls import Answer
-from serve_app.serving.gateway.batches.contents import Writer
-from serve_app.serving.gateway.batches.lines import BatchRequest, InputReader
-from serve_app.serving.gateway.batches.records import BatchRecord, FileRecord, new_id
-from serve_app.serving.gateway.batches.runner import BatchRunner, _Pace
-from serve_app.serving.gateway.batches.storage import Storage
-from serve_app.serving.gateway.batches.store import BatchStore, Result, StoreError
+from serve_app.serving.gateway.batches.runner import Answer, BatchRequest, BatchRunner, InputReader, _Pace
+from serve_app.serving.gateway.batches.store import (
+    BatchRecord,
+    BatchStore,
+    FileRecord,
+    Result,
+    Storage,
+    StoreError,
+    Writer,
+    new_id,
+)
 from serve_app.serving.gateway.keys import Caller
 from tests.serving.channel.harness import wait_until
 
@@ -325,7 +329,7 @@ async def test_a_missing_input_file_fails_the_batch_and_its_results_remain(stora
 async def test_an_input_that_cannot_be_read_for_a_while_is_read_again(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.serving.gateway.batches.lines._BLOCK_BYTES", 500)
+    monkeypatch.setattr("serve_app.serving.gateway.batches.runner._BLOCK_BYTES", 500)
     original, reads = InputReader._next, 0
 
     def read(reader: InputReader) -> list[BatchRequest]:

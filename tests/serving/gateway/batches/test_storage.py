@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openai
 
-from serve_app.serving.gateway.batches.contents import Contents
+from serve_app.serving.gateway.batches.store import Contents
 from serve_app.serving.gateway.batches.store import BatchStore
 from tests.serving.gateway.batches.test_api import served
 

@@ -9,8 +9,15 @@ import msgspec
 import pytest
 
 from serve_app.serving.gateway.batches import store as store_module
-from serve_app.serving.gateway.batches.records import BatchRecord, Tokens, window_s
-from serve_app.serving.gateway.batches.store import BatchStore, LeaseLost, Result, StoreError
+from serve_app.serving.gateway.batches.store import (
+    BatchRecord,
+    BatchStore,
+    LeaseLost,
+    Result,
+    StoreError,
+    Tokens,
+    window_s,
+)
 
 TOKEN = 1
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import (

@@ -8,23 +8,23 @@ from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import ApiKey, Caller
-from serve_app.serving.gateway.request import headers
+from serve_app.serving.gateway.request import fields
 
 ANYONE = Caller()
 
 
 def test_a_request_id_is_echoed_cleaned_or_made() -> None:
-    assert headers.request_id(None, "gw-1") == "gw-1"
-    assert headers.request_id(b"", "gw-1") == "gw-1"
-    assert headers.request_id(b"trace:7/a", "gw-1") == "trace:7/a"
-    assert headers.request_id(b'a b"\r\n\xff', "gw-1") == "a_b____"
-    assert len(headers.request_id(b"x" * 5000, "gw-1")) == 128
+    assert fields.request_id(None, "gw-1") == "gw-1"
+    assert fields.request_id(b"", "gw-1") == "gw-1"
+    assert fields.request_id(b"trace:7/a", "gw-1") == "trace:7/a"
+    assert fields.request_id(b'a b"\r\n\xff', "gw-1") == "a_b____"
+    assert len(fields.request_id(b"x" * 5000, "gw-1")) == 128
 
 
 def class_of(
     header: bytes | None = None, tier: str | None = None, priority: int | None = None, caller: Caller = ANYONE
 ) -> PriorityClass:
-    requested = headers.requested_class(header, tier, priority)
+    requested = fields.requested_class(header, tier, priority)
     if requested is None:
         return caller.default_class
     caller.check_class(*requested)
@@ -67,17 +67,17 @@ def test_bad_values_are_rejected_by_name_and_value() -> None:
     with pytest.raises(RequestRejected, match="service_tier: 'gold'"):
         class_of(None, "gold", 1)
     with pytest.raises(RequestRejected, match="x-queue: 'wait'"):
-        headers.queue_options({b"x-queue": b"wait"})
+        fields.queue_options({b"x-queue": b"wait"})
     with pytest.raises(RequestRejected, match="x-ewsjf-queue: 'often'"):
-        headers.queue_options({headers.QUEUE_HEADER: b"often"})
+        fields.queue_options({fields.QUEUE_HEADER: b"often"})
     with pytest.raises(RequestRejected, match="content-encoding: 'gzip'"):
-        headers.reject_encoded_body(b"gzip")
+        fields.reject_encoded_body(b"gzip")
 
 
 @pytest.mark.parametrize("value", [b"0", b"-1", b"nan", b"inf", b"soon", b"", b"1e9"])
 def test_a_queue_timeout_must_be_a_sensible_number(value: bytes) -> None:
     with pytest.raises(RequestRejected, match="x-queue-timeout-s"):
-        headers.queue_options({b"x-queue-timeout-s": value})
+        fields.queue_options({b"x-queue-timeout-s": value})
 
 
 def test_connection_headers_and_those_of_the_gateway_are_not_forwarded() -> None:
@@ -94,14 +94,14 @@ def test_connection_headers_and_those_of_the_gateway_are_not_forwarded() -> None
         (b"connection", b"keep-alive, X-Hop"),
         (b"x-hop", b"1"),
     ]
-    assert headers.forwarded(raw, dict(raw)) == b"content-type: application/json\r\ntraceparent: 00-1\r\n"
+    assert fields.forwarded(raw, dict(raw)) == b"content-type: application/json\r\ntraceparent: 00-1\r\n"
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx-replica-token: forged", b"a\nb", b"a\rb"])
 def test_a_smuggled_line_break_is_rejected(value: bytes) -> None:
     raw = [(b"traceparent", value)]
     with pytest.raises(RequestRejected, match="line break"):
-        headers.forwarded(raw, dict(raw))
+        fields.forwarded(raw, dict(raw))
 
 
 def test_the_engines_own_connection_headers_do_not_return() -> None:
@@ -112,7 +112,7 @@ def test_the_engines_own_connection_headers_do_not_return() -> None:
         (b"server", b"uvicorn"),
         (b"x-engine", b"1"),
     ]
-    assert headers.response_headers(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
+    assert fields.response_headers(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
 
 
 async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
@@ -121,7 +121,7 @@ async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     async def not_called(*_: object) -> NoReturn:
         raise AssertionError("nothing is read or sent")
 
-    assert headers.upstream_head("POST", "/v1/x", "g1-1", b"a: b\r\n", replica, 5) == (
+    assert fields.upstream_head("POST", "/v1/x", "g1-1", b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: g1-1\r\ncontent-length: 5\r\na: b\r\n\r\n"
     )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from serve_app.core.routing.estimation.byte_classes import measure_text
 from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
-from serve_app.serving.gateway.request.measure import Utf8
-from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
+from serve_app.serving.gateway.request.measure import Opening, Utf8, prefix_hashes
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 

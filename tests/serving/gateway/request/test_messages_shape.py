@@ -5,7 +5,7 @@ from typing import Any
 
 from serve_app.request import PromptShape
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
-from serve_app.serving.gateway.request.prefix import prefix_hashes
+from serve_app.serving.gateway.request.measure import prefix_hashes
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 9_000}}
 TOOL = {"name": "read_file", "description": "reads", "input_schema": {"type": "object"}}

@@ -8,7 +8,7 @@ import pytest
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
 from serve_app.serving.gateway.request.fields import UsageOnRequestFields
-from serve_app.serving.gateway.request.prefix import prefix_hashes
+from serve_app.serving.gateway.request.measure import prefix_hashes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.serving.gateway.request.fields import ChatFields, CompletionFields, ResponsesFields
-from serve_app.serving.gateway.request.prefix import (
+from serve_app.serving.gateway.request.measure import (
     chat_opening,
     completion_opening,
     engine_salt,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
+from serve_app.serving.gateway.request.measure import PrefixSettings, engine_salt
 from tests.serving.gateway.builders import MODEL, chat
 from tests.serving.gateway.conftest import GatewayHarness, running_gateway
 

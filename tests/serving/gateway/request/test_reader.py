@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
-from serve_app.serving.gateway.batches.calls import CollectingExchange
+from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, _collect

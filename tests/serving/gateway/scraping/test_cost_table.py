@@ -1,7 +1,7 @@
 import csv
 import io
 
-from serve_app.serving.gateway.tables import cost_table
+from serve_app.serving.gateway.admin import cost_table
 from tests.serving.gateway.builders import Answers, admin_client
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.serving.gateway.exposition import merge
+from serve_app.serving.gateway.metrics_page import merge
 
 FIRST = """# HELP waiting Requests that wait.
 # TYPE waiting gauge

@@ -8,8 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from serve_app.serving.gateway.exposition import merge_openmetrics
-from serve_app.serving.gateway.metrics_page import prefers_openmetrics
+from serve_app.serving.gateway.metrics_page import merge_openmetrics, prefers_openmetrics
 from tests.serving.gateway.builders import Engine, chat
 from tests.serving.gateway.fleet import fleet_of
 from tests.serving.gateway.tracing.collector import Collector, collecting

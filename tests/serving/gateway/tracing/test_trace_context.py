@@ -5,7 +5,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes
 
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
-from serve_app.serving.gateway.tracing import names
+from serve_app.serving.gateway.tracing import request_trace
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -49,7 +49,11 @@ def test_an_invalid_parent_is_ignored(value: str) -> None:
 
 
 def test_names_are_those_of_the_conventions() -> None:
-    ours = {name: value for name, value in vars(names).items() if isinstance(value, str) and name.isupper()}
+    ours = {
+        name: value
+        for name, value in vars(request_trace).items()
+        if isinstance(value, str) and name.isupper() and not name.startswith("_")
+    }
     modules = (gen_ai_attributes, error_attributes, http_attributes, server_attributes)
     theirs = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
     conventional = {
@@ -61,6 +65,6 @@ def test_names_are_those_of_the_conventions() -> None:
 
 
 def test_every_scheduled_path_has_an_operation() -> None:
-    assert names.OPERATIONS.keys() == SCHEDULED.keys() | FORMS.keys()
+    assert request_trace.OPERATIONS.keys() == SCHEDULED.keys() | FORMS.keys()
     words = {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
     assert {"chat", "text_completion", "embeddings"} <= words

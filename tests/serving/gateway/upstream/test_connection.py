@@ -8,8 +8,8 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.gateway.upstream.connection import UpstreamError
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.gateway.upstream.response import UpstreamError
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import RawReplica
 

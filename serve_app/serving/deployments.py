@@ -1,4 +1,16 @@
-"""Autoscaling through Ray Serve: transport of a scheduler's decisions to the controller.
+"""Discovery of the scheduler by its Ray handle.
+
+Versions of deployments: decide which processes a changed deployment replaces, and how.
+
+Serve computes one version for all deployments of an application from all its arguments. Any change of a
+file would therefore replace every process, engines included. Here each deployment has its own version,
+computed from the settings that its processes cannot change while they run (`cold`). Other settings are
+applied in place as `user_config`. The release of this project is part of every version, and Serve itself
+compares the runtime environment and resources.
+
+A successor starts before the old process drains, so that pools stay available.
+
+Autoscaling through Ray Serve: transport of a scheduler's decisions to the controller.
 
 Requests bypass Serve's own counting, and a pool without replicas could not count any. So the scheduler, which
 knows the queue, decides for all of its pools (`serve_app.core.scaling`). It records the numbers as its
@@ -14,13 +26,51 @@ The tuner is scaled the same way, from none to one: it starts when its scheduler
 Gateways are scaled by their CPU usage, which they record themselves, with Serve's own delays.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
+from pydantic_core import to_jsonable_python
+from ray.serve import Deployment
+from ray.serve.handle import DeploymentHandle
+
+from serve_app import __version__
 from serve_app.core.scaling import AutoscalingSettings
 from serve_app.core.settings_base import ADVANCED, NOT_NEGATIVE, at_least, settings
+from serve_app.serving._ray import set_version
+from serve_app.serving.channel.connector import Locate
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
+
+
+def locator(scheduler: DeploymentHandle[Any], role: Role) -> Locate:
+    """Return a function that finds the scheduler, with the secret of a role."""
+
+    async def locate() -> SchedulerEndpoint:
+        endpoint: SchedulerEndpoint = await scheduler.endpoint.remote(role.value)
+        return endpoint
+
+    return locate
+
+
+# All successors may start before anything stops, for processes that cost next to nothing.
+ALL_AT_ONCE_PERCENT = 100
+_VERSION_CHARACTERS = 16
+
+
+def with_version(deployment: Deployment, *cold: object) -> Deployment:
+    """Set a version that changes only with `cold`, and return the deployment."""
+    set_version(deployment, version_of(*cold))
+    return deployment
+
+
+def version_of(*cold: object) -> str:
+    """Return a digest that is equal for equal values, in every process."""
+    plain = to_jsonable_python([__version__, *cold], inf_nan_mode="constants")
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:_VERSION_CHARACTERS]
+
 
 # Serve sends statistics every ten seconds by default (`scripts/serve` sets two).
 _STALE_AFTER_S = 35.0
