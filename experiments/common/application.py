@@ -22,9 +22,9 @@ import yaml
 from experiments.common.errors import ExperimentError
 from experiments.common.ports import is_free
 from experiments.common.processes import process_tree
-from serve_app.cli.serve.environment import instance_folder
+from serve_app.cli.serve.instance import instance_folder
 from serve_app.serving.access import read_admin_key
-from serve_app.settings.checking.serve_keys import NO_PROXY
+from serve_app.settings.checking import NO_PROXY
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0

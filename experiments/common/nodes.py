@@ -21,7 +21,7 @@ import psutil
 from experiments.common.application import Application, free_ports
 from experiments.common.errors import ExperimentError
 from experiments.common.processes import titled
-from serve_app.cli.serve.environment import environment, instance_folder
+from serve_app.cli.serve.instance import environment, instance_folder
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
 
 HEAD = "head"

@@ -26,12 +26,11 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
     SimulationSettings,
 )
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, search_twin
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.outcome_window import OutcomeWindow, record_of
+from serve_app.tuning.objective import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
-from serve_app.tuning.search import search_twin
 from serve_app.tuning.search_space import Values, with_values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, WindowResult

@@ -21,9 +21,8 @@ from serve_app.lab.simulation.run import RunSettings, fitted_trace, scheduler_se
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings, finite
-from serve_app.tuning.optimiser import TpeOptimiser
-from serve_app.tuning.refine_and_prune import PAPER
-from serve_app.tuning.search_space import Tunable, Values, space_of
+from serve_app.tuning.search_space import TpeOptimiser, Tunable, Values, space_of
+from serve_app.tuning.strategic_loop import PAPER
 
 POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
 _THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")

@@ -25,8 +25,7 @@ from serve_app.lab.simulation.run import (
     fitted_trace,
     scheduler_settings,
 )
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
-from serve_app.tuning.search import SearchKind, search_twin
+from serve_app.tuning.digital_twin import DigitalTwin, SearchKind, TwinPlan, TwinSettings, search_twin
 from serve_app.tuning.search_space import Values, space_of
 from serve_app.tuning.study import Budget, StudySettings
 

@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.application import ApplicationClient, UnreachableError, add_address
+from serve_app.cli.application import ApplicationClient, FileForm, UnreachableError, add_address
 from serve_app.cli.command import Command, print_result, program, progress_bar, warn, writing
-from serve_app.cli.http_client import FileForm
 from serve_app.errors import ServeAppError
 from serve_app.lab.tables import table_text
 

@@ -17,10 +17,15 @@ import yaml
 from serve_app.cli.check import print_findings
 from serve_app.cli.command import Command, positive_float, print_result
 from serve_app.cli.serve.command import engine_kinds
-from serve_app.cli.serve.environment import environment
-from serve_app.cli.serve.instance import Instance, choose_instance, running_instances, write_instance
-from serve_app.cli.serve.messages import HostJob, Progress
-from serve_app.cli.serve.terminal import Console
+from serve_app.cli.serve.instance import (
+    Instance,
+    choose_instance,
+    environment,
+    running_instances,
+    write_instance,
+)
+from serve_app.cli.serve.processes import HostJob, Progress
+from serve_app.cli.serve.supervisor import Console
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.access import ray_token
 from serve_app.serving.remote.endpoint import unusable_endpoints

@@ -34,8 +34,7 @@ from serve_app.lab.simulation.run import (
 from serve_app.lab.simulation.simulation import write_partition
 from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads.catalog import notes_on
-from serve_app.tuning.refine_and_prune import PAPER
-from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
+from serve_app.tuning.strategic_loop import PAPER, LearnedPartitions, StrategicSettings
 
 _EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\

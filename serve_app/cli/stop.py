@@ -10,7 +10,7 @@ import psutil
 
 from serve_app.cli.command import Command, positive_float, print_result
 from serve_app.cli.serve.instance import choose_instance, running_instances
-from serve_app.cli.serve.messages import Draining, HostMessage, Stop
+from serve_app.cli.serve.processes import Draining, HostMessage, Stop
 
 _POLL_S = 0.2
 _DRAIN_S = 600.0

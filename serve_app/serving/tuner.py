@@ -34,12 +34,11 @@ from serve_app.core import SchedulerSettings
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.outcome_window import record_of
+from serve_app.tuning.objective import record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, Work, carry_out
-from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import ParameterTuningSettings, TunerSettings
-from serve_app.tuning.strategic_loop import PartitionChange, StrategicLoop
+from serve_app.tuning.strategic_loop import PartitionChange, RefineAndPruneSettings, StrategicLoop
 from serve_app.tuning.study import Finding
 
 logger = logging.getLogger("ray.serve")

@@ -23,17 +23,21 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Snapshot
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan
+from serve_app.tuning.digital_twin import (
+    DigitalTwin,
+    SearchKind,
+    TrafficLog,
+    TwinCalibration,
+    TwinPlan,
+    search_twin,
+)
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
-from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 from serve_app.tuning.rollout import Apply, DecisionKind, Retune, Rollout
-from serve_app.tuning.search import SearchKind, search_twin
 from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
 from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.strategic_loop import RefineAndPruneSettings
 from serve_app.tuning.study import Budget, Finding, StudySettings
-from serve_app.tuning.traffic import TrafficLog
-from serve_app.tuning.twin_calibration import TwinCalibration
 
 _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""

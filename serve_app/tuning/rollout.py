@@ -1,7 +1,7 @@
 """Rollout of a candidate into production: on trial, with rollback.
 
 The rollout is a state machine without a clock. A candidate that won in the twin is proposed, tried against
-the incumbent (`trial`), and adopted or rolled back. Every call returns the values to apply now, often none.
+the incumbent (`study`), and adopted or rolled back. Every call returns the values to apply now, often none.
 Every decision is recorded with its reason and figures (`audit`).
 
 A candidate is tried as a whole. Part of the way to it gains less, while the noise of a trial stays the same,
@@ -32,7 +32,7 @@ from serve_app.core.settings_base import (
 )
 from serve_app.errors import SettingsError
 from serve_app.tuning.search_space import SearchSpace, Values
-from serve_app.tuning.trial import RewardOf, Trial, Verdict
+from serve_app.tuning.study import RewardOf, Trial, Verdict
 
 _VERSION = 1
 _MAX_AUDITS = 1_000

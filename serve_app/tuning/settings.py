@@ -18,14 +18,11 @@ from serve_app.core.settings_base import (
     settings,
 )
 from serve_app.engines.model.roofline import load_profile
-from serve_app.tuning.digital_twin import TwinSettings
+from serve_app.tuning.digital_twin import CalibrationSettings, SearchKind, TwinSettings
 from serve_app.tuning.objective import ObjectiveKind, ObjectiveSettings
-from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 from serve_app.tuning.rollout import RolloutSettings
-from serve_app.tuning.search import SearchKind
-from serve_app.tuning.strategic_loop import StrategicSettings
+from serve_app.tuning.strategic_loop import RefineAndPruneSettings, StrategicSettings
 from serve_app.tuning.study import StudySettings
-from serve_app.tuning.twin_calibration import CalibrationSettings
 
 _BURST_SHARE = 0.25
 """Share of a core that work uses while it runs. A search is then done in a minute, on current traffic."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.cli.serve.environment import default_settings
+from serve_app.cli.serve.instance import default_settings
 from serve_app.settings.checking import check_file
 from tests.chart.rendered import (
     CHART,

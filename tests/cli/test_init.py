@@ -55,7 +55,7 @@ def test_requirements_that_this_machine_does_not_meet_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.yaml"
-    monkeypatch.setattr("serve_app.settings.checking.machine.gpu_names", list)
+    monkeypatch.setattr("serve_app.settings.checking.gpu_names", list)
     assert main(["init", str(path), "--gpus"]) == 0
     shown = capsys.readouterr()
     assert "passes `check`, except for requirements that this machine does not meet" in shown.out
@@ -66,7 +66,7 @@ def test_requirements_that_this_machine_does_not_meet_are_listed(
 def test_limits_that_exceed_the_gpu_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("serve_app.settings.checking.machine.gpu_names", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr("serve_app.settings.checking.gpu_names", lambda: ["NVIDIA GeForce RTX 4090"])
     assert main(["init", str(tmp_path / "x.yaml"), "--gpus"]) == 0
     assert "lower max_model_len to 61440" in capsys.readouterr().err
 

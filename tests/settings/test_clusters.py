@@ -11,7 +11,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start as ray_start
 
-from serve_app.cli.serve.environment import default_settings
+from serve_app.cli.serve.instance import default_settings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
 

@@ -3,8 +3,7 @@ import statistics
 
 import pytest
 
-from serve_app.tuning.optimiser import TpeOptimiser
-from serve_app.tuning.search_space import Values
+from serve_app.tuning.search_space import TpeOptimiser, Values
 from tests.tuning.rewards import BEST, CURRENT, bowl, space
 
 RANDOM = 1_000

@@ -4,8 +4,8 @@ from serve_app.core import events as ev
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.tuning import outcome_window
-from serve_app.tuning.outcome_window import OutcomeWindow, record_of
+from serve_app.tuning import objective
+from serve_app.tuning.objective import OutcomeWindow, record_of
 from tests.builders import ManualDriver
 
 
@@ -80,7 +80,7 @@ def test_a_rejection_at_the_door_is_none() -> None:
 
 
 def test_old_outcomes_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome_window, "_KEPT", 40)
+    monkeypatch.setattr(objective, "_KEPT", 40)
     driver = Watched()
     driver.join("s1", "only")
     for number in range(50):

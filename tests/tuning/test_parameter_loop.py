@@ -9,14 +9,14 @@ import pytest
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
+from serve_app.tuning.digital_twin import CalibrationSettings
 from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, SearchTask, carry_out
-from serve_app.tuning.refine_and_prune import PAPER
 from serve_app.tuning.rollout import DecisionKind, Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.strategic_loop import PAPER
 from serve_app.tuning.study import Finding
-from serve_app.tuning.twin_calibration import CalibrationSettings
 from tests.builders import spec
 from tests.core.metrics.builders import record
 from tests.tuning.rewards import found as found_values

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.tuning.refine_and_prune import (
+from serve_app.tuning.strategic_loop import (
     PAPER,
     LengthsError,
     RefineAndPruneSettings,

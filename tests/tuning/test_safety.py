@@ -7,10 +7,9 @@ import pytest
 
 from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trace, scheduler_settings
 from serve_app.lab.workloads.trace import scale_to_rate
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, search_twin
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
-from serve_app.tuning.search import search_twin
 from serve_app.tuning.search_space import Tunable, Values, space_of
 from serve_app.tuning.study import Budget, StudySettings
 from tests.tuning.builders import with_speed

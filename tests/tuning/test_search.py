@@ -2,7 +2,7 @@ import pytest
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.tuning.search import PRESETS, preset_candidates
+from serve_app.tuning.digital_twin import PRESETS, preset_candidates
 from serve_app.tuning.search_space import Tunable, space_of
 
 DEFAULTS = Tunable(scheduler=SchedulerSettings(model="m", routing=RoutingSettings(pools=("only",))))

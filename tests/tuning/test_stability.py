@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 
 from serve_app.core.policies.length_queues import Partition
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
-from serve_app.tuning.refine_and_prune import PAPER, RefineAndPruneSettings, refine_and_prune
-from serve_app.tuning.strategic_loop import partition_distance
+from serve_app.tuning.strategic_loop import (
+    PAPER,
+    RefineAndPruneSettings,
+    partition_distance,
+    refine_and_prune,
+)
 from tests.tuning.builders import Sample, heavy_tail, paper_mix
 
 STABLE = RefineAndPruneSettings()

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from serve_app.core.policies.length_queues import Partition
 from serve_app.tuning import strategic_loop
-from serve_app.tuning.refine_and_prune import refine_and_prune
 from serve_app.tuning.strategic_loop import (
     PartitionChange,
     StrategicLoop,
     StrategicSettings,
     partition_distance,
     queue_means,
+    refine_and_prune,
 )
 from tests.tuning.builders import Sample, heavy_tail, interval, paper_mix
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.optimiser import TpeOptimiser
-from serve_app.tuning.search_space import Values
+from serve_app.tuning.search_space import TpeOptimiser, Values
 from serve_app.tuning.study import (
     Budget,
     Finding,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.trial import Trial, Verdict, evidence, verdict_of
+from serve_app.tuning.study import Trial, Verdict, evidence, verdict_of
 from tests.tuning.rewards import rewarded
 
 PAIRS, SLICE_S, SETTLE_S, LIMIT_S = 12, 60.0, 10.0, 120.0

@@ -9,9 +9,8 @@ import pytest
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.calibration import FittedEngine
+from serve_app.tuning.digital_twin import CalibrationSettings, TrafficLog, TwinCalibration
 from serve_app.tuning.engine_fit import EngineFitResult, TwinError
-from serve_app.tuning.traffic import TrafficLog
-from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 from tests.builders import spec
 from tests.core.metrics.builders import record
 

@@ -23,7 +23,7 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
-from serve_app.cli.http_client import ConnectionFailedError, request
+from serve_app.cli.application import ConnectionFailedError, request
 from serve_app.cli.serve.failures import (
     RayStartError,
     Stages,
@@ -32,7 +32,7 @@ from serve_app.cli.serve.failures import (
     is_process_death,
     reason_of,
 )
-from serve_app.cli.serve.messages import Draining, HostJob, HostMessage, Progress, Stop
+from serve_app.cli.serve.processes import Draining, HostJob, HostMessage, Progress, Stop
 from serve_app.errors import ServeAppError
 from serve_app.serving._ray import (
     SERVE_CONTROLLER_NAME,

@@ -22,8 +22,19 @@ import msgspec
 import yaml
 
 from serve_app.cli.serve.failures import RayStartError
-from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
-from serve_app.cli.serve.processes import become_subreaper, children, kill_descendants, reap_orphans
+from serve_app.cli.serve.processes import (
+    Drained,
+    Failed,
+    HostJob,
+    HostMessage,
+    Ready,
+    StepBegun,
+    Stop,
+    become_subreaper,
+    children,
+    kill_descendants,
+    reap_orphans,
+)
 from serve_app.errors import ServeAppError
 
 # Polling intervals of the controller during the start, and afterwards.

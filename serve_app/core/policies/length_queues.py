@@ -1,7 +1,7 @@
 """Length queues: the learned partition of prompt lengths, and Dynamic Queue Routing with bubble queues.
 
 The partition is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside
-the core (`serve_app.tuning.refine_and_prune`) and replaced as a whole.
+the core (`serve_app.tuning.strategic_loop`) and replaced as a whole.
 
 Dynamic Queue Routing assigns a queue to a prompt length, even if no learned queue contains it.
 

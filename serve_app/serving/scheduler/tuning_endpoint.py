@@ -35,7 +35,7 @@ from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.gauges import SUM, Figures, figure
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.tuning.outcome_window import OutcomeWindow, Row
+from serve_app.tuning.objective import OutcomeWindow, Row
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import value_at, with_values
 

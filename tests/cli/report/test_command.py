@@ -110,7 +110,7 @@ def load_of(lines: list[dict[str, Any]]) -> tuple[str, str]:
 def test_a_twin_with_too_large_an_error_predicts_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("serve_app.cli.report.forecast.MAX_ERROR_RATIO", 0.0001)
+    monkeypatch.setattr("serve_app.cli.report.command.MAX_ERROR_RATIO", 0.0001)
     with application(served(450)) as url:
         assert main(["report", "--url", url, *SHORT_AT]) == 0
     text = capsys.readouterr().out

@@ -2,8 +2,7 @@
 
 import pytest
 
-from serve_app.cli.report.forecast import MAX_ERROR_RATIO, Forecast
-from serve_app.cli.report.recording import recording_of
+from serve_app.cli.report.command import MAX_ERROR_RATIO, Forecast, recording_of
 
 from .application import LONG_TOKENS, REPLICAS, SETTINGS, served
 

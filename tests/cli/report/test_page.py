@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.cli.report.command import observed, recording_of
 from serve_app.cli.report.page import as_text
-from serve_app.cli.report.recording import observed, recording_of
 from serve_app.core.accounting.wait_causes import WaitCause
 
 from .test_recording import line

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli.report import recording
-from serve_app.cli.report.recording import ReportError, figures, groups_of, observed, recording_of
+from serve_app.cli.report import command
+from serve_app.cli.report.command import ReportError, figures, groups_of, observed, recording_of
 
 
 def line(arrived_at: float, **changes: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def line(arrived_at: float, **changes: Any) -> dict[str, Any]:
     }
 
 
-def arrivals(found: recording.Recording) -> list[float]:
+def arrivals(found: command.Recording) -> list[float]:
     return [record.arrived_at for record in found.records]
 
 
@@ -46,7 +46,7 @@ def test_the_window_ends_at_the_oldest_open_request() -> None:
 
 
 def test_a_full_history_begins_with_its_first_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MAX_ENDED", 3)
+    monkeypatch.setattr(command, "MAX_ENDED", 3)
     lines = [line(1.0, total_s=30.0), line(20.0), line(25.0)]
     assert arrivals(recording_of(lines, 10, since=0.0)) == [25.0]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.cli.serve.messages import Progress
-from serve_app.cli.serve.terminal import ConnectionInfo, Console
+from serve_app.cli.serve.processes import Progress
+from serve_app.cli.serve.supervisor import ConnectionInfo, Console
 
 INFO = ConnectionInfo(
     url="http://127.0.0.1:8000",
@@ -56,7 +56,7 @@ def test_a_pending_answer_is_reported_periodically(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("serve_app.cli.serve.terminal.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve_app.cli.serve.supervisor.time.monotonic", lambda: now)
     console = Console()
     console.draining(3, 600.0)
     now += 6
@@ -70,8 +70,8 @@ def test_a_pending_answer_is_reported_periodically(
 
 def test_an_unread_output_blocks_nothing() -> None:
     code = (
-        "from serve_app.cli.serve.terminal import Console\n"
-        "from serve_app.cli.serve.messages import Progress\n"
+        "from serve_app.cli.serve.supervisor import Console\n"
+        "from serve_app.cli.serve.processes import Progress\n"
         "console = Console()\n"
         "for _ in range(3):\n"
         "    console.line('nobody reads this')\n"

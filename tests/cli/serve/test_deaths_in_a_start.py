@@ -14,7 +14,7 @@ from ray.serve.schema import (
 )
 
 from serve_app.cli.serve.cluster import Cluster
-from serve_app.cli.serve.messages import HostJob
+from serve_app.cli.serve.processes import HostJob
 from serve_app.errors import ServeAppError
 
 # Serve's message about a replica that got SIGKILL in its constructor, and about one whose constructor raised.

@@ -31,7 +31,7 @@ from serve_app.cli.serve.changes import (
     differences,
     effects,
 )
-from serve_app.cli.serve.environment import instance_folder
+from serve_app.cli.serve.instance import instance_folder
 from serve_app.serving.access import read_admin_key
 from serve_app.settings.checking import check_file
 from tests.cli.serve.application import ROOT, Terminal, configuration, terminal

@@ -19,8 +19,7 @@ import pytest
 from experiments.common.application import free_port
 from serve_app.cli import main, templates
 from serve_app.cli.serve import command
-from serve_app.cli.serve.command import HOST_VARIABLE
-from serve_app.cli.serve.servers import KEY_VARIABLE
+from serve_app.cli.serve.command import HOST_VARIABLE, KEY_VARIABLE
 from serve_app.settings.checking import CheckResult, check_file
 from tests.cli.pages import answering
 from tests.cli.serve.application import ROOT, configuration, on_terminal

@@ -9,7 +9,7 @@ import yaml
 
 from experiments.common.application import free_port
 from serve_app.cli import main
-from serve_app.cli.serve.environment import default_settings, environment, instance_folder
+from serve_app.cli.serve.instance import default_settings, environment, instance_folder
 from tests.cli.serve.application import configuration
 
 ROOT = Path(__file__).parents[3]

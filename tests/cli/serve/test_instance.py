@@ -10,8 +10,7 @@ import pytest
 
 from experiments.common.application import free_port
 from serve_app.cli import main
-from serve_app.cli.serve.environment import instance_folder
-from serve_app.cli.serve.instance import register, running_instances, unregister
+from serve_app.cli.serve.instance import instance_folder, register, running_instances, unregister
 from tests.cli.serve.application import ROOT, configuration
 
 

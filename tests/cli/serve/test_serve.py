@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from experiments.common.application import free_port
-from serve_app.cli.serve.environment import instance_folder
-from serve_app.cli.serve.instance import running_instances
+from serve_app.cli.serve.instance import instance_folder, running_instances
 from tests.cli.serve.application import Terminal, configuration, listening, on_terminal, terminal
 
 pytestmark = pytest.mark.timeout(400)

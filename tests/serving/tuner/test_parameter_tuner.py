@@ -19,13 +19,12 @@ from serve_app.serving import tuner as parameter_tuner
 from serve_app.serving.scheduler.tuning_endpoint import Observed
 from serve_app.serving.state import StateStore
 from serve_app.serving.tuner import ParameterTuner, Worker
-from serve_app.tuning.digital_twin import TwinSettings
-from serve_app.tuning.outcome_window import Row
+from serve_app.tuning.digital_twin import CalibrationSettings, TwinSettings
+from serve_app.tuning.objective import Row
 from serve_app.tuning.parameter_loop import Result, SearchTask
 from serve_app.tuning.rollout import Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding, StudySettings
-from serve_app.tuning.twin_calibration import CalibrationSettings
 from tests.builders import spec
 
 TARGET = "backpressure.target_waiting"

@@ -7,8 +7,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.checking import check_file
-from serve_app.settings.checking.capacity import check_capacity
+from serve_app.settings.checking import check_capacity, check_file
 from serve_app.settings.loading import settings_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,7 +146,7 @@ def test_an_unknown_card_is_rejected_with_those_that_are_known(capsys: pytest.Ca
 def test_the_gpus_of_this_machine_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str], is_warned: bool
 ) -> None:
-    monkeypatch.setattr("serve_app.settings.checking.machine.gpu_names", lambda: cards)
+    monkeypatch.setattr("serve_app.settings.checking.gpu_names", lambda: cards)
     path = config(tmp_path, context=600_000)
     assert bool(check_file(path).warnings) == is_warned
     assert check_file(path, on_this_machine=False).warnings == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.settings.checking.document import Document, UnreadableError
+from serve_app.settings.checking import Document, UnreadableError
 
 
 def document(folder: Path, text: str) -> Document:

@@ -13,20 +13,19 @@ from ray.serve.schema import (
     gRPCOptionsSchema,
 )
 
-from serve_app.settings.checking import serve_keys
-from serve_app.settings.checking.document import Document
-from serve_app.settings.checking.serve_keys import check_serve_keys
+from serve_app.settings import checking
+from serve_app.settings.checking import Document, check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH
 
 
 @pytest.mark.parametrize(
     ("known", "schema"),
     [
-        (serve_keys.TOP, ServeDeploySchema),
-        (serve_keys.HTTP_OPTIONS, HTTPOptionsSchema),
-        (serve_keys.GRPC_OPTIONS, gRPCOptionsSchema),
-        (serve_keys.LOGGING_CONFIG, LoggingConfig),
-        (serve_keys.APPLICATION, ServeApplicationSchema),
+        (checking.TOP, ServeDeploySchema),
+        (checking.HTTP_OPTIONS, HTTPOptionsSchema),
+        (checking.GRPC_OPTIONS, gRPCOptionsSchema),
+        (checking.LOGGING_CONFIG, LoggingConfig),
+        (checking.APPLICATION, ServeApplicationSchema),
     ],
 )
 def test_the_keys_are_those_of_the_installed_release(known: frozenset[str], schema: Any) -> None:
