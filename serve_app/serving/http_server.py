@@ -13,8 +13,8 @@ head, and may respond at once, later by callbacks, or in a task (`Exchange.run`)
 - The head is limited in size and time, idle connections in time. A TLS handshake counts as a connection, and
   is limited in time like a head. What frames a body (sizes and extensions of chunks, trailers) is limited
   like a head, from one piece of the body to the next.
-- If a response ends before the body of its request, the rest of the body is read and dropped for a while.
-  Closing at once would reset the connection, and the client could lose the response.
+- If a response ends before the body of its request, or rejects the head, the rest is read and dropped for a
+  while. Closing at once would reset the connection, and the client could lose the response.
 - Timeouts are enforced one check (a second) late, so that a process resumed after a suspension first reads
   what arrived in that time.
 - A client that reads nothing cannot keep its connection: while bytes are buffered for it and more wait, or
@@ -61,6 +61,8 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 # Time to read the rest of a body after the response to its request.
 REST_OF_BODY_TIMEOUT_S = 5.0
+# Bytes that are read and dropped after an invalid head.
+_MAX_DROPPED_BYTES = 1024 * 1024
 # Idle timeout of a stopping server: a client that was idle for this long is unlikely to send just then.
 STOPPING_IDLE_TIMEOUT_S = 2.0
 # Time for the last bytes of aborted responses.
@@ -326,6 +328,8 @@ class Connection(asyncio.Protocol):
         self._stalled_checks = 0
         # Start of the timeout that had elapsed at the last check; None if none had.
         self._elapsed_since: float | None = None
+        # Closes once the rest of a request has been read and dropped.
+        self._closes = False
         self._in_head = False
         # Bytes received since a head, a piece of a body or a request was complete.
         self._framing_bytes = 0
@@ -367,6 +371,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse bytes of requests, except those behind a request that waits."""
         if self._parser is None:
+            self._framing_bytes += len(data)
+            if self._closes and self._framing_bytes > _MAX_DROPPED_BYTES:
+                self.transport.close()
             return
         if self._unparsed:
             data, self._unparsed = self._unparsed + data, b""
@@ -380,13 +387,19 @@ class Connection(asyncio.Protocol):
                 self._parse(data[start : start + _PARSED_BYTES])
             except httptools.HttpParserError:
                 self._start()
-                self._reject(400, "Invalid HTTP request received.")
+                self._reject(400, self._excess() or "Invalid HTTP request received.")
                 return
             start += _PARSED_BYTES
         self._start()
-        if self._framing_bytes > MAX_HEAD_BYTES:
-            part = "head" if self._in_head else "chunk framing"
-            self._reject(400, f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes.")
+        if excess := self._excess():
+            self._reject(400, excess)
+
+    def _excess(self) -> str:
+        """Return which limit the framing of the request exceeds; empty if none."""
+        if self._framing_bytes <= MAX_HEAD_BYTES:
+            return ""
+        part = "head" if self._in_head else "chunk framing"
+        return f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes."
 
     def _parse_rest(self) -> None:
         self.data_received(b"")
@@ -445,6 +458,11 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Run the request, or queue it behind the previous one."""
+        if self._framing_bytes > MAX_HEAD_BYTES:
+            # The bytes may include a part of the body.
+            head_bytes = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if head_bytes > MAX_HEAD_BYTES:
+                raise ValueError("the head is too long")
         self._in_head, self._head_since = False, None
         self._framing_bytes = 0
         parser = self._parser
@@ -476,6 +494,8 @@ class Connection(asyncio.Protocol):
         self._framing_bytes = 0
         if self._last is not None and not self._head_without_upgrade:
             self._last.end_body()
+        if self._closes:
+            self.transport.close()
 
     # Used by exchanges.
 
@@ -507,9 +527,17 @@ class Connection(asyncio.Protocol):
         """End the current request, and run the next."""
         self._response_ended_at = self._loop.time()
         self._active = None
-        if not keep_alive or (self.server.closes_idle and not self._waiting):
+        if not keep_alive and self._last is not None and self._last.more_body:
+            self._close_after_rest()
+        elif not keep_alive or (self.server.closes_idle and not self._waiting):
             self.transport.close()
         self._next()
+
+    def _close_after_rest(self) -> None:
+        """Close the connection once the client has sent the rest of its request, or after a while."""
+        self._closes, self._response_ended_at = True, self._loop.time()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def _next(self) -> None:
         """Run the next request, unless the client does not read, and read further ones."""
@@ -535,11 +563,13 @@ class Connection(asyncio.Protocol):
 
     def check_timeouts(self, now: float, idle_s: float) -> None:
         """Enforce timeouts that had already elapsed at the last check."""
-        if self._waiting:
+        if self._closes:
+            since, limit_s = self._response_ended_at, REST_OF_BODY_TIMEOUT_S
+        elif self._waiting:
             # The server does not read.
             self._elapsed_since = None
             return
-        if self._head_since is not None:
+        elif self._head_since is not None:
             since, limit_s = self._head_since, HEAD_TIMEOUT_S
         elif self._active is None and self._last is not None:
             since = self._response_ended_at
@@ -551,7 +581,7 @@ class Connection(asyncio.Protocol):
             self._elapsed_since = None
         elif self._elapsed_since != since:
             self._elapsed_since = since
-        elif self._in_head:
+        elif self._in_head and not self._closes:
             self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
             self.transport.close()
@@ -597,7 +627,7 @@ class Connection(asyncio.Protocol):
             head = b"%bcontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             start = _STATUS_LINES[status] + self.server.date_line()
             self.transport.write(head % (start, len(message)) + message.encode())
-            self.transport.close()
+            self._close_after_rest()
 
 
 class Exchange:

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import re
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 
@@ -136,6 +137,43 @@ async def test_an_invalid_response_raises_an_error_that_states_the_difference(
 @pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
 async def test_an_invalid_head_is_rejected(broken: bytes) -> None:
     assert (await answer_to(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+async def test_a_head_that_arrives_at_once_has_the_same_limit() -> None:
+    start = b"GET / HTTP/1.1\r\nconnection: close\r\nx: "
+    for length, status in ((65_000, b"200"), (66_000, b"400"), (150_000, b"400")):
+        answer = await answer_to(paths, start.ljust(length, b"y") + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"head is longer than 65536 bytes" in answer
+
+
+@pytest.mark.parametrize(
+    ("start", "length"),
+    [
+        (b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 4000000\r\n\r\n", 4_000_000),
+        (b"nonsense\r\n\r\n", 900_000),
+    ],
+    ids=["a body that is not read", "an invalid head"],
+)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_response_before_the_end_of_a_request_is_not_lost(
+    loop: Callable[[], asyncio.AbstractEventLoop], start: bytes, length: int
+) -> None:
+    def send_then_read(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            sock.sendall(start)
+            # The server has responded, and the client sends on, as most do.
+            time.sleep(0.1)
+            sock.sendall(b"z" * length)
+            return b"".join(iter(lambda: sock.recv(65_536), b""))
+
+    async def play() -> bytes:
+        async with listening(paths) as port:
+            return await asyncio.to_thread(send_then_read, port)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answer = runner.run(play())
+    assert re.match(rb"HTTP/1.1 (200|400) ", answer)
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
