@@ -40,8 +40,8 @@ from serve_app.settings.application import (
     GatewayDeploymentSettings,
     ModelSettings,
     PoolSettings,
+    settings_of,
 )
-from serve_app.settings.loading import settings_of
 
 # Time for a replica to stop its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0

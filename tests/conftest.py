@@ -9,7 +9,7 @@ import httpx
 import hypothesis
 import pytest
 
-from serve_app.lab.workloads import catalog
+from serve_app.lab import workloads
 
 # The time of an example depends on the machine's load.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -57,6 +57,6 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture
 def no_trace_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Point the usual trace folders at an empty one."""
-    monkeypatch.delenv(catalog.TRACES_VARIABLE, raising=False)
-    monkeypatch.setattr(catalog, "DOWNLOAD_FOLDER", tmp_path / "none")
-    monkeypatch.setattr(catalog, "_SHARED_FOLDER", tmp_path / "none")
+    monkeypatch.delenv(workloads.TRACES_VARIABLE, raising=False)
+    monkeypatch.setattr(workloads, "DOWNLOAD_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(workloads, "_SHARED_FOLDER", tmp_path / "none")

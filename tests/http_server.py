@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from serve_app.engines.engine import ASGIApp
-from serve_app.serving.asgi import asgi_application
 from serve_app.serving.gateway import Gateway
-from serve_app.serving.http_server import HttpServer, HttpServerOptions
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, asgi_application
 from serve_app.serving.listening import listening_socket
 
 

@@ -14,8 +14,7 @@ from serve_app.errors import SettingsError
 from serve_app.serving._ray import deployments_of
 from serve_app.serving.deployments import TUNER
 from serve_app.serving.pool import PoolReplicaSettings
-from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.loading import load_settings, settings_of
+from serve_app.settings.application import ApplicationSettings, load_settings, settings_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -25,7 +25,7 @@ from serve_app.lab.simulation.simulation import (
     SimulatedRequest,
     Simulation,
 )
-from serve_app.lab.workloads.catalog import engine_blocks
+from serve_app.lab.workloads import engine_blocks
 
 # Routers
 

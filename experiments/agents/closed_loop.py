@@ -14,7 +14,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Summary, summarise
 from serve_app.lab.simulation.run import MODEL, DirectSimulation, FleetSettings, scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, Timeline
-from serve_app.lab.workloads.catalog import engine_blocks, gateway_blocks
+from serve_app.lab.workloads import engine_blocks, gateway_blocks
 from serve_app.request import ProgramHint, PromptShape, Request, RequestSpec, Submission
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.lab.workloads.catalog import plain_stream, stream
+from serve_app.lab.workloads import plain_stream, stream
 from serve_app.request import TurnEnd
 
 BLOCK_TOKENS = 64

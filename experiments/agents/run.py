@@ -39,7 +39,6 @@ from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings import ProgramsSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     Disclosure,
@@ -48,9 +47,10 @@ from serve_app.lab.simulation.run import (
     TraceChoice,
     at_rate,
     choose_trace,
+    parallel,
     requests_of,
 )
-from serve_app.lab.workloads.catalog import find_file
+from serve_app.lab.workloads import find_file
 from serve_app.request import (
     ProgramHint,
     PromptShape,

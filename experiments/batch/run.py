@@ -24,7 +24,6 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
 from serve_app.lab.simulation.run import (
     MODEL,
     ONE_POOL,
@@ -32,12 +31,13 @@ from serve_app.lab.simulation.run import (
     FleetSettings,
     TraceChoice,
     choose_trace,
+    parallel,
     requests_of,
+    saturated_rate_per_s,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import Trace, scale_to_rate
+from serve_app.lab.workloads import Trace, scale_to_rate, stream
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 
 # Requests of the batch that wait or run at any time, for each replica. More than any engine serves at once.

@@ -24,7 +24,7 @@ from serve_app.core.metrics.summary import Distribution
 from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.lab.simulation.run import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace
 from serve_app.serving.process import tune_memory
 
 _CONTEXT_TOKENS = 32_768

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from serve_app.lab.simulation.run import DirectSimulation
 from serve_app.lab.simulation.simulation import OnEnd, ReplicaPlan, SimulatedReplica, SimulatedRequest
-from serve_app.lab.workloads.catalog import plain_stream
+from serve_app.lab.workloads import plain_stream
 
 
 class RoundRobin(DirectSimulation):

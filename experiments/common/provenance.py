@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app.core.settings_base import settings
 from serve_app.lab.provenance import commit, hardware, load_average
-from serve_app.lab.workloads.catalog import WorkloadSettings, trace_file
+from serve_app.lab.workloads import WorkloadSettings, trace_file
 
 # Rows and documents change no behaviour, so several experiments can run in succession.
 _NO_CODE = (":!experiments/*/results.jsonl", ":!*.md")

@@ -32,10 +32,9 @@ from serve_app.core.settings_base import settings
 from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.run import Disclosure, SloByLength, requests_of, scheduler_settings
+from serve_app.lab.simulation.run import Disclosure, SloByLength, parallel, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
-from serve_app.lab.workloads.catalog import stream
+from serve_app.lab.workloads import stream
 from serve_app.request import Request, Usage
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.workloads.catalog import LognormalLengths, UniformLengths, stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, UniformLengths, stream
 from serve_app.request import PriorityClass
 
 

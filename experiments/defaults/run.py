@@ -18,16 +18,16 @@ from experiments.prefix.sessions import SESSIONS
 from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import at_least, settings, share_below
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     FleetSettings,
     RunSettings,
     SloByLength,
     TraceChoice,
+    parallel,
     simulate,
 )
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 CHAT = "chat"

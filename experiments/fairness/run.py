@@ -15,7 +15,7 @@ from experiments.common.rows import Key
 from experiments.fairness.scenes import SCENES, FairnessSettings, Figures, Play
 from serve_app.cli.command import progress_bar
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.run import parallel
 
 
 def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:

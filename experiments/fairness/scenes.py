@@ -8,7 +8,6 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import Distribution, jain_index, jain_of_tenants
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.settings_base import at_least, settings
-from serve_app.lab.simulation.batch import saturated_rate_per_s
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
@@ -19,11 +18,11 @@ from serve_app.lab.simulation.run import (
     TraceChoice,
     choose_trace,
     requests_of,
+    saturated_rate_per_s,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation, SimulationSettings
-from serve_app.lab.workloads.catalog import LognormalLengths, stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest, merge, scale_to_rate
+from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, merge, scale_to_rate, stream
 from serve_app.request import PriorityClass
 
 

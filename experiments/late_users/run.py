@@ -24,7 +24,7 @@ from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 
 _FIRST, _LATE = "A", ("B", "C")
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 60

@@ -23,7 +23,7 @@ from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import MODEL, content_length
 from experiments.common.load_test.open_loop import BodyFactory, BodySettings
 from experiments.overhead.system import RequestKind, System
-from serve_app.lab.workloads.trace import TraceRequest
+from serve_app.lab.workloads import TraceRequest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_TIMEOUT_S = 60.0

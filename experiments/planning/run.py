@@ -21,7 +21,7 @@ from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, p
 from serve_app.lab.planning.queueing import POOLS, CostTable, LengthMix
 from serve_app.lab.planning.verification import Workload
 from serve_app.lab.simulation.run import TraceChoice
-from serve_app.lab.workloads.catalog import stream
+from serve_app.lab.workloads import stream
 
 
 @settings

@@ -9,8 +9,7 @@ import numpy as np
 
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads.catalog import plain_stream, stream
-from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest
+from serve_app.lab.workloads import Trace, TraceError, TraceRequest, plain_stream, stream
 from serve_app.request import Request
 
 

@@ -11,7 +11,6 @@ from experiments.common.rows import Key
 from experiments.policies.disturbances import FlippedMix, LengthNoise
 from serve_app.cli.command import progress_bar, warn
 from serve_app.core.settings_base import at_least, settings
-from serve_app.lab.simulation.batch import run_all, saturated_rates
 from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
 from serve_app.lab.simulation.run import (
     ONE_POOL,
@@ -22,6 +21,8 @@ from serve_app.lab.simulation.run import (
     SloByLength,
     TraceChoice,
     policy_names,
+    run_all,
+    saturated_rates,
 )
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings

@@ -41,18 +41,26 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
     Disclosure,
     FleetSettings,
+    parallel,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
-from serve_app.lab.workloads.catalog import GammaArrivals, LognormalLengths, MixedLengths, stream
-from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
+from serve_app.lab.workloads import (
+    PREFIX_BLOCK_TOKENS,
+    GammaArrivals,
+    LognormalLengths,
+    MixedLengths,
+    Trace,
+    TraceRequest,
+    scale_to_rate,
+    stream,
+)
 from serve_app.serving.gateway.request.measure import Opening, prefix_hashes
 
 _ROUNDS = 5

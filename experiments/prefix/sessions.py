@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.lab.workloads.catalog import (
+from serve_app.lab.workloads import (
+    PREFIX_BLOCK_TOKENS,
     GammaArrivals,
     Lengths,
     LognormalLengths,
     Tokens,
+    Trace,
+    TraceRequest,
     UniformLengths,
     stream,
 )
-from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from experiments.common.rows import Key
 from experiments.common.tuned_simulation import CountingPlayer
 from experiments.policies.grid import GridCell, PolicyGrid, cells_of, measurement_of, planned, play_grid
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.batch import parallel, run_all
-from serve_app.lab.simulation.run import RunSettings, fitted_trace, scheduler_settings
+from serve_app.lab.simulation.run import RunSettings, fitted_trace, parallel, run_all, scheduler_settings
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings, finite

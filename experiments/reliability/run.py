@@ -16,13 +16,14 @@ from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.batch import parallel, saturated_rates
 from serve_app.lab.simulation.run import (
     FleetSettings,
     RunSettings,
     SloByLength,
     TraceChoice,
     choose_trace,
+    parallel,
+    saturated_rates,
     simulate,
 )
 

@@ -26,11 +26,11 @@ from serve_app.core.metrics.summary import percentile, slo_attainment_ratio
 from serve_app.core.scaling import AutoscalingSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     Disclosure,
     FleetSettings,
     SloByLength,
+    parallel,
     requests_of,
     scheduler_settings,
 )

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.lab.simulation.run import TraceChoice, choose_trace
-from serve_app.lab.workloads.catalog import OnOffArrivals, stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import OnOffArrivals, Trace, TraceRequest, stream
 
 # Multiples of the base rates of short and long requests, one phase after another.
 STEPS = ((1.0, 1.0), (4.0, 1.0), (1.0, 1.0), (1.0, 4.0), (1.0, 1.0), (0.0, 0.0))

@@ -21,8 +21,7 @@ from experiments.strangers.servers import POOL, Direct, Job, Scheduled, ServerSe
 from serve_app.cli.command import progress_bar
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.run import MODEL, scheduler_settings
+from serve_app.lab.simulation.run import MODEL, parallel, scheduler_settings
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
 ALTERNATE, LEAST, OURS, CONFIGURED = "alternate", "least in flight", "ours", "configured"

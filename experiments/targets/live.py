@@ -16,7 +16,7 @@ from experiments.common.load_test.response import ResponseParser
 from experiments.targets.figures import Judgement, figures_of
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.simulation.simulation import ReplicaPlan
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 
 USUAL, CAUTIOUS = "usual", "cautious"
 """Models that refuse requests at the default chance of a miss, and at a lower one."""

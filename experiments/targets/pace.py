@@ -17,8 +17,7 @@ from serve_app.lab.simulation.run import (
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest, stream
 from serve_app.request import LatencyTarget
 
 STATED, NOT_STATED = "targets", "without targets"

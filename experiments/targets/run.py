@@ -28,17 +28,16 @@ from serve_app.core.settings_base import settings
 from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Conclusion, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
     Disclosure,
+    parallel,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace, stream
 from serve_app.request import LatencyTarget
 
 CAUTIOUS = "targets, refused above 0.2"

@@ -16,8 +16,7 @@ from experiments.tuned_drift.traffic import Halves, seconds_of, traffic
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
-from serve_app.lab.simulation.batch import parallel
-from serve_app.lab.simulation.run import Disclosure, fit, requests_of
+from serve_app.lab.simulation.run import Disclosure, fit, parallel, requests_of
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of

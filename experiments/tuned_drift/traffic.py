@@ -6,10 +6,8 @@ the time.
 
 from collections.abc import Sequence
 
-from serve_app.lab.simulation.batch import saturated_rate_of
-from serve_app.lab.simulation.run import FleetSettings
-from serve_app.lab.workloads.catalog import LognormalLengths, UniformLengths, stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.simulation.run import FleetSettings, saturated_rate_of
+from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, UniformLengths, stream
 
 Halves = tuple[float, float]
 """Figures of the first and the second half of the time."""

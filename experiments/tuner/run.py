@@ -16,13 +16,14 @@ from experiments.common.tuned_simulation import CountingPlayer
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     FleetSettings,
     RunSettings,
     TraceChoice,
     fitted_trace,
+    parallel,
+    saturated_rate_per_s,
     scheduler_settings,
 )
 from serve_app.tuning.digital_twin import DigitalTwin, SearchKind, TwinPlan, TwinSettings, search_twin

@@ -24,7 +24,6 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefill_cost import ReplicaSpeed
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
@@ -33,11 +32,12 @@ from serve_app.lab.simulation.run import (
     TraceChoice,
     at_rate,
     choose_trace,
+    parallel,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace
 
 # The first fifth of requests, while caches fill and speeds are unknown, is not in the figures.
 _WARM_UP_RATIO = 0.2

@@ -7,8 +7,8 @@ from pathlib import Path
 from serve_app.cli.command import Command, print_result, program, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.engines.model.hardware import find_gpu, gpu_names
+from serve_app.settings.application import http_address
 from serve_app.settings.checking import CheckResult, check_file
-from serve_app.settings.loading import http_address
 
 
 def print_findings(config: Path, found: CheckResult) -> None:

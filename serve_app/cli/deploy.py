@@ -29,8 +29,8 @@ from serve_app.cli.serve.supervisor import Console
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.access import ray_token
 from serve_app.serving.remote.endpoint import unusable_endpoints
+from serve_app.settings.application import settings_of
 from serve_app.settings.checking import CheckResult, check_file
-from serve_app.settings.loading import settings_of
 
 if TYPE_CHECKING:
     from serve_app.cli.serve.changes import Change

@@ -11,8 +11,8 @@ from serve_app.cli.command import Command, print_result, program, warn, writing
 from serve_app.cli.serve.command import ListenAddress, Servers, configuration, discover_servers
 from serve_app.engines.vllm.library import is_installed
 from serve_app.errors import ServeAppError, SettingsError
+from serve_app.settings.application import DEFAULT_PORT
 from serve_app.settings.checking import CheckResult, check_file
-from serve_app.settings.loading import DEFAULT_PORT
 
 _PATH = Path("ewsjf.yaml")
 _START = re.compile("^#   scripts/serve.*", re.MULTILINE)

@@ -16,7 +16,7 @@ from serve_app.errors import SettingsError
 from serve_app.lab.tables import table_text
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, create_key, read_keys, revoke_key
-from serve_app.settings.loading import load_settings
+from serve_app.settings.application import load_settings
 
 # -- usage per key, as counted by the schedulers of a running application ------------------------------------
 

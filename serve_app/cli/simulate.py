@@ -20,20 +20,22 @@ from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
-from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.lab.simulation.report import Row, equal_seeds, policies_table, run_as_json, unequal_work
 from serve_app.lab.simulation.run import (
     DIRECT,
     FleetSettings,
     RunResult,
     RunSettings,
+    at_load,
     choose_trace,
+    run_all,
     run_header,
+    saturated_rates,
     simulate,
 )
 from serve_app.lab.simulation.simulation import write_partition
 from serve_app.lab.tables import paragraph
-from serve_app.lab.workloads.catalog import notes_on
+from serve_app.lab.workloads import notes_on
 from serve_app.tuning.strategic_loop import PAPER, LearnedPartitions, StrategicSettings
 
 _EXAMPLE = """example:

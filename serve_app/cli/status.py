@@ -33,8 +33,8 @@ from serve_app.serving.scheduler.findings import (
     queue_findings,
     status_findings,
 )
+from serve_app.settings.application import load_settings
 from serve_app.settings.checking import listening_process
-from serve_app.settings.loading import load_settings
 
 _LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
 

@@ -334,7 +334,7 @@ def fleet_of_file(path: Path, profile: str) -> FleetSettings:
         SettingsError: the file is not a configuration, or its engines are external servers.
     """
     # Imported here because it takes a second and only `--config` needs it.
-    from serve_app.settings.loading import load_settings  # noqa: PLC0415 - see above
+    from serve_app.settings.application import load_settings  # noqa: PLC0415 - see above
 
     model = load_settings(path).models[0]
     return FleetSettings(

@@ -20,7 +20,7 @@ class Dispatch(_Command, frozen=True, kw_only=True):
         engine_priority: its position in the engine's own queue, lower is served first; None if engines get no
             priorities.
         rate_limits: status of its key's limits; None if it has none.
-        passed: whether it bypassed the scheduler (`dispatch.pass_through`).
+        passed: whether it bypassed the scheduler (`dispatch.dispatcher`).
         waited: causes of its wait since its arrival; None if it did not wait.
     """
 

@@ -31,7 +31,7 @@ from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
 from serve_app.core.dispatch.backpressure import EngineBackpressure
-from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, Placement
+from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, PassThrough, Placement
 from serve_app.core.dispatch.in_flight import (
     InFlight,
     SlowStarts,
@@ -40,7 +40,6 @@ from serve_app.core.dispatch.in_flight import (
     restore_put_backs,
     retry_limit_conclusion,
 )
-from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.dispatch.promotion import EnginePriorities
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
 from serve_app.core.latency_targets import LatencyTargets

@@ -1,6 +1,12 @@
-"""Interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load."""
+"""Interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load.
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+Hang detection for engines that have requests but compute nothing.
+
+A hung or stopped process (SIGSTOP) is still alive, so it fails no liveness check. Its frontend is a separate
+process and continues to report the load of the last step.
+"""
+
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -175,3 +181,34 @@ async def send_response(
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+# Limit on the time that one check adds: after a longer gap, the observer itself was busy or suspended.
+_MAX_GAP_S = 5.0
+
+
+class HangWatch:
+    """Stopwatch for the time that an engine has had requests without making progress."""
+
+    def __init__(self) -> None:
+        self._progress: Hashable = None
+        self._checked_at = float("-inf")
+        self._hanging_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<HangWatch hanging_s={self._hanging_s:.1f}>"
+
+    def update(self, progress: Hashable, *, busy: bool, now: float) -> float:
+        """Record the state of the engine and return for how many seconds it has been hanging.
+
+        Call this a few times per second.
+
+        Args:
+            progress: a value that changes with each step of the engine.
+        """
+        if busy and progress == self._progress:
+            self._hanging_s += min(now - self._checked_at, _MAX_GAP_S)
+        else:
+            self._progress, self._hanging_s = progress, 0.0
+        self._checked_at = now
+        return self._hanging_s

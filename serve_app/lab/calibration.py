@@ -1,4 +1,6 @@
-"""Measured requests in a file: the engine's own timestamps, or a result of `vllm bench serve`.
+"""Calibration: fits the coefficients of the step-time model to request timestamps of a real engine.
+
+Measured requests in a file: the engine's own timestamps, or a result of `vllm bench serve`.
 
 A file of an engine has one JSON object per line, with `queued_ts`, `scheduled_ts`, `first_token_ts`,
 `last_token_ts` (seconds on one clock), `input_toks` and `output_toks`. vLLM records these timestamps for its

@@ -1,4 +1,6 @@
-"""Discovery of the scheduler by its Ray handle.
+"""Deployments on Ray Serve: the scheduler's handle, versions of processes, and decisions of autoscaling.
+
+Discovery of the scheduler by its Ray handle.
 
 Versions of deployments: decide which processes a changed deployment replaces, and how.
 

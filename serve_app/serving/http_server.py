@@ -29,6 +29,8 @@ Several processes may accept from the same socket. `stop` then loses no request:
    the deadline, and are then aborted.
 
 Without `shares_socket`, idle connections are closed at once.
+
+Adapter between the HTTP server and ASGI applications.
 """
 
 import asyncio
@@ -49,7 +51,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from serve_app.engines.engine import Message
+from serve_app.engines.engine import ASGIApp, Message, Scope
 from serve_app.errors import ServeAppError
 
 logger = logging.getLogger("ray.serve")
@@ -997,3 +999,32 @@ def _status_line(status: int) -> bytes:
 
 
 _STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
+
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
+def asgi_application(app: ASGIApp) -> Application:
+    """Return the application that serves each request with an ASGI application, in a task."""
+
+    def serve(exchange: Exchange) -> None:
+        scope: Scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "server": exchange.server,
+            "client": exchange.client,
+            "scheme": exchange.scheme,
+            "root_path": "",
+            "http_version": exchange.version,
+            "method": exchange.method,
+            "path": exchange.path,
+            "raw_path": exchange.raw_path,
+            "query_string": exchange.query,
+            "headers": exchange.headers,
+        }
+        exchange.run(_call(app, scope, exchange))
+
+    return serve
+
+
+async def _call(app: ASGIApp, scope: Scope, exchange: Exchange) -> None:
+    await app(scope, exchange.receive, exchange.send)

@@ -1,4 +1,6 @@
-"""The guard of a replica: authenticates and counts requests before they reach its engine.
+"""The pool replica process: one engine on its own port.
+
+The guard of a replica: authenticates and counts requests before they reach its engine.
 
 The HTTP server of a replica's engine.
 
@@ -43,14 +45,18 @@ from serve_app.engines.engine import (
     send_response,
 )
 from serve_app.errors import EngineError
-from serve_app.serving.asgi import asgi_application
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.deployments import locator
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
+from serve_app.serving.http_server import (
+    HttpServer,
+    HttpServerOptions,
+    ServerNotRunningError,
+    asgi_application,
+)
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
 from serve_app.serving.watchdog import start_watchdog

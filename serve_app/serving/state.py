@@ -1,4 +1,6 @@
-"""Calls to a store from an event loop, which must not wait for a file system.
+"""Learned state on disk or in a bucket: one document per learner, and when it is written.
+
+Calls to a store from an event loop, which must not wait for a file system.
 
 Calls are made one at a time, each with a time limit. A call that hangs is abandoned, and no other one
 starts until it returns.

@@ -1,4 +1,6 @@
-"""The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` for a live scheduler.
+"""The tuner process of a model: learns length queues, and searches for better settings of the scheduler.
+
+The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` for a live scheduler.
 
 The tuner actor drives it. `update` takes the scheduler's observations and returns orders, without blocking.
 Work runs in one thread of low priority with pauses, so that it uses only its share of a core. Adopted values
@@ -43,7 +45,8 @@ from serve_app.tuning.study import Finding
 
 logger = logging.getLogger("ray.serve")
 
-# Priority of the working thread; all other threads of the machine have precedence.
+# Priority of the working thread, and of the process in addition, of at most 19: all others of the machine
+# have precedence, so that requests are served and health checks answered.
 _NICENESS = 10
 _USUAL_QUEUES = RefineAndPruneSettings()
 
@@ -392,9 +395,6 @@ TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
-
-
-# Of at most 19. Low enough that health checks are answered on a busy machine.
 
 
 class TunerDeployment:

@@ -54,8 +54,14 @@ from serve_app.errors import EngineError, SettingsError
 from serve_app.serving.api_keys import KeysFileError, read_keys
 from serve_app.serving.remote.endpoint import unusable_endpoints
 from serve_app.serving.remote.sources import FixedSource, source_of
-from serve_app.settings.application import ApplicationSettings, PoolSettings
-from serve_app.settings.loading import IMPORT_PATH, http_address, settings_of, with_port
+from serve_app.settings.application import (
+    IMPORT_PATH,
+    ApplicationSettings,
+    PoolSettings,
+    http_address,
+    settings_of,
+    with_port,
+)
 
 # Matches the steps of a path such as `models[0].pools[1].name` at the beginning of a sentence.
 _STEP = re.compile(r"([A-Za-z_][\w-]*)|\[(\d+)\]")

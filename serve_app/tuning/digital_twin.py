@@ -50,7 +50,7 @@ import numpy as np
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.targets import NOT_ATTRIBUTABLE
+from serve_app.core.metrics.summary import NOT_ATTRIBUTABLE
 from serve_app.core.policies import learns_queues
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.routing.replica import ReplicaSpec
@@ -75,8 +75,7 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
     SimulationSettings,
 )
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest, stream
 from serve_app.request import Usage
 from serve_app.tuning.engine_fit import (
     EngineFitResult,

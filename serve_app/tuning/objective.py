@@ -55,8 +55,7 @@ from typing import Annotated, Literal
 from serve_app.core.commands import Command, Conclude, Dispatch
 from serve_app.core.events import Event, Finished, FirstToken
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.summary import jain_of_tenants, percentile
-from serve_app.core.metrics.targets import ClassTargets
+from serve_app.core.metrics.summary import ClassTargets, jain_of_tenants, percentile
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.settings_base import at_least, settings
 from serve_app.errors import Outcome

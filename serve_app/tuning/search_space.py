@@ -50,7 +50,7 @@ from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import Ewsjf
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.workloads.catalog import plain_stream
+from serve_app.lab.workloads import plain_stream
 from serve_app.tuning.objective import finite
 from serve_app.tuning.strategic_loop import RefineAndPruneSettings
 

@@ -7,7 +7,7 @@ and tests change.
 from dataclasses import field
 from typing import Annotated, Literal
 
-from serve_app.core.metrics.targets import ClassTargets
+from serve_app.core.metrics.summary import ClassTargets
 from serve_app.core.settings_base import (
     ADVANCED,
     FINITE_NOT_NEGATIVE,

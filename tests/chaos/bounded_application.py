@@ -14,8 +14,8 @@ from serve_app.core.routing import prefix
 from serve_app.core.routing.estimation import output_length
 from serve_app.serving import process
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.scheduler import gauges, history, usage
-from serve_app.serving.scheduler import history as recent_activity
+from serve_app.serving.scheduler import gauges, journal, usage
+from serve_app.serving.scheduler import journal as recent_activity
 from serve_app.serving.scheduler.actor import SchedulerDeployment
 
 
@@ -34,7 +34,7 @@ key_limits._MAX_ACCOUNTS = 10
 admission._MAX_RESERVATIONS = 50
 output_length._MAX_TENANTS = 100
 backfill._ACTIVE_S = 5.0
-history.RETENTION_S = 5.0
+journal.RETENTION_S = 5.0
 gauges._MAX_TENANTS = 50
 recent_activity._MAX_TENANTS = 5
 recent_activity.SLOTS = 2

@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileOpener
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.journal import DecisionLogSettings
 from serve_app.serving.scheduler.usage import PersistentUsage
 from tests.builders import key
 from tests.serving.channel.harness import FAST, ControlPlane, granted, scheduler_settings, wait_until

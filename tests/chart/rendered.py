@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.loading import settings_of
+from serve_app.settings.application import ApplicationSettings, settings_of
 
 CHART = Path(__file__).resolve().parents[2] / "configs" / "helm"
 EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}

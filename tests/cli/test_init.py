@@ -13,9 +13,8 @@ import yaml
 from serve_app.cli import main, templates
 from serve_app.cli.command import program
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.settings.application import ModelSettings
+from serve_app.settings.application import ModelSettings, load_settings
 from serve_app.settings.checking import check_file
-from serve_app.settings.loading import load_settings
 from tests.cli.pages import answering
 from tests.engines.emulated.endpoint import emulated_endpoint
 from tests.engines.servers import free_port

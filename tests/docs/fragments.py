@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from serve_app.errors import SettingsError
-from serve_app.settings.loading import load_settings
+from serve_app.settings.application import load_settings
 from tests.docs.marks import BlockError
 
 # Settings that a block needs besides its fragment.

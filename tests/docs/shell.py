@@ -17,7 +17,7 @@ import click
 from serve_app import cli
 from serve_app.cli.command import CommandParser
 from serve_app.errors import SettingsError
-from serve_app.settings.loading import load_settings
+from serve_app.settings.application import load_settings
 from tests.docs.documents import ROOT
 from tests.docs.marks import BlockError
 

@@ -20,7 +20,7 @@ from docs_reference.messages import Message, messages_of
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
 from docs_reference.settings_tree import Block, blocks
 from serve_app.errors import SettingsError
-from serve_app.settings.loading import load_settings
+from serve_app.settings.application import load_settings
 from tests.docs.fragments import check_fragment
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.lab.workloads.trace import load_trace
+from serve_app.lab.workloads import load_trace
 from tests.e2e.served import Served
 
 pytestmark = pytest.mark.timeout(300)

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.common.load_test.open_loop import BodyFactory, BodySettings, OpenLoop
 from serve_app.errors import Outcome
-from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.workloads import WorkloadSettings, resolve
 from tests.e2e.served import Served, wait_for
 
 REQUESTS = 400

@@ -1,6 +1,6 @@
 """Stall time of an engine as the hang watch counts it."""
 
-from serve_app.engines.hang_watch import HangWatch
+from serve_app.engines.engine import HangWatch
 
 
 def test_an_engine_with_requests_and_without_steps_stalls() -> None:

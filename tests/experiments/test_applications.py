@@ -6,7 +6,7 @@ from experiments.common.application import serve_config
 from experiments.late_users.run import model as late_users_model
 from experiments.overhead.ours import application, remote_model
 from experiments.overhead.system import Endpoints
-from serve_app.settings.loading import settings_of
+from serve_app.settings.application import settings_of
 
 MODELS = {
     "late users": late_users_model("tokens", "fcfs"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from experiments.prefix.run import ConversationSettings, conversations
-from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS
+from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS
 
 SETTINGS = ConversationSettings()
 

@@ -10,7 +10,7 @@ from experiments.cost.tables import PICTURES, TABLES, prices_us
 from experiments.cost.variants import BASE, CONTROL, VARIANTS
 from experiments.overhead.system import Endpoints
 from serve_app.core.settings_base import plain
-from serve_app.settings.loading import settings_of
+from serve_app.settings.application import settings_of
 from tests.experiments.builders import row
 
 ENDPOINTS = Endpoints((9_001, 9_002))

@@ -5,7 +5,7 @@ import pytest
 
 from experiments.policies.disturbances import LengthNoise, with_flipped_mix
 from serve_app.lab.simulation.run import simulate
-from serve_app.lab.workloads.trace import TraceError
+from serve_app.lab.workloads import TraceError
 from tests.lab.simulation.test_run import settings
 from tests.lab.simulation.test_workload import TRACE, rng
 

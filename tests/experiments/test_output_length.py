@@ -13,7 +13,7 @@ from experiments.output_length.run import (
     figures_of,
 )
 from experiments.output_length.tables import TABLES
-from serve_app.lab.workloads.trace import TraceRequest
+from serve_app.lab.workloads import TraceRequest
 from tests.experiments.builders import row
 
 EXPERIMENT = OutputLengthExperiment(traces={}, parts=2, warm_up=300, refit_every=100, fitted=1_000)

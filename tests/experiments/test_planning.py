@@ -7,7 +7,7 @@ import pytest
 
 from experiments.planning.run import MixGrid, write_mix
 from experiments.planning.tables import TABLES
-from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.workloads import WorkloadSettings, resolve
 from tests.experiments.builders import row
 
 GRID = MixGrid(

@@ -24,7 +24,7 @@ import uvloop
 
 from experiments.common.application import Application, serve_config, served_application
 from experiments.common.experiment import Experiment
-from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.run import parallel
 from {package}.coin.settings import CoinSettings
 
 

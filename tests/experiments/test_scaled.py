@@ -9,7 +9,7 @@ from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool,
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.run import Disclosure, FleetSettings, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 
 FLEET = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_000)
 KINDS = {plan.pool: plan for plan in FLEET.plans(isolated=True)}

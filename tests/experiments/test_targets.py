@@ -6,7 +6,7 @@ from experiments.targets.live import _RETRY, _Bodies, _Retrying
 from experiments.targets.run import SCORED, WITHOUT, Case, _Run
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from tests.experiments.load_test.scripted import raw, scripted, stream_of, streaming
 
 

@@ -11,7 +11,7 @@ from experiments.tuned_drift.settings import DriftExperiment
 from experiments.tuned_drift.tables import TABLES
 from experiments.tuned_drift.traffic import mixed, seconds_of, traffic
 from serve_app.lab.simulation.run import ONE_POOL, FleetSettings
-from serve_app.lab.workloads.trace import TraceRequest
+from serve_app.lab.workloads import TraceRequest
 from tests.experiments.builders import row
 
 

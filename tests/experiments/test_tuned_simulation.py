@@ -14,7 +14,7 @@ from serve_app.lab.simulation.run import (
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads.trace import scale_to_rate
+from serve_app.lab.workloads import scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work

@@ -7,8 +7,7 @@ import h11
 import pytest
 
 from serve_app.serving.channel.scheduler_client import ServerAddress
-from serve_app.serving.gateway.upstream.connection import UpstreamError
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
 from tests.serving.gateway.builders import RawReplica
 
 _SEEDS = (

@@ -9,7 +9,7 @@ import pytest
 def load_1_is_measured_on_few_requests() -> Iterator[None]:
     """Shorten the backlog that measures load 1.0: it differs by 3 % and takes an eighth of the CPU time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serve_app.lab.simulation.batch._MIN_REQUESTS", 500)
+        patch.setattr("serve_app.lab.simulation.run._MIN_REQUESTS", 500)
         # Later packages measure their own.
-        patch.setattr("serve_app.lab.simulation.batch._measured", {})
+        patch.setattr("serve_app.lab.simulation.run._measured", {})
         yield

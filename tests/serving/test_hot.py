@@ -16,7 +16,7 @@ from serve_app.errors import SettingsError
 from serve_app.serving._ray import deployments_of
 from serve_app.serving.gateway.settings import gateway_hot, with_hot_gateway
 from serve_app.serving.scheduler.actor import SchedulerActorSettings
-from serve_app.settings.loading import load_settings, settings_of
+from serve_app.settings.application import load_settings, settings_of
 from tests.test_app import arguments
 
 ROOT = Path(__file__).parents[2]

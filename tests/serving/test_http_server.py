@@ -14,12 +14,12 @@ import uvloop
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.serving import http_server
-from serve_app.serving.asgi import asgi_application
 from serve_app.serving.http_server import (
     Exchange,
     HttpServer,
     HttpServerOptions,
     ServerNotRunningError,
+    asgi_application,
 )
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening

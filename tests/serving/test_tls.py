@@ -15,14 +15,18 @@ import uvloop
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.errors import SettingsError
 from serve_app.serving import http_server
-from serve_app.serving.asgi import asgi_application
 from serve_app.serving.channel.messages import Welcome
 from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream.connection import UpstreamError
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
+from serve_app.serving.http_server import (
+    Application,
+    Exchange,
+    HttpServer,
+    HttpServerOptions,
+    asgi_application,
+)
 from serve_app.serving.listening import listening_socket
 from serve_app.serving.pool import PoolReplica, PoolReplicaSettings, ReplicaServer, ReplicaServerSettings
 from serve_app.serving.tls import Tls, TlsSettings

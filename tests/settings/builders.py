@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.settings.application import ApplicationSettings
-from serve_app.settings.loading import settings_of
+from serve_app.settings.application import ApplicationSettings, settings_of
 
 
 def emulated(**limits: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.settings.loading import http_address, with_port
+from serve_app.settings.application import http_address, with_port
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start as ray_start
 
 from serve_app.cli.serve.instance import default_settings
+from serve_app.settings.application import load_settings
 from serve_app.settings.checking import check_file
-from serve_app.settings.loading import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 AWS, ON_PREMISE = "cluster.yaml", "configs/clusters/on_premise.yaml"

@@ -9,9 +9,8 @@ import yaml
 
 from serve_app.engines.model.roofline import capacity, load_profile
 from serve_app.request import PriorityClass
-from serve_app.settings.application import ApplicationSettings
+from serve_app.settings.application import ApplicationSettings, load_settings, settings_of
 from serve_app.settings.checking import check_capacity, engine_setup
-from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from serve_app.errors import SettingsError
-from serve_app.settings.loading import load_settings, settings_of
+from serve_app.settings.application import load_settings, settings_of
 from serve_app.tuning import RefineAndPruneSettings, StrategicSettings
 from serve_app.tuning.settings import TunerSettings
 from tests.settings.builders import emulated, model, parse, pool, rejection

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from serve_app.core import SchedulerSettings
 from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trace
-from serve_app.lab.workloads.trace import scale_to_rate
+from serve_app.lab.workloads import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
 

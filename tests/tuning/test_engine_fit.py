@@ -17,7 +17,7 @@ from serve_app.lab.simulation.run import (
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.lab.workloads.trace import scale_to_rate
+from serve_app.lab.workloads import scale_to_rate
 from serve_app.tuning import engine_fit
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of
 from tests.core.metrics.builders import record

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.targets import ClassTarget, ClassTargets
+from serve_app.core.metrics.summary import ClassTarget, ClassTargets
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.tuning.objective import ObjectiveSettings, reward_of

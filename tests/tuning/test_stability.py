@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core.policies.length_queues import Partition
-from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.workloads import WorkloadSettings, resolve
 from serve_app.tuning.strategic_loop import (
     PAPER,
     RefineAndPruneSettings,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from serve_app.request import PriorityClass
 from serve_app.tuning.digital_twin import TrafficLog, resampled
 from tests.core.metrics.builders import record

@@ -26,8 +26,7 @@ from experiments.common.load_test.response import ResponseParser
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
 from serve_app.errors import Outcome
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
+from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, stream
 from serve_app.request import PriorityClass
 
 # Common words, split once at import.

@@ -35,9 +35,9 @@ from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaSpec
 from serve_app.core.settings_base import read
 from serve_app.errors import Outcome, ServeAppError, SettingsError
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulationSettings
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace
 from serve_app.request import PriorityClass
-from serve_app.serving.scheduler.history import MAX_ENDED
+from serve_app.serving.scheduler.journal import MAX_ENDED
 from serve_app.tuning.digital_twin import (
     CalibrationSettings,
     DigitalTwin,

@@ -36,9 +36,8 @@ from serve_app.serving.access import (
     write_admin_key,
     write_ray_token,
 )
-from serve_app.settings.application import ApplicationSettings
+from serve_app.settings.application import DEFAULT_PORT, ApplicationSettings, http_address
 from serve_app.settings.checking import check_file
-from serve_app.settings.loading import DEFAULT_PORT, http_address
 
 SHORT_CONTEXT = 8_192
 """Maximum boundary of the short pool. At least four fifths of most traffic fit into it."""

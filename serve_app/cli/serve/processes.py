@@ -1,4 +1,6 @@
-"""Cleanup of all descendant processes.
+"""Processes of `serve`: cleanup of all descendants, and messages between host and supervisor.
+
+Cleanup of all descendant processes.
 
 Ray starts processes whose parents may exit before them. A process that declares itself a subreaper becomes
 the parent of such orphans, so they remain in its process tree.

@@ -1,7 +1,7 @@
 """Dispatch: selects the next request and its replica, and tracks requests in flight.
 
-Read `dispatcher` (order of service, and choice of the replica) first, then `in_flight` (capacity held until
-the end of a request; failed and overdue ones) and `backpressure` (limits on the requests sent to an engine).
-`promotion` bounds starvation, `backfill` runs batch work in what others leave, and `pass_through` is for
-requests that bypass the scheduler.
+Read `dispatcher` (order of service, choice of the replica, and requests that bypass the scheduler) first,
+then `in_flight` (capacity held until the end of a request; failed and overdue ones) and `backpressure`
+(limits on the requests sent to an engine). `promotion` bounds starvation, and `backfill` runs batch work in
+what others leave.
 """

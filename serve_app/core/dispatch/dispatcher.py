@@ -39,9 +39,16 @@ reservation exists, and by what fair shares owe a tenant.
 Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 
 Placement: selects the replica for a request by load, speed, cached prefix and latency targets.
+
+Pass-through: requests that bypass the scheduler, so that a deployment can compare both.
+
+A hash of the request id selects the share of requests that is scheduled. Each other one goes immediately to
+the replica with the fewest requests among those that can hold it, regardless of queue and load. The ledger
+holds these requests, too, so the scheduler knows the load of its engines.
 """
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +65,7 @@ from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.prefix import PrefixAffinity, PrefixQuery
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.core.settings import SchedulerSettings
-from serve_app.request import ANYWHERE, PriorityClass
+from serve_app.request import ANYWHERE, PriorityClass, Request
 
 # A tenant that is owed this many average requests gets capacity reserved for its next one. Similar
 # tenants are seldom that far behind.
@@ -660,3 +667,51 @@ def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
     """Return the query, restricted to the replicas that can serve this request."""
     destination = scheduled.destination
     return query if destination is ANYWHERE else replace(query, destination=destination)
+
+
+_HASHES = 2**32
+
+
+class PassThrough:
+    """Selects the requests that bypass the scheduler, and their replicas."""
+
+    def __init__(self, active_share: float, ledger: ReplicaLedger) -> None:
+        self.active_share = active_share
+        self._ledger = ledger
+
+    def __repr__(self) -> str:
+        return f"<PassThrough active_share={self.active_share:g}>"
+
+    def change(self, active_share: float) -> None:
+        """Schedule another share from now on. Queued requests are not affected."""
+        self.active_share = active_share
+
+    def selects(self, request: Request) -> bool:
+        """Return whether a request bypasses the scheduler. All of its attempts get the same answer."""
+        share = self.active_share
+        return share < 1 and zlib.crc32(request.request_id.encode()) >= share * _HASHES
+
+    def choice(self, scheduled: ScheduledRequest) -> DispatchChoice | None:
+        """Return the dispatch of a bypassing request; None for others, and while no replica can hold it."""
+        if not self.selects(scheduled.request):
+            return None
+        destination = scheduled.request.destination
+        replica = min(
+            (
+                each
+                for each in self._ledger
+                if each.is_usable
+                and each.spec.pool in scheduled.pools
+                and destination.admits(each.spec.replica_id, each.spec.adapters)
+            ),
+            key=lambda each: (each.in_flight, each.order),
+            default=None,
+        )
+        if replica is None:
+            return None
+        scheduled.bypassed = True
+        estimate = scheduled.estimate
+        tokens = min(estimate.expected_tokens, replica.spec.max_model_len)
+        return DispatchChoice(
+            scheduled, replica, Hold(tokens, scheduled.prefill_class, estimate.expected_prompt_tokens)
+        )

@@ -63,10 +63,9 @@ from serve_app.core.dispatch.promotion import EnginePriorities
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
-from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.observed import AnswerStart
-from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import Hold, KvUse, PrefillClass, ReplicaState
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request, Usage

@@ -41,11 +41,10 @@ from typing import Protocol
 
 from serve_app.core.commands import ContextLearned
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.kv_forecast import KvUse
 from serve_app.core.routing.observed import LearnedBatch, LearnedContext, LearnedLimit
 from serve_app.core.routing.prefill_cost import DecayingRate, Speeds
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import Hold, KvUse, PrefillClass, ReplicaState
 from serve_app.request import ANYWHERE, Destination, Usage
 
 

@@ -31,8 +31,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
-from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
-from serve_app.engines.hang_watch import HangWatch
+from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad, HangWatch
 from serve_app.engines.model.model import RecentMean
 from serve_app.engines.orphan_guard import OrphanGuard
 from serve_app.engines.vllm.library import actions_of, from_vllm, is_installed, version

@@ -67,7 +67,7 @@ from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
-from serve_app.lab.workloads.trace import Trace
+from serve_app.lab.workloads import Trace
 
 Counts = NDArray[np.int64]
 

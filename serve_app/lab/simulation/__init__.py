@@ -5,6 +5,6 @@ and returns decisions and records. The simulator decides nothing: every decision
 `serve_app.core.Scheduler`'s.
 
 `run.simulate` composes one run from a fleet, a workload, settings and a source of length queues, or the
-baseline without a gateway. `batch` defines load 1.0 and plays many runs in several processes. `baselines` has
-policies for comparisons, and `report` writes results.
+baseline without a gateway; `run` also defines load 1.0, and plays many runs in several processes. `baselines`
+has policies for comparisons, and `report` writes results.
 """

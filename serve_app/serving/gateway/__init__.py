@@ -8,6 +8,6 @@ a request), `upstream` (HTTP to a replica), `answer` (the way back), `deployment
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream.pool import UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamSettings
 
 __all__ = ["ApiKey", "Gateway", "GatewaySettings", "ServedModel", "UpstreamSettings"]

@@ -68,8 +68,7 @@ from serve_app.serving.gateway.request.fields import engine_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
-from serve_app.serving.gateway.upstream.connection import UpstreamError
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
 
 logger = logging.getLogger("ray.serve")
 

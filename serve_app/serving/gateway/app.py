@@ -69,8 +69,13 @@ from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, wit
 from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
 from serve_app.serving.gateway.telemetry import Telemetry, observe
 from serve_app.serving.gateway.tracing.request_trace import make_metric_export, make_tracer
-from serve_app.serving.gateway.upstream.connection import EngineSilentError, UpstreamError, UpstreamResponse
-from serve_app.serving.gateway.upstream.pool import HaltWatch, UpstreamPool
+from serve_app.serving.gateway.upstream import (
+    EngineSilentError,
+    HaltWatch,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+)
 from serve_app.serving.tls import TlsSettings, make_tls
 
 # More consecutive failures are unlikely to be a coincidence.

@@ -7,8 +7,7 @@ from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import Caller
-from serve_app.serving.gateway.routes import RouteSettings
-from serve_app.serving.gateway.settings import ServedModel
+from serve_app.serving.gateway.settings import RouteSettings, ServedModel
 
 
 @dataclass(frozen=True, slots=True)

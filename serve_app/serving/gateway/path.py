@@ -66,8 +66,14 @@ from serve_app.serving.gateway.answer.responses import (
     outcome_of,
     stopping,
 )
-from serve_app.serving.gateway.answer.stream import StreamScanner, counts_of, engine_failure, stream_outcome
-from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates
+from serve_app.serving.gateway.answer.stream import (
+    QueuedComments,
+    QueueUpdates,
+    StreamScanner,
+    counts_of,
+    engine_failure,
+    stream_outcome,
+)
 from serve_app.serving.gateway.request.fields import (
     RECEIPT_HEADER,
     SERVED_MODEL_HEADER,
@@ -78,16 +84,16 @@ from serve_app.serving.gateway.request.fields import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.routes import Fallbacks
+from serve_app.serving.gateway.settings import Fallbacks
 from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
 from serve_app.serving.gateway.telemetry import Telemetry, observe
-from serve_app.serving.gateway.upstream.connection import (
+from serve_app.serving.gateway.upstream import (
     EngineSilentError,
     HeaderList,
     UpstreamError,
+    UpstreamPool,
     UpstreamResponse,
 )
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.metric_cells import HistogramCell
 
 

@@ -39,8 +39,12 @@ from serve_app.serving.gateway.request.fields import engine_head, response_heade
 from serve_app.serving.gateway.request.incoming import IncomingRequest, ResponseTerms
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
-from serve_app.serving.gateway.upstream.connection import EngineSilentError, UpstreamError, UpstreamResponse
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream import (
+    EngineSilentError,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+)
 
 # The holder's digest, the chain of responses that continue each other, and the response.
 _OURS = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{12})[0-9a-f]{12}")

@@ -19,7 +19,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.targets import ClassTargets, Miss
+from serve_app.core.metrics.summary import ClassTargets, Miss
 from serve_app.errors import Outcome
 from serve_app.request import Submission
 from serve_app.serving.gateway.request_log import ConcludedRequest, GenAiMetrics, MetricExport, RequestLog

@@ -28,15 +28,14 @@ from dataclasses import dataclass, replace
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, identify
 from serve_app.engines.adapters.server import excerpt
-from serve_app.engines.hang_watch import HangWatch
+from serve_app.engines.engine import HangWatch
 from serve_app.engines.model.model import RecentMean
 from serve_app.errors import EngineError
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.upstream.connection import UpstreamError, UpstreamResponse
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamResponse, UpstreamSettings
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointUrl, FixedSource, source_of
 

@@ -37,8 +37,7 @@ from dns.asyncresolver import Resolver
 from dns.exception import DNSException
 
 from serve_app.serving.channel.scheduler_client import ServerAddress
-from serve_app.serving.gateway.upstream.connection import UpstreamError, UpstreamResponse
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamResponse, UpstreamSettings
 from serve_app.serving.tls import ClientTls
 
 _PORTS = {"http": 80, "https": 443}

@@ -24,7 +24,7 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, locator
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, SourceHealth, source_of

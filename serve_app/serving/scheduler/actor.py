@@ -41,7 +41,6 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, TUNER, statistics
 from serve_app.serving.process import precise_clock, run_in_parts, tune_memory
-from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.documents import (
     SUB_QUEUES_SHOWN,
     RemoteEndpoints,
@@ -53,7 +52,7 @@ from serve_app.serving.scheduler.documents import (
 )
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.gauges import PersistentCosts
-from serve_app.serving.scheduler.history import RecentActivity
+from serve_app.serving.scheduler.journal import DecisionLogSettings, RecentActivity
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.receipts import programs_named

@@ -24,7 +24,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.findings import time_text
 from serve_app.serving.scheduler.gauges import Figures
-from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
+from serve_app.serving.scheduler.journal import HistoryRecord, RequestHistory
 
 Document = Mapping[str, Any]
 

@@ -35,7 +35,6 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.process import precise_clock
-from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import RemoteEndpoints, queue_document, replica_documents
 from serve_app.serving.scheduler.gauges import (
     Figures,
@@ -47,8 +46,15 @@ from serve_app.serving.scheduler.gauges import (
     queued_figures,
     replica_figures,
 )
-from serve_app.serving.scheduler.history import RecentActivity, RequestHistory
-from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
+from serve_app.serving.scheduler.journal import (
+    ChangeLog,
+    DecisionLogFile,
+    DecisionLogSettings,
+    Entry,
+    Journal,
+    RecentActivity,
+    RequestHistory,
+)
 from serve_app.serving.scheduler.metrics import DecodeStalls, PrefixCheck, SchedulerMetrics
 from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
 from serve_app.serving.scheduler.tuning_endpoint import SchedulingMode, TuningEndpoint

@@ -43,8 +43,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
-from serve_app.serving.scheduler.history import RequestHistory, Stall, StallCause
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import Entry, RequestHistory, Stall, StallCause
 
 # Prefills that are remembered for each replica: about a second of short ones. Those of long prompts, which
 # cause stalls, are fewer.

@@ -40,8 +40,7 @@ from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.request import EngineTimes, RequestTimes, stages
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.process import run_in_parts
-from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory, Stall
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import Attempt, Entry, HistoryRecord, RequestHistory, Stall
 
 logger = logging.getLogger("ray.serve")
 

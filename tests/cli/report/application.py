@@ -15,7 +15,7 @@ from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.simulation.run import Disclosure, requests_of
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from tests.cli.pages import answering
 
 SETTINGS = SchedulerSettings(model="m", routing=RoutingSettings(pools=("default",)))

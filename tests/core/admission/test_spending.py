@@ -8,7 +8,7 @@ from serve_app.core.learned_state import learned_state, restore_state
 from serve_app.core.scheduler import Scheduler
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.settings.loading import settings_of
+from serve_app.settings.application import settings_of
 from tests.builders import ManualDriver, dispatched, one_replica, only_conclusion
 
 PRICE = TokenPrices(prompt=1_000_000.0, generated=10_000_000.0, cached=0.0)

@@ -2,8 +2,7 @@ from functools import partial
 
 import pytest
 
-from serve_app.core.metrics.summary import Slo, slo_attainment_ratio
-from serve_app.core.metrics.targets import ClassTarget, ClassTargets, Miss
+from serve_app.core.metrics.summary import ClassTarget, ClassTargets, Miss, Slo, slo_attainment_ratio
 from serve_app.errors import Outcome
 from tests.core.metrics.builders import record
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.estimation.output_length import LengthCurve, OutputEstimate, bucket_of
-from serve_app.core.routing.kv_forecast import KvForecast, KvUse
+from serve_app.core.routing.replica_state import KvForecast, KvUse
 
 HALF_BLOCK = 8
 

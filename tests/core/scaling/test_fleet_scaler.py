@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.core.events import ReplicaJoined, Retuned
 from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
-from serve_app.core.scaling.observation import PoolView
+from serve_app.core.scaling.pool_scaler import PoolView
 from tests.builders import ManualDriver, spec
 
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.scaling.observation import PoolView
-from serve_app.core.scaling.pool_scaler import AutoscalingSettings, PoolDecision, PoolScaler, ScaledPool
+from serve_app.core.scaling.pool_scaler import (
+    AutoscalingSettings,
+    PoolDecision,
+    PoolScaler,
+    PoolView,
+    ScaledPool,
+)
 
 # A prompt token costs an engine 1 ms, an output token 10 ms / 10.
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.core.scaling.observation import DecodeLine, EngineSpeed, PoolSpeed
+from serve_app.core.scaling.pool_scaler import DecodeLine, EngineSpeed, PoolSpeed
 
 
 def test_a_line_through_reports_gives_the_step_time_of_a_full_batch() -> None:

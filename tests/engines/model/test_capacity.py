@@ -17,7 +17,7 @@ from serve_app.engines.model.roofline import (
     typical_tokens,
 )
 from serve_app.errors import SettingsError
-from serve_app.lab.workloads.catalog import RECIPES
+from serve_app.lab.workloads import RECIPES
 
 
 def large(gpus: int = 2, **changes: object) -> EngineSetup:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments.common.load_test.open_loop import ApiEndpoint, BodyFactory, BodyKind, BodySettings
-from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, TraceRequest
+from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS, TraceRequest
 from serve_app.request import PriorityClass
 
 

@@ -6,7 +6,7 @@ from experiments.common.errors import ExperimentError
 from experiments.common.load_test.open_loop import BodyFactory, BodySettings, OpenLoop, all_completed
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from tests.experiments.load_test.scripted import (
     Script,
     document,

@@ -13,7 +13,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.model.roofline import load_profile
 from serve_app.lab.calibration import CalibrationError, MeasuredRequest, read_measurements
-from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.workloads import WorkloadSettings, resolve
 from tests.engines.emulated.endpoint import emulated_endpoint
 from tests.lab.calibration.builders import as_result, as_row, measured_request, write_rows
 

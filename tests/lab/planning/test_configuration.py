@@ -10,8 +10,8 @@ from serve_app.cli.workload_arguments import fleet_of_file
 from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet, configuration
 from serve_app.lab.planning.queueing import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
 from serve_app.lab.simulation.run import EngineChanges
+from serve_app.settings.application import IMPORT_PATH, load_settings
 from serve_app.settings.checking import check_file
-from serve_app.settings.loading import IMPORT_PATH, load_settings
 from tests.lab.planning.builders import demand
 
 CHEAP, LARGE = "llama31-8b-rtx4090-tp1", "llama3-70b-h100-tp4"

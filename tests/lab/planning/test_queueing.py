@@ -18,7 +18,7 @@ from serve_app.lab.planning.queueing import (
     erlang_c,
     p99_wait_s,
 )
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from tests.lab.planning.builders import mix, pool_model
 from tests.lab.simulation.builders import STEP_TIME
 

@@ -2,13 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.lab.simulation.batch import at_load, run_all, saturated_rate_per_s, saturated_rates
 from serve_app.lab.simulation.run import (
     EngineChanges,
     FleetSettings,
     PoolChanges,
     RunSettings,
     TraceChoice,
+    at_load,
+    run_all,
+    saturated_rate_per_s,
+    saturated_rates,
     simulate,
 )
 

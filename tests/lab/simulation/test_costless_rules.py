@@ -22,7 +22,7 @@ from serve_app.lab.simulation.run import (
     simulate,
 )
 from serve_app.lab.simulation.simulation import Simulation
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 from serve_app.request import PriorityClass
 
 FLEET = FleetSettings(profile="llama31-8b-rtx4090-tp1", replicas={ONE_POOL: 1})

@@ -8,7 +8,7 @@ from serve_app.lab.simulation.run import (
     requests_of,
     with_arrivals,
 )
-from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest
+from serve_app.lab.workloads import Trace, TraceError, TraceRequest
 
 
 def requests(*prompts: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """Traces for tests."""
 
-from serve_app.lab.workloads.trace import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceRequest
 
 
 def trace(*arrivals_s: float, name: str = "t") -> Trace:

@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.core.routing.prefix import BLOCK_ENDS
-from serve_app.lab.workloads.catalog import engine_blocks, gateway_blocks
+from serve_app.lab.workloads import engine_blocks, gateway_blocks
 
 
 def common(one: list[int], other: list[int]) -> int:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from serve_app.cli import main
-from serve_app.lab.workloads.catalog import RECIPES, TRACES_VARIABLE, WorkloadSettings, resolve
-from serve_app.lab.workloads.trace import Trace, TraceError
+from serve_app.lab.workloads import RECIPES, TRACES_VARIABLE, Trace, TraceError, WorkloadSettings, resolve
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:{second:02}.9799600,{100 + second},10\n" for second in range(0, 60, 2)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from serve_app.lab.workloads.catalog import _FILES, DOWNLOAD_FOLDER
+from serve_app.lab.workloads import _FILES, DOWNLOAD_FOLDER
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "fetch_traces"
 CONTENT = b"arrival_s,prompt_tokens,output_tokens\n0,1,1\n"

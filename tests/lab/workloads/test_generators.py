@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.lab.workloads.catalog import (
+from serve_app.lab.workloads import (
     Arrivals,
     GammaArrivals,
     LognormalLengths,
     MixedLengths,
     OnOffArrivals,
     QuantileLengths,
+    TraceError,
     UniformLengths,
     assign_priorities,
     assign_tenants,
@@ -21,7 +22,6 @@ from serve_app.lab.workloads.catalog import (
     stream,
     zipf_shares,
 )
-from serve_app.lab.workloads.trace import TraceError
 from tests.lab.workloads.builders import trace
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.lab.workloads.trace import TraceError, TraceRequest, describe_skipped, load_trace
+from serve_app.lab.workloads import TraceError, TraceRequest, describe_skipped, load_trace
 from serve_app.request import PriorityClass
 
 SHARED_TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"

@@ -1,7 +1,6 @@
 import pytest
 
-from serve_app.lab.workloads.catalog import stream
-from serve_app.lab.workloads.trace import Trace, TraceError, merge, scale_to_rate, take
+from serve_app.lab.workloads import Trace, TraceError, merge, scale_to_rate, stream, take
 from tests.lab.workloads.builders import trace
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.serving.gateway import UpstreamSettings
-from serve_app.serving.gateway.upstream import pool
+from serve_app.serving.gateway import upstream as pool
 from tests.serving.channel.harness import scheduler_settings, wait_until
 
 from .builders import MODEL, Engine, chat

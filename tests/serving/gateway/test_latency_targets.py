@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.core.latency_targets import TargetLimits
 from serve_app.request import LatencyTarget
-from serve_app.serving.gateway.routes import RouteSettings
+from serve_app.serving.gateway.settings import RouteSettings
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, Engine, chat
 from tests.serving.gateway.conftest import GatewayHarness

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.waiting import SUBSCRIBE_AFTER_S
+from serve_app.serving.gateway.answer.stream import SUBSCRIBE_AFTER_S
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.serving.channel.harness import wait_until
 

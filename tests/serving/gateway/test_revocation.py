@@ -13,8 +13,7 @@ from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant
 from serve_app.serving.gateway.batches.runner import CollectingExchange
-from serve_app.serving.gateway.routes import RouteSettings
-from serve_app.serving.gateway.settings import ServedModel
+from serve_app.serving.gateway.settings import RouteSettings, ServedModel
 from tests.serving.channel.harness import wait_until
 
 from .builders import (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.routes import RouteSettings
+from serve_app.serving.gateway.settings import RouteSettings
 from tests.serving.channel.harness import wait_until
 from tests.serving.test_api_keys import record
 

@@ -8,8 +8,7 @@ import pytest
 from serve_app.core.decision_log import RunHeader, read_runs
 from serve_app.core.events import Woke
 from serve_app.errors import ServeAppError
-from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import DecisionLogFile, DecisionLogSettings, Entry
 from tests import builders
 from tests.serving.scheduler.journals import pass_to
 

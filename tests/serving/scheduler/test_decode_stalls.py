@@ -6,8 +6,7 @@ from serve_app.core import events as ev
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import DecodeGap, Usage
-from serve_app.serving.scheduler.history import RequestHistory, Stall, StallCause
-from serve_app.serving.scheduler.journal import Entry, Journal
+from serve_app.serving.scheduler.journal import Entry, Journal, RequestHistory, Stall, StallCause
 from serve_app.serving.scheduler.metrics import DecodeStalls, SchedulerMetrics
 from tests.builders import ManualDriver, one_replica, request
 

@@ -21,7 +21,7 @@ from serve_app.serving.scheduler.documents import (
     slowest,
 )
 from serve_app.serving.scheduler.findings import time_text
-from serve_app.serving.scheduler.history import RequestHistory
+from serve_app.serving.scheduler.journal import RequestHistory
 from tests.builders import fill, one_replica, request
 from tests.serving.scheduler.test_receipts import HistoryHarness
 

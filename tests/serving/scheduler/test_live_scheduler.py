@@ -17,10 +17,8 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.metric_cells import HistogramCell
-from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.findings import status_findings
-from serve_app.serving.scheduler.history import RequestHistory
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import DecisionLogSettings, Entry, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (

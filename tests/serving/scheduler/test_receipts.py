@@ -9,8 +9,7 @@ from serve_app.core import events as ev
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import Request, RequestTimes, Usage
-from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import RETENTION_S, Entry, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
 from tests.builders import ManualDriver, fill, one_replica, request
 from tests.serving.scheduler.journals import pass_to

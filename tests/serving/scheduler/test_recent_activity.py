@@ -9,8 +9,7 @@ from serve_app.core.events import Arrived, Event, FirstToken, Woke
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.scheduler.history import SLOT_S, SLOTS, RecentActivity
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import SLOT_S, SLOTS, Entry, RecentActivity
 from tests.builders import ManualDriver, request
 from tests.serving.scheduler.journals import pass_to
 

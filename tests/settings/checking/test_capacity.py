@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from serve_app.settings.application import ApplicationSettings
+from serve_app.settings.application import ApplicationSettings, settings_of
 from serve_app.settings.checking import check_capacity, check_file
-from serve_app.settings.loading import settings_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = "meta-llama/Llama-3.3-70B-Instruct"

@@ -14,8 +14,8 @@ from ray.serve.schema import (
 )
 
 from serve_app.settings import checking
+from serve_app.settings.application import IMPORT_PATH
 from serve_app.settings.checking import Document, check_serve_keys
-from serve_app.settings.loading import IMPORT_PATH
 
 
 @pytest.mark.parametrize(

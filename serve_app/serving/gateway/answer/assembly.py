@@ -38,7 +38,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import ServeAppError
 from serve_app.request import Usage
 from serve_app.serving.gateway.answer.responses import encode
-from serve_app.serving.gateway.upstream.connection import UpstreamError
+from serve_app.serving.gateway.upstream import UpstreamError
 
 _KINDS = {"chat.completion.chunk": "chat.completion"}
 _DONE = b"[DONE]"

@@ -52,7 +52,7 @@ from serve_app.engines.engine import Message, Send
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.api_keys import KeyRecord
-from serve_app.serving.gateway.upstream.connection import HeaderList, UpstreamError
+from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
 # vLLM's errors for all requests that were running when its core process died.

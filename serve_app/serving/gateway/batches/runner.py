@@ -60,7 +60,7 @@ from serve_app.serving.gateway.batches.store import (
 )
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
-from serve_app.serving.gateway.upstream.connection import HeaderList
+from serve_app.serving.gateway.upstream import HeaderList
 
 _MAX_ID_CHARACTERS = 512
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

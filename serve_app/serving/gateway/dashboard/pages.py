@@ -30,7 +30,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
-from serve_app.serving.gateway.upstream.connection import HeaderList
+from serve_app.serving.gateway.upstream import HeaderList
 
 logger = logging.getLogger("ray.serve")
 

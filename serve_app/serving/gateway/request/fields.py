@@ -39,9 +39,9 @@ from serve_app.serving.gateway.answer.responses import (
     header_text,
     rate_limit_headers,
 )
-from serve_app.serving.gateway.answer.waiting import QueueForm
+from serve_app.serving.gateway.answer.stream import QueueForm
 from serve_app.serving.gateway.keys import Caller
-from serve_app.serving.gateway.upstream.connection import HeaderList
+from serve_app.serving.gateway.upstream import HeaderList
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Requests the receipt of the request; also the name of the header that returns it."""

@@ -25,13 +25,12 @@ from serve_app.serving.gateway.answer.responses import (
     DisconnectWatch,
     RequestRejected,
 )
-from serve_app.serving.gateway.answer.stream import Announcements
-from serve_app.serving.gateway.answer.waiting import QueueForm
+from serve_app.serving.gateway.answer.stream import Announcements, QueueForm
 from serve_app.serving.gateway.request.body import NO_BODY, HeldBody
 from serve_app.serving.gateway.request.endpoints import APIS
 from serve_app.serving.gateway.request.fields import request_id
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
-from serve_app.serving.gateway.upstream.connection import HeaderList
+from serve_app.serving.gateway.upstream import HeaderList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

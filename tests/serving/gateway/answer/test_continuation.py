@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from serve_app.serving.gateway.answer.assembly import ContinuableAssembly, NotContinuedError
-from serve_app.serving.gateway.upstream.connection import UpstreamError
+from serve_app.serving.gateway.upstream import UpstreamError
 
 PROMPT = [7, 8]
 

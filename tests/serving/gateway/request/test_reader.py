@@ -15,7 +15,7 @@ from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
-from serve_app.serving.gateway.routes import RouteSettings
+from serve_app.serving.gateway.settings import RouteSettings
 from tests.serving.gateway.builders import FakeDispatcher
 
 CHAT = "/v1/chat/completions"

@@ -3,7 +3,7 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.core.metrics.targets import ClassTarget, ClassTargets
+from serve_app.core.metrics.summary import ClassTarget, ClassTargets
 from serve_app.serving.gateway import ServedModel
 from tests.serving.gateway.builders import MODEL, Engine, chat
 from tests.serving.gateway.fleet import fleet_of

@@ -8,8 +8,7 @@ import pytest
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.scheduler_client import ServerAddress
-from serve_app.serving.gateway.upstream.connection import UpstreamError
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import RawReplica
 
@@ -142,7 +141,7 @@ async def test_a_reused_connection_that_breaks_during_a_request_is_lost_and_not_
         else:
             writer.write(OK)
 
-    monkeypatch.setattr("serve_app.serving.gateway.upstream.connection._STALE_WINDOW_S", 0.05)
+    monkeypatch.setattr("serve_app.serving.gateway.upstream._STALE_WINDOW_S", 0.05)
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
         assert await send_request(pool, port) == (200, b"ok")
