@@ -53,7 +53,9 @@ scheduler stores only the front.
 
 A request that retries is recognised by its tenant, its class and the shape of its prompt (`_key`). It claims
 its reservation, so its work does not count twice. Reservations that are not claimed in time expire. Because
-clients that never retry would delay all others, reserved work is weighted by the recent claim rate.
+clients that never retry would delay all others, reserved work is weighted by the recent claim rate. Of
+another tenant, it counts for as much as the own tenant has queued, so that no tenant fills the queue with
+retries.
 
 A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
 reservations (`admissible_in_s`).
@@ -343,31 +345,36 @@ class RetryReservations:
         return f"<RetryReservations {self._count}, claim rate {self.claim_rate:.0%}>"
 
 
-def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
-    """Return a function for the tokens that reserved work puts ahead of `request` under fair shares.
+def fair_work(
+    request: Request, own: float, amount: Callable[[ReservedWork], float]
+) -> Callable[[ReservedWork], float]:
+    """Return a function for the reserved work that is ahead of `request` under fair shares.
 
     All work of higher classes and of the same tenant is ahead. Of each other tenant of its class, at most as
     much as its own tenant has is ahead.
 
     Args:
-        own_tokens: tokens that its tenant has queued, this request included.
+        own: work that its tenant has queued, this request included.
+        amount: work of a group of reservations, in tokens or requests.
     """
-    own, rank, tenant = own_tokens, request.priority.rank, request.tenant
+    rank, tenant = request.priority.rank, request.tenant
     counted: dict[str, float] = {}
 
     def work_of(reserved: ReservedWork) -> float:
         nonlocal own
-        tokens = reserved.tokens
-        if reserved.rank != rank:
-            return float(tokens) if reserved.rank < rank else 0.0
+        if reserved.rank > rank:
+            return 0.0
+        work = amount(reserved)
+        if reserved.rank < rank:
+            return work
         if reserved.tenant == tenant:
-            own += tokens
-            return float(tokens)
+            own += work
+            return work
         before = counted.get(reserved.tenant, 0.0)
         if before >= own:
             # Fair shares serve the other tenant no more than this one, whatever else is reserved.
             return 0.0
-        after = counted[reserved.tenant] = min(before + tokens, own)
+        after = counted[reserved.tenant] = min(before + work, own)
         return after - before
 
     return work_of
@@ -662,7 +669,7 @@ class Admission:
             f"the queue of {settings.model} is full: {waiting} requests are queued",
             QueueLimit(waiting, per_s, class_limit - 1),
             settings.max_waiting - 1,
-            lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
+            self._reserved(request, self._queue.waiting_of(request.priority, request.tenant) + 1, _places),
         )
         yield from self._queue_length_of_key(request, per_s / waiting if waiting else 0.0)
         yield from self._queue_length_of_tenant(request, class_limit - waiting, per_s)
@@ -713,13 +720,20 @@ class Admission:
 
         It corresponds to `RequestQueue.work_ahead` for queued requests.
         """
-        request = scheduled.request
+        own = self._queue.waiting_of(scheduled.request.priority, scheduled.request.tenant)
+        mean_tokens = self._queue.waiting_tokens / max(1, len(self._queue))
+        return self._reserved(
+            scheduled.request, scheduled.estimate.expected_tokens + own * mean_tokens, _tokens
+        )
+
+    def _reserved(
+        self, request: Request, own: float, amount: Callable[[ReservedWork], float]
+    ) -> Callable[[ReservedWork], float]:
+        """Return a function for the reserved work that is ahead of a request; see `fair_work`."""
         if self._settings.fairness.mode is FairnessMode.OFF:
             rank = request.priority.rank
-            return lambda reserved: float(reserved.tokens) if reserved.rank <= rank else 0.0
-        own = self._queue.waiting_of(request.priority, request.tenant)
-        mean_tokens = self._queue.waiting_tokens / max(1, len(self._queue))
-        return fair_tokens(request, scheduled.estimate.expected_tokens + own * mean_tokens)
+            return lambda reserved: amount(reserved) if reserved.rank <= rank else 0.0
+        return fair_work(request, own, amount)
 
     def _reserved_seconds(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
         """Return a function for the wait that retry reservations add to that of this request."""
@@ -752,6 +766,14 @@ class Admission:
 
 def _nothing(_: ReservedWork) -> float:
     return 0.0
+
+
+def _places(reserved: ReservedWork) -> float:
+    return float(reserved.count)
+
+
+def _tokens(reserved: ReservedWork) -> float:
+    return float(reserved.tokens)
 
 
 def _limit(seconds: float | None) -> str:

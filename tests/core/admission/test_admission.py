@@ -87,6 +87,20 @@ def test_a_light_tenant_is_admitted_however_many_are_heavy() -> None:
     assert driver.arrive("light", tenant="light") == []
 
 
+def test_retries_that_a_heavy_tenant_was_promised_leave_a_light_one_its_places() -> None:
+    driver = saturated(max_waiting=20)
+    for number in range(15):
+        driver.arrive(f"first{number}", tenant="heavy")
+    for number in range(60):
+        # One request leaves each second, so that rejected ones get a time for their retry.
+        finish_oldest(driver)
+        for again in range(5):
+            driver.arrive(f"h{number}-{again}", tenant="heavy", prompt_tokens=40 + again)
+    assert len(driver.scheduler.admission.retry_reservations) > 20
+    assert len(driver.scheduler.queue) < 18
+    assert driver.arrive("light", tenant="light") == []
+
+
 def test_the_last_queued_request_expires_however_small_the_share_of_its_tenant_is() -> None:
     driver = saturated(max_waiting=2, admission=AdmissionSettings(tenant_share=0.3))
     driver.arrive("r", expires_at=1.0)

@@ -7,7 +7,7 @@ from serve_app.core.admission.admission import (
     QueueLimit,
     ReservedWork,
     RetryReservations,
-    fair_tokens,
+    fair_work,
 )
 from serve_app.request import PriorityClass
 from tests.builders import request
@@ -116,7 +116,7 @@ def test_the_number_of_reservations_is_bounded(reservations: RetryReservations) 
 
 def test_each_other_tenant_counts_at_most_as_much_as_the_own() -> None:
     light = request(tenant="light")
-    work_of = fair_tokens(light, 100)
+    work_of = fair_work(light, 100, lambda reserved: float(reserved.tokens))
     rank = PriorityClass.DEFAULT.rank
     assert work_of(ReservedWork(rank, "heavy", 1, 70)) == 70
     assert work_of(ReservedWork(rank, "heavy", 9, 900)) == 30
