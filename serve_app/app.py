@@ -16,18 +16,17 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app.errors import SettingsError
+from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config, tuner_config
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.deployments import (
     ALL_AT_ONCE_PERCENT,
-    gateway_config,
-    pool_config,
-    scheduler_config,
-    tuner_config,
+    HEALTH_CHECK_PERIOD_S,
+    PoolDeployment,
     with_version,
 )
 from serve_app.serving.gateway.deployment import GatewayDeployment
 from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
-from serve_app.serving.pool import HEALTH_CHECK_PERIOD_S, PoolDeployment, PoolReplicaSettings
+from serve_app.serving.pool import PoolReplicaSettings
 from serve_app.serving.remote.watcher import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.scheduler.actor import (
     SCHEDULER_DEPLOYMENT_OPTIONS,

@@ -12,7 +12,7 @@ from ray.serve.deployment import deployment_to_schema
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
 from serve_app.serving._ray import deployments_of
-from serve_app.serving.deployments import TUNER
+from serve_app.serving.autoscaling import TUNER
 from serve_app.serving.pool import PoolReplicaSettings
 from serve_app.settings.application import ApplicationSettings, load_settings, settings_of
 
@@ -123,7 +123,7 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
         options(found[name])["autoscaling_config"] for name in ("short-demo", "scheduler-demo")
     )
     assert (pool["min_replicas"], pool["max_replicas"]) == (1, 4)
-    assert pool["policy"]["policy_function"] == "serve_app.serving.deployments:PoolPolicy"
+    assert pool["policy"]["policy_function"] == "serve_app.serving.autoscaling:PoolPolicy"
     assert pool["policy"]["policy_kwargs"] == {"scheduler": "scheduler-demo", "pool": "short"}
     assert (scheduler["min_replicas"], scheduler["max_replicas"]) == (1, 1)
     assert scheduler["policy"]["policy_kwargs"] == {"scheduler": "scheduler-demo"}
@@ -138,7 +138,7 @@ def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
     assert config(replicas=3)["num_replicas"] == 3
     scaled = config(autoscaling={"min_replicas": 2, "max_replicas": 4})["autoscaling_config"]
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
-    assert scaled["policy"]["policy_function"] == "serve_app.serving.deployments:GatewayPolicy"
+    assert scaled["policy"]["policy_function"] == "serve_app.serving.autoscaling:GatewayPolicy"
     with pytest.raises(SettingsError, match="set replicas or autoscaling, not both"):
         config(replicas=1, autoscaling={"max_replicas": 4})
 

@@ -12,12 +12,7 @@ Life cycle:
 - Serve: report the load about five times per second, and answer Ray's health checks.
 - Drain: notify the scheduler, reject new requests, wait for open answers up to a limit, stop the engine.
 
-The classes do not depend on Ray; `deployment` wraps them in a Serve deployment.
-
-A pool replica as a Ray Serve deployment: Ray places, health-checks and stops it.
-
-Requests use the replica's own port, so Serve does not count them. Therefore the replica drains in `__del__`,
-and its scheduler decides the number of replicas.
+The classes do not depend on Ray; `deployments` wraps them in a Serve deployment.
 """
 
 import asyncio
@@ -25,11 +20,7 @@ import hmac
 import logging
 import secrets
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-import ray.util
-from ray import serve
-from ray.serve.handle import DeploymentHandle
+from typing import Annotated
 
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings_base import INTERNAL, at_least, between, settings
@@ -37,7 +28,6 @@ from serve_app.engines.engine import (
     ASGIApp,
     Engine,
     EngineLimits,
-    EngineSettings,
     Receive,
     Scope,
     Send,
@@ -46,11 +36,9 @@ from serve_app.engines.engine import (
 )
 from serve_app.errors import EngineError
 from serve_app.serving.channel.connector import Locate
-from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.deployments import locator
 from serve_app.serving.http_server import (
     HttpServer,
     HttpServerOptions,
@@ -59,7 +47,6 @@ from serve_app.serving.http_server import (
 )
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
-from serve_app.serving.watchdog import start_watchdog
 
 TOKEN_HEADER = b"x-replica-token"
 # A 503 with this header makes gateways put the request back, because the engine has not received it.
@@ -357,36 +344,3 @@ class PoolReplica:
             tpot_s=load.tpot_s,
             draining=self._guard.draining,
         )
-
-
-# Serve replaces a replica after three failed checks in a row. A dead engine does not recover, so a longer
-# period would only delay its replacement.
-HEALTH_CHECK_PERIOD_S = 1.0
-
-
-class PoolDeployment:
-    """Serve deployment that runs one `PoolReplica`.
-
-    The constructor returns once the engine serves, which takes minutes for a large model. Serve waits without
-    a limit, and logs a slow start.
-    """
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
-        self, settings: PoolReplicaSettings, engine: EngineSettings, scheduler: DeploymentHandle[Any]
-    ) -> None:
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._replica = PoolReplica(
-            replica_id, host, settings, engine.make(), locator(scheduler, Role.REPLICA)
-        )
-        await self._replica.start()
-        self._watchdog = start_watchdog()
-
-    async def check_health(self) -> None:
-        """Raise if the replica must be replaced."""
-        await self._replica.check_health()
-
-    async def __del__(self) -> None:
-        # Serve awaits this once before it ends the process; Python would not await it.
-        if hasattr(self, "_replica"):
-            await self._replica.stop()

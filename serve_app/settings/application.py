@@ -39,8 +39,8 @@ from serve_app.engines.engine import EngineSettings as HostedEngineSettings
 from serve_app.engines.engine import PoolEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import SettingsError
+from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.deployments import GatewayScaling
 from serve_app.serving.gateway.settings import GatewayConfig, GatewaySettings, ServedModel
 from serve_app.serving.pool import ReplicaServerSettings
 from serve_app.serving.remote.settings import RemoteSettings

@@ -14,10 +14,10 @@ from typing import Any
 from ray.serve import Application
 
 import serve_app.app
-import serve_app.serving.pool as deployment
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import EngineLimits
 from serve_app.errors import EngineError
+from serve_app.serving import deployments
 
 FILE_VARIABLE = "EWSJF_TEST_ENGINES_ARE_DEAD"
 
@@ -50,7 +50,7 @@ class KillableEngine(EmulatedEngine):
         await super().stop()
 
 
-class KillablePool(deployment.PoolDeployment):
+class KillablePool(deployments.PoolDeployment):
     """Deployment whose replicas import this module, and so the patch below."""
 
 

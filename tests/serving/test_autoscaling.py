@@ -9,7 +9,7 @@ import pytest
 from ray.serve.config import AutoscalingConfig
 
 from serve_app.core.scaling import AutoscalingSettings
-from serve_app.serving.deployments import (
+from serve_app.serving.autoscaling import (
     CPU_CORES,
     GatewayPolicy,
     GatewayScaling,

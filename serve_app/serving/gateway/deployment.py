@@ -26,10 +26,11 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions, ServedAddress, alive_nodes, served_address
 from serve_app.serving.access import max_connections, raise_descriptor_limit
+from serve_app.serving.autoscaling import CPU_CORES
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.deployments import CPU_CORES, locator
+from serve_app.serving.deployments import locator
 from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRejected
 from serve_app.serving.gateway.app import Gateway

@@ -37,9 +37,10 @@ from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving import _ray
+from serve_app.serving.autoscaling import TUNER, statistics
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, TUNER, statistics
+from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT
 from serve_app.serving.process import precise_clock, run_in_parts, tune_memory
 from serve_app.serving.scheduler.documents import (
     SUB_QUEUES_SHOWN,

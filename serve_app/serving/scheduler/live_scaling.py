@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from serve_app.core import Scheduler
 from serve_app.core.routing.snapshot import Snapshot
 from serve_app.core.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
-from serve_app.serving.deployments import statistics
+from serve_app.serving.autoscaling import statistics
 from serve_app.serving.metric_cells import counters
 
 logger = logging.getLogger("ray.serve")
