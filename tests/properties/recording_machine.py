@@ -178,10 +178,13 @@ class RecordingMachine(RuleBasedStateMachine):
         assert sent.request.bound_to in (None, replica_id)
 
     def accepts(self, replica_id: str) -> bool:
-        """Return whether the replica accepts requests; suspensions are taken from the scheduler."""
-        return (
-            self.replicas[replica_id].is_alive(self.now) and not self.scheduler.ledger[replica_id].suspended
+        """Return whether the replica accepts requests; suspensions and hangs are taken from the scheduler."""
+        state = self.scheduler.ledger[replica_id]
+        # An overdue first token, which the scheduler has moved elsewhere, shows a hang.
+        hangs = state.hang_detector.hangs and any(
+            at == replica_id and request_id not in self.started for request_id, at in self.running.items()
         )
+        return self.replicas[replica_id].is_alive(self.now) and not (state.suspended or hangs)
 
     def new_request(self, gateway_id: str, timeout_s: float) -> str:
         request_id = f"r{len(self.submitted)}"
