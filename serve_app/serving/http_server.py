@@ -21,7 +21,8 @@ head, and may respond at once, later by callbacks, or in a task (`Exchange.run`)
   the connection closes, it is aborted after `stalled_s`.
 - The head of a response is sent with the first piece of its body, in one segment.
 
-Several processes may accept from the same socket. `stop` then loses no request:
+Several processes may accept from the same socket. They take turns: the one with the fewest connections
+accepts the next one, or, if it is busy for 2 ms, any other. `stop` then loses no request:
 
 1. The server accepts no more connections; they wait in the kernel for another process.
 2. Each connection gets one more response, with `connection: close`.
@@ -37,7 +38,6 @@ import asyncio
 import contextlib
 import http
 import logging
-import os
 import re
 import socket
 import ssl
@@ -69,6 +69,9 @@ _MAX_DROPPED_BYTES = 1024 * 1024
 STOPPING_IDLE_TIMEOUT_S = 2.0
 # Time for the last bytes of aborted responses.
 _LAST_BYTES_S = 1.0
+# Connections accepted in one iteration of the event loop, the pause after an error, and the time for another
+# process to accept in its turn.
+_ACCEPTED_AT_ONCE, _ACCEPT_PAUSE_S, _TURN_S = 16, 1.0, 0.002
 # Interval of timeout checks.
 CHECK_INTERVAL_S = 1.0
 # Connections above the limit that receive an error response; further ones are reset.
@@ -104,7 +107,6 @@ class HttpServerOptions:
         send_date: whether responses have a `date`.
         tls: context for TLS; None to accept unencrypted connections.
         shares_socket: whether other processes accept from the same socket; see the module.
-        backlog: listen backlog.
     """
 
     idle_s: float
@@ -114,7 +116,10 @@ class HttpServerOptions:
     send_date: bool = True
     tls: ssl.SSLContext | None = None
     shares_socket: bool = False
-    backlog: int = 4096
+
+
+def _always(_: int) -> bool:
+    return True
 
 
 class HttpServer:
@@ -137,7 +142,8 @@ class HttpServer:
         self._name = name
         self._options = options
         self._date = (0, b"")
-        self._server: asyncio.Server | None = None
+        self._socket: socket.socket | None = None
+        self._has_turn: Callable[[int], bool] = _always
         self._connections: set[Connection] = set()
         self._handshakes: dict[Connection, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()
@@ -148,36 +154,64 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Number of open connections, including those in a TLS handshake."""
+        """Number of open connections, including those that are accepted or in a TLS handshake."""
         return len(self._connections) + len(self._handshakes)
 
-    async def start(self, sock: socket.socket) -> None:
-        """Accept connections on a listening socket."""
+    async def start(self, sock: socket.socket, has_turn: Callable[[int], bool] = _always) -> None:
+        """Accept connections on a listening socket.
+
+        Args:
+            has_turn: receives the number of connections whenever it changes, and returns whether this process
+                should accept the next one, rather than others that share the socket.
+        """
+        self._socket, self._has_turn = sock, has_turn
+        asyncio.get_running_loop().add_reader(sock, self._accept, sock)
+
+    def _accept(self, listening: socket.socket, *, in_turn: bool = True) -> None:
+        """Accept connections that wait, as long as it is this process' turn."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            has_turn = self._has_turn(self.connections)
+            if in_turn and not has_turn:
+                self._pause_accepting(listening, _TURN_S)
+                return
+            try:
+                sock, _address = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Files or memory are used up, and the connections that wait would be reported again at once.
+                logger.error("event=accept_failed reason=%r", str(error))  # noqa: TRY400 - it says all
+                self._pause_accepting(listening, _ACCEPT_PAUSE_S)
+                return
+            self._begin(sock)
+
+    def _pause_accepting(self, sock: socket.socket, seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        protocol = Connection if self._options.tls is None else _Accepted
-        self._server = await loop.create_server(
-            lambda: protocol(self), sock=sock, backlog=self._options.backlog
-        )
+        loop.remove_reader(sock)
+        loop.call_later(seconds, self._resume_accepting, sock)
+
+    def _resume_accepting(self, sock: socket.socket) -> None:
+        if not self.stopping:
+            asyncio.get_running_loop().add_reader(sock, self._accept, sock)
+            # Those that are still waiting, because the process whose turn it was is busy or halted.
+            self._accept(sock, in_turn=False)
 
     def check_health(self) -> None:
         """Raise `ServerNotRunningError` if the server accepts no connections."""
-        if self._server is None:
+        if self._socket is None:
             raise ServerNotRunningError(f"the HTTP server of {self._name} has not been started")
-        if self.stopping or not self._server.is_serving():
+        if self.stopping:
             raise ServerNotRunningError(f"the HTTP server of {self._name} has ended")
 
     async def stop(self, grace_s: float) -> None:
         """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent."""
-        if self._server is None or self.stopping:
+        if self._socket is None or self.stopping:
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         self.stopping = True
-        # The loop of asyncio completes an accepted connection in its next iteration, and would lose it then.
-        for sock in self._server.sockets:
-            loop.remove_reader(sock.fileno())
-        await asyncio.sleep(0)
-        self._server.close()
+        loop.remove_reader(self._socket)
+        self._socket.close()
         if not self._options.shares_socket:
             # The peers are gateways, which retry a request if its connection was closed.
             self.closes_idle = True
@@ -225,22 +259,27 @@ class HttpServer:
             return self.app
         return self._options.overload if self.connections <= limit + _OVERLOAD_CONNECTIONS else None
 
-    def begin_handshake(self, sock: socket.socket) -> None:
-        """Run the TLS handshake of a new connection, or close it if there are far too many."""
+    def _begin(self, sock: socket.socket) -> None:
+        """Begin a connection, with its TLS handshake, or close it if there are far too many."""
         limit = self._options.max_connections
         if limit is not None and self.connections >= limit + _OVERLOAD_CONNECTIONS:
             sock.close()
             return
+        sock.setblocking(False)
         connection = Connection(self)
         task = asyncio.get_running_loop().create_task(self._handshake(connection, sock))
         self._handshakes[connection] = task
         task.add_done_callback(lambda _: self._end_handshake(connection))
 
     async def _handshake(self, connection: "Connection", sock: socket.socket) -> None:
+        tls = self._options.tls
         # The client fails, disconnects or is too slow.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, sock, ssl=self._options.tls, ssl_handshake_timeout=HEAD_TIMEOUT_S
+                lambda: connection,
+                sock,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HEAD_TIMEOUT_S,
             )
 
     def _end_handshake(self, connection: "Connection") -> None:
@@ -251,6 +290,7 @@ class HttpServer:
     def unregister(self, connection: "Connection") -> None:
         """Remove a closed connection."""
         self._connections.discard(connection)
+        self._has_turn(self.connections)
         self._closed.set()
 
     def date_line(self) -> bytes:
@@ -273,25 +313,6 @@ class HttpServer:
         self._check_timer = (
             loop.call_later(CHECK_INTERVAL_S, self._check_timeouts) if self._connections else None
         )
-
-
-class _Accepted(asyncio.Protocol):
-    """A connection that is accepted for TLS.
-
-    The servers of asyncio and uvloop report a connection only after its handshake, and their `start_tls` may
-    deliver bytes before it returns the transport. Therefore the socket moves to another transport.
-    """
-
-    def __init__(self, server: HttpServer) -> None:
-        self._server = server
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of sockets
-        try:
-            sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        finally:
-            transport.abort()
-        sock.setblocking(False)
-        self._server.begin_handshake(sock)
 
 
 class Connection(asyncio.Protocol):

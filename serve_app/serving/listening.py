@@ -5,6 +5,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import mmap
 import os
 import socket
 import subprocess
@@ -14,7 +15,14 @@ from typing import Any
 
 from serve_app.errors import ServeAppError
 from serve_app.serving import socket_holder
-from serve_app.serving.socket_holder import ACCEPTED, CLOSE, MESSAGE_BYTES, peer_uid
+from serve_app.serving.socket_holder import (
+    ACCEPTED,
+    CLOSE,
+    COUNT_BYTES,
+    MESSAGE_BYTES,
+    PLACES,
+    peer_uid,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -68,6 +76,9 @@ class HeldSocket:
         self._cluster = (cluster or "this machine").encode()[:MESSAGE_BYTES]
         self._sock: socket.socket | None = None
         self._lease: socket.socket | None = None
+        # Connections of each gateway of the node, and the place of this one.
+        self._counts: memoryview | None = None
+        self._place = 0
         self._renewal: asyncio.Task[socket.socket] | None = None
 
     def __repr__(self) -> str:
@@ -91,6 +102,13 @@ class HeldSocket:
             asyncio.get_running_loop().add_reader(self._lease, self._on_holder_end)
         self._sock = self._sock or _shared_socket(*self._address)
         return self._sock
+
+    def has_turn(self, connections: int) -> bool:
+        """Publish the number of this process' connections; return whether no other one has fewer."""
+        if self._counts is None:
+            return True
+        self._counts[self._place] = connections
+        return connections <= min(self._counts)
 
     def leave(self, *, closes: bool = False) -> None:
         """Leave the socket to other gateways. `closes`: no other one follows, so refuse connections."""
@@ -138,16 +156,19 @@ class HeldSocket:
                 lease.connect(self._name)
                 is_own = peer_uid(lease) == os.getuid()
                 lease.send(self._cluster)
-                message, received, _, _ = socket.recv_fds(lease, MESSAGE_BYTES, 1)
+                message, received, _, _ = socket.recv_fds(lease, MESSAGE_BYTES, 2)
             except OSError:
                 return False
-            if not is_own or message != ACCEPTED:
+            if not is_own or not message.startswith(ACCEPTED):
                 raise PortError(
                     f"cannot listen on {self._address[0]}:{self._address[1]}: gateways of "
                     f"{f'the Ray cluster {message.decode()}' if is_own and message else 'another user'} have "
                     "the port; stop them, or choose another http_options.port"
                 )
             held = socket.socket(fileno=received[0])
+            with os.fdopen(received[1], "rb") as counts:
+                self._counts = memoryview(mmap.mmap(counts.fileno(), PLACES * COUNT_BYTES)).cast("I")
+            self._place = int(message.removeprefix(ACCEPTED))
             if self._sock is None:
                 self._sock = held
             else:

@@ -153,7 +153,6 @@ class ReplicaServer:
                 idle_s=settings.keep_alive_s,
                 send_date=False,
                 tls=None if tls is None else Tls(tls).server,
-                backlog=settings.backlog,
             ),
         )
 

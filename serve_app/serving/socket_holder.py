@@ -5,9 +5,12 @@
 Gateways of a node accept connections from one socket. The holder keeps it open while there is none, so that
 connection attempts wait in the kernel for the next gateway (as with socket activation). `listening` starts
 the holder, and has the other side of the protocol: on a connection to the UNIX socket NAME_FD, a gateway
-sends the name of its cluster. It receives `ACCEPTED` with SOCKET_FD, or the name of the cluster whose
-gateways have the socket. A gateway is counted until its connection ends. Without any for `ALONE_S`, or after
-the last has sent `CLOSE`, the holder exits, and the kernel refuses connections again.
+sends the name of its cluster. It receives `ACCEPTED`, a number, SOCKET_FD and shared memory, or the name of
+the cluster whose gateways have the socket. A gateway is counted until its connection ends. Without any for
+`ALONE_S`, or after the last has sent `CLOSE`, the holder exits, and the kernel refuses connections again.
+
+In the shared memory each gateway writes its number of connections, at the place of its number, so that the
+one with the fewest accepts the next one. Places without a gateway have the largest number.
 
 Runs as a script with the standard library only, because it must start in milliseconds and use little memory.
 """
@@ -20,10 +23,13 @@ import struct
 import sys
 import time
 
-ACCEPTED = b"accepted"
+ACCEPTED = b"accepted "
 CLOSE = b"close"
 ALONE_S = 30.0
 MESSAGE_BYTES = 512
+PLACES = 64
+COUNT_BYTES = 4
+_NO_GATEWAY = b"\xff" * COUNT_BYTES
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -39,7 +45,10 @@ class SocketHolder:
     def __init__(self, name: socket.socket, sock: socket.socket) -> None:
         self._sock = sock
         self._cluster = b""
-        self._attached: set[socket.socket] = set()
+        # The place of each gateway.
+        self._attached: dict[socket.socket, int] = {}
+        self._counts = os.memfd_create("connections")
+        os.pwrite(self._counts, _NO_GATEWAY * PLACES, 0)
         self._alone_since = time.monotonic()
         self._closes = False
         self._ready = selectors.DefaultSelector()
@@ -78,15 +87,18 @@ class SocketHolder:
 
     def _attach(self, gateway: socket.socket, cluster: bytes) -> None:
         self._cluster, self._closes = cluster, False
-        self._attached.add(gateway)
+        # More gateways than places share the last one.
+        free = set(range(PLACES)).difference(self._attached.values())
+        place = self._attached[gateway] = min(free, default=PLACES - 1)
         with contextlib.suppress(OSError):
-            socket.send_fds(gateway, [ACCEPTED], [self._sock.fileno()])
+            socket.send_fds(gateway, [ACCEPTED + str(place).encode()], [self._sock.fileno(), self._counts])
 
     def _detach(self, gateway: socket.socket) -> None:
         self._ready.unregister(gateway)
         gateway.close()
-        if gateway in self._attached:
-            self._attached.remove(gateway)
+        place = self._attached.pop(gateway, None)
+        if place is not None:
+            os.pwrite(self._counts, _NO_GATEWAY, place * COUNT_BYTES)
             self._alone_since = time.monotonic()
 
 

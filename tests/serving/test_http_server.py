@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import re
 import socket
@@ -55,6 +56,10 @@ async def fails(_: Scope, __: Receive, ___: Send) -> None:
 async def stops_midway(_: Scope, __: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
     await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+
+
+def bare_server() -> HttpServer:
+    return HttpServer("a test", asgi_application(paths), HttpServerOptions(idle_s=5.0))
 
 
 async def answer_to(app: ASGIApp, *sent: bytes) -> bytes:
@@ -241,6 +246,83 @@ async def test_a_broken_second_request_does_not_end_the_response_before_it() -> 
     answer = await answer_to(slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert answer.endswith(b"\r\n\r\nok")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_burst_of_connections_is_left_to_other_processes_of_the_socket(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def play() -> list[int]:
+        server, sock = bare_server(), listening_socket("127.0.0.1", 0, 1, 64)
+        with contextlib.ExitStack() as clients:
+            for _ in range(40):
+                clients.enter_context(socket.create_connection(sock.getsockname()))
+            await server.start(sock)
+            counts = [server.connections]
+            while counts[-1] < 40:
+                await asyncio.sleep(0)
+                counts.append(server.connections)
+        await server.stop(0.0)
+        return sorted(set(counts))
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(play()) == [0, 16, 32, 40]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_server_accepts_out_of_turn_what_no_other_process_accepts(
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_TURN_S", 0.2)
+    seen: list[int] = []
+
+    def has_turn(connections: int) -> bool:
+        seen.append(connections)
+        return connections < 2
+
+    async def play() -> tuple[int, int]:
+        server, sock = bare_server(), listening_socket("127.0.0.1", 0, 1, 64)
+        with contextlib.ExitStack() as clients:
+            for _ in range(5):
+                clients.enter_context(socket.create_connection(sock.getsockname()))
+            await server.start(sock, has_turn)
+            await asyncio.sleep(0.1)
+            in_turn = server.connections
+            await wait_until(lambda: server.connections == 5)
+        await wait_until(lambda: server.connections == 0)
+        await server.stop(0.0)
+        return in_turn, seen[-1]
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(play()) == (2, 0)
+
+
+async def test_a_server_without_free_descriptors_accepts_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "_ACCEPT_PAUSE_S", 0.05)
+
+    class Exhausted(socket.socket):
+        failures = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    server, sock = bare_server(), Exhausted()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(8)
+    sock.setblocking(False)
+    await server.start(sock)
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\n" + CLOSE)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    assert caplog.text.count("event=accept_failed") == 3
+    await server.stop(1.0)
 
 
 async def test_a_server_that_has_stopped_is_not_healthy() -> None:

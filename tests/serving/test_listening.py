@@ -177,6 +177,26 @@ async def test_the_port_stays_open_while_one_gateway_of_several_stays() -> None:
         assert not await is_refused(port, within_s=0.2)
 
 
+async def test_the_gateway_with_the_fewest_connections_has_the_turn() -> None:
+    port = free_port()
+    async with held(port) as one, held(port) as other:
+        assert one.has_turn(0)
+        assert other.has_turn(0)
+        assert not one.has_turn(3)
+        assert other.has_turn(2)
+        assert other.has_turn(3)
+        assert one.has_turn(3)
+        assert not other.has_turn(4)
+        # It takes the place of one that has left.
+        one.leave()
+        async with held(port) as third:
+            assert third.has_turn(3)
+            assert not third.has_turn(5)
+        async with asyncio.timeout(10):
+            while not other.has_turn(9):  # noqa: ASYNC110 - the holder sees the end a little later
+                await asyncio.sleep(0.01)
+
+
 async def test_the_port_closes_some_time_after_the_last_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_holder, "ALONE_S", 0.2)
     with (
@@ -191,7 +211,7 @@ async def test_the_port_closes_some_time_after_the_last_gateway(monkeypatch: pyt
             gateway.connect(name.getsockname())
             gateway.send(b"cluster")
             message, received, _, _ = socket.recv_fds(gateway, 64, 1)
-            assert message == socket_holder.ACCEPTED
+            assert message == socket_holder.ACCEPTED + b"0"
             with socket.socket(fileno=received[0]) as same:
                 assert same.getsockname() == sock.getsockname()
             running.join(0.5)

@@ -86,7 +86,6 @@ class GatewayListener:
                 overload=_refuse_connection,
                 tls=_tls_of(options),
                 shares_socket=True,
-                backlog=_BACKLOG,
             ),
         )
 
@@ -99,7 +98,7 @@ class GatewayListener:
         Raises:
             PortError: the address is not available.
         """
-        await self._server.start(await self._socket.open())
+        await self._server.start(await self._socket.open(), self._socket.has_turn)
 
     def check_health(self) -> None:
         """Raise `ServerNotRunningError` if no connections are accepted."""
