@@ -42,7 +42,7 @@ from serve_app.serving.channel.messages import (
     Watch,
     Welcome,
 )
-from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ChannelRequest, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 
 # Less than the second after which the requesting gateway gives up.
@@ -466,7 +466,7 @@ class GatewayClient:
         request.started, request.last_put_back = False, None
         address = self._table.get(dispatch.replica_id)
         if address is not None:
-            request.on_grant(Grant(dispatch, address))
+            request.on_grant(dispatch, address)
         else:
             # The table precedes grants that refer to it; the request must not hang even if it did not.
             logger.error(

@@ -57,14 +57,6 @@ class ReplicaAddress:
         return ServerAddress(self.host, self.port, self.scheme, self.server_name)
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Permission to send a request to one replica: the scheduler's decision and the replica's address."""
-
-    dispatch: Dispatch
-    address: ReplicaAddress
-
-
 class RequestOutlook(NamedTuple):
     """Queue outlook of a waiting request; see `core.outlook`.
 
@@ -120,8 +112,8 @@ class ChannelRequest(ABC):
         return 0
 
     @abstractmethod
-    def on_grant(self, grant: Grant) -> None:
-        """Handle a grant."""
+    def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
+        """Handle a grant: the permission to send the request to one replica."""
 
     @abstractmethod
     def on_rejection(self, rejection: Conclusion) -> None:

@@ -64,8 +64,8 @@ from serve_app.serving.api_keys import KeyRecord, KeysFileError, change_key, cre
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient, SchedulerQueries
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json
 from serve_app.serving.gateway.keys import PERIODS, Budgets, Caller, tokens_of
+from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.fields import engine_head
-from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
 from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
@@ -73,7 +73,7 @@ from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
 logger = logging.getLogger("ray.serve")
 
 
-def audit(action: str, caller: Caller, incoming: IncomingRequest, **details: object) -> None:
+def audit(action: str, caller: Caller, incoming: Request, **details: object) -> None:
     """Log a change by an admin: what, by which key, from where."""
     by = "application" if caller.key is None else caller.key.id
     text = "".join(f" {name}={value!r}" for name, value in details.items())
@@ -188,7 +188,7 @@ class KeyAdmin:
         yield HttpRoute("POST", _KEY, self._serve, "change an API key; for admins")
         yield HttpRoute("DELETE", _KEY, self._serve, "revoke an API key; for admins")
 
-    async def _serve(self, incoming: IncomingRequest, key_id: str = "") -> None:
+    async def _serve(self, incoming: Request, key_id: str = "") -> None:
         """List, create, change or revoke keys."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
@@ -205,7 +205,7 @@ class KeyAdmin:
         else:
             await self._list(self._path, incoming)
 
-    async def _list(self, path: Path, incoming: IncomingRequest) -> None:
+    async def _list(self, path: Path, incoming: Request) -> None:
         keys = await _in_thread(lambda: read_keys(path))
         await self._budgets.read([key.id for key in keys])
         listed = [{**key.shown(), "used": self._used(key.id)} for key in keys]
@@ -215,7 +215,7 @@ class KeyAdmin:
         spent = {period: self._budgets.spent(key_id, period) for period in PERIODS}
         return {period: {"tokens": tokens, "cost": cost} for period, (tokens, cost) in spent.items()}
 
-    async def _write(self, path: Path, key_id: str, incoming: IncomingRequest, caller: Caller) -> None:
+    async def _write(self, path: Path, key_id: str, incoming: Request, caller: Caller) -> None:
         permissions = await self._permissions(incoming)
         if key_id:
             record = await _in_thread(lambda: change_key(path, key_id, **permissions))
@@ -229,12 +229,12 @@ class KeyAdmin:
         audit("key_changed" if key_id else "key_created", caller, incoming, key=record.id, **permissions)
         await send_json(incoming.send, 200, encode(answer), [])
 
-    async def _revoke(self, path: Path, key_id: str, incoming: IncomingRequest, caller: Caller) -> None:
+    async def _revoke(self, path: Path, key_id: str, incoming: Request, caller: Caller) -> None:
         record = await _in_thread(lambda: revoke_key(path, key_id))
         audit("key_revoked", caller, incoming, key=record.id, tenant=record.tenant)
         await send_json(incoming.send, 200, encode(record.shown()), [])
 
-    async def _permissions(self, incoming: IncomingRequest) -> Mapping[str, Any]:
+    async def _permissions(self, incoming: Request) -> Mapping[str, Any]:
         example = '{"tenant": "app", "tokens_per_day": 1000000}'
         permissions = await self._reader.document(incoming, dict[str, Any], example)
         for name in permissions.keys() - _PERMISSIONS:
@@ -304,14 +304,14 @@ class EndpointAdmin:
         yield HttpRoute("POST", ENDPOINTS_PATH, self._serve, added)
         yield HttpRoute("DELETE", ENDPOINTS_PATH, self._serve, "remove an endpoint; for admins")
 
-    async def _serve(self, incoming: IncomingRequest) -> None:
+    async def _serve(self, incoming: Request) -> None:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
         action = _ACTIONS.get(incoming.method)
         await (self._show(incoming) if action is None else self._change(action, incoming, caller))
 
-    async def _show(self, incoming: IncomingRequest) -> None:
+    async def _show(self, incoming: Request) -> None:
         endpoints: list[dict[str, object]] = []
         for (model, pool), watcher in self._watchers.items():
             try:
@@ -321,7 +321,7 @@ class EndpointAdmin:
             endpoints += [{"model": model, **endpoint} for endpoint in found]
         await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
 
-    async def _change(self, action: str, incoming: IncomingRequest, caller: Caller) -> None:
+    async def _change(self, action: str, incoming: Request, caller: Caller) -> None:
         change = await self._reader.document(incoming, EndpointChange, '{"url": "http://host:8000"}')
         model, pool = self._select_pool(change)
         try:
@@ -377,7 +377,7 @@ class ModeAdmin:
         yield HttpRoute("GET", MODE_PATH, self._serve, share)
         yield HttpRoute("POST", MODE_PATH, self._serve, f"change the {share}")
 
-    async def _serve(self, incoming: IncomingRequest) -> None:
+    async def _serve(self, incoming: Request) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
@@ -387,9 +387,7 @@ class ModeAdmin:
         models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
-    async def _apply_change(
-        self, incoming: IncomingRequest, caller: Caller
-    ) -> Mapping[str, SchedulerQueries]:
+    async def _apply_change(self, incoming: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:
         example = '{"active_share": 0.1}, a share from 0 to 1'
         change = await self._reader.document(incoming, ModeChange, example)
         if change.model is not None and change.model not in self._queries:
@@ -465,7 +463,7 @@ class DebugPages:
         program = "where the time of an agent program went, with its last turns; for admins"
         yield HttpRoute("GET", PROGRAMS_PATH, self._program, program)
 
-    async def _receipt(self, incoming: IncomingRequest, request_id: str) -> None:
+    async def _receipt(self, incoming: Request, request_id: str) -> None:
         """Return the receipt of a request of any model.
 
         Raises:
@@ -483,7 +481,7 @@ class DebugPages:
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
         await send_json(incoming.send, 200, encode(found), [])
 
-    async def _program(self, incoming: IncomingRequest, name: str) -> None:
+    async def _program(self, incoming: Request, name: str) -> None:
         """Return where the time of a program went, for each tenant and model that has one with this id.
 
         Raises:
@@ -497,7 +495,7 @@ class DebugPages:
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         await send_json(incoming.send, 200, encode({"programs": found}), [])
 
-    async def _capture(self, incoming: IncomingRequest) -> None:
+    async def _capture(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
         lines = b""
         # Without the argument, schedulers of older releases understand the query.
@@ -507,7 +505,7 @@ class DebugPages:
                 lines += encode({**line, "model": model}) + b"\n"
         await send_body(incoming.send, 200, [_JSONL_TYPE], lines)
 
-    async def _cost_table(self, incoming: IncomingRequest) -> None:
+    async def _cost_table(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
         models = await self._complete(lambda _model, scheduler: scheduler.query("costs"))
         await send_body(incoming.send, 200, [_CSV_TYPE], cost_table(models).encode())
@@ -520,7 +518,7 @@ class DebugPages:
             raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         return models
 
-    async def _usage_table(self, incoming: IncomingRequest) -> None:
+    async def _usage_table(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
         models = await self._complete(self._usage)
         rows = [row for model in models for row in model["rows"]]
@@ -536,7 +534,7 @@ class DebugPages:
         price = self._prices.get(row["model"])
         return None if price is None else price.of(tokens_of([row[name] for name in USAGE_COUNTS]))
 
-    async def _show(self, query: Query, incoming: IncomingRequest) -> None:
+    async def _show(self, query: Query, incoming: Request) -> None:
         caller = self._reader.authenticate(incoming)
         caller.check_admin()
         models = await query_all(self._queries, query)
@@ -590,7 +588,7 @@ class EnginePages:
         self._check = check
         self._pages: dict[str, asyncio.Task[_Page | RequestRejected]] = {}
 
-    async def serve(self, incoming: IncomingRequest) -> None:
+    async def serve(self, incoming: Request) -> None:
         """Return the targets, or the metrics of the replica named by `?replica=`.
 
         Raises:

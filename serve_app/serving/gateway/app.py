@@ -7,6 +7,7 @@ Requests that any replica can answer without scheduling, because they cost an en
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -18,7 +19,6 @@ import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.channel.scheduler_client import (
     ReplicaAddress,
     SchedulerClient,
@@ -45,14 +45,15 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     stopping,
 )
+from serve_app.serving.gateway.answer.stored import BackgroundWork, ResponseHolders
 from serve_app.serving.gateway.batches.api import NO_BATCHES, BatchApi, BatchHandler, batch_routes
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
-from serve_app.serving.gateway.keys import DEFAULT_TENANT, Budgets
+from serve_app.serving.gateway.keys import Budgets
 from serve_app.serving.gateway.metrics_page import MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
-from serve_app.serving.gateway.path import GatewayRequest, Services
-from serve_app.serving.gateway.request.body import check_structure
+from serve_app.serving.gateway.path import Request, Services, observe
+from serve_app.serving.gateway.request.body import append_fields, check_structure, model_field
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
     QUERY_ROUTES,
@@ -61,13 +62,11 @@ from serve_app.serving.gateway.request.endpoints import (
     parse_model,
 )
 from serve_app.serving.gateway.request.fields import response_headers, upstream_head
-from serve_app.serving.gateway.request.incoming import IncomingRequest, append_fields, model_field
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.router import Cors, HttpRoute, Router
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
-from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses
-from serve_app.serving.gateway.telemetry import Telemetry, observe
+from serve_app.serving.gateway.stored import StoredResponses
+from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import make_metric_export, make_tracer
 from serve_app.serving.gateway.upstream import (
     EngineSilentError,
@@ -94,7 +93,7 @@ class AnyReplica:
     async def forward(
         self,
         replicas: Sequence[ReplicaAddress],
-        incoming: IncomingRequest,
+        incoming: Request,
         forwarded: bytes,
         body: bytes,
         max_model_len: int | None = None,
@@ -115,7 +114,7 @@ class AnyReplica:
         await send_body(incoming.send, response.status, headers, answer)
 
     async def _try_replicas(
-        self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
+        self, replicas: Sequence[ReplicaAddress], incoming: Request, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         failure = "no replica is ready"
         self._next += 1
@@ -134,7 +133,7 @@ class AnyReplica:
         )
 
     async def _exchange(
-        self, replica: ReplicaAddress, incoming: IncomingRequest, forwarded: bytes, body: bytes
+        self, replica: ReplicaAddress, incoming: Request, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         head = upstream_head(
             incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
@@ -197,6 +196,7 @@ class Gateway:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._settings = settings
         self._gateway_id = gateway_id
+        self._numbers = itertools.count(1)
         self._cors = _cors_of(settings)
         self._schedulers = schedulers
         self._queries = queries or {}
@@ -207,10 +207,10 @@ class Gateway:
         self._reader = RequestReader(
             settings,
             self._served,
-            gateway_id,
             self._budgets,
             self._tracer,
             lambda name: self.telemetry.on_ignored_header(name),  # noqa: PLW0108 - created below
+            holders := ResponseHolders(),
         )
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
         self._halts = HaltWatch(self._upstream, self._open_servers)
@@ -229,13 +229,11 @@ class Gateway:
             requires_keys=settings.requires_keys,
             authenticate=self._reader.caller,
         )
-        holders = ResponseHolders()
         self._background = BackgroundWork(self._upstream)
         self._request_ended = asyncio.Event()
         self._services = Services(
             self._upstream,
             self.telemetry,
-            holders,
             self._background,
             schedulers,
             open=set(),
@@ -386,9 +384,11 @@ class Gateway:
         """Serve one request."""
         if self._cors is not None and self._cors.serve(exchange):
             return
-        request = GatewayRequest(self._services, exchange, self._reader.next_id(), monotonic())
+        own_id = f"{self._gateway_id}-{next(self._numbers)}"
+        request = Request(self._services, exchange, own_id, monotonic())
         try:
-            self._reader.trace(request)
+            if self._tracer is not None:
+                self._tracer.begin(request)
             handler, parameters = self.router.find(exchange.method, request.path)
             work = handler(request, *parameters)
         except RequestRejected as rejection:
@@ -397,20 +397,19 @@ class Gateway:
             if work is not None:
                 exchange.run(self._serve(request, work))
 
-    async def _serve(self, request: GatewayRequest, work: Coroutine[None, None, None]) -> None:
+    async def _serve(self, request: Request, work: Coroutine[None, None, None]) -> None:
         try:
             await work
         except RequestRejected as rejection:
             self._reject(request, rejection)
         except ClientGone as gone:
-            self._conclude_unscheduled(request, Outcome.CANCELLED, 0, str(gone))
+            self._record(request, gone)
 
-    def _reject(self, request: GatewayRequest, rejection: RequestRejected) -> None:
-        status, key = rejection.status, rejection.key
-        self._conclude_unscheduled(request, rejection.outcome, status, rejection.message, key)
+    def _reject(self, request: Request, rejection: RequestRejected) -> None:
+        self._record(request, rejection)
         request.reject(rejection)
 
-    def _scheduled(self, request: GatewayRequest) -> Coroutine[None, None, None] | None:
+    def _scheduled(self, request: Request) -> Coroutine[None, None, None] | None:
         """Read and submit a request at once, or return the work that does."""
         self._check_stopping()
         if not self._reader.read_now(request):
@@ -418,7 +417,7 @@ class Gateway:
         self._submit(request)
         return None
 
-    async def _read(self, request: GatewayRequest) -> None:
+    async def _read(self, request: Request) -> None:
         observe(self.telemetry.on_arrival, "")
         try:
             await self._reader.read(request)
@@ -427,7 +426,7 @@ class Gateway:
         # The gateway may have begun to stop while the body arrived.
         self._submit(request)
 
-    def _submit(self, request: GatewayRequest) -> None:
+    def _submit(self, request: Request) -> None:
         try:
             self._check_stopping()
             self._stored.bind(request)
@@ -439,7 +438,7 @@ class Gateway:
     def _batch_handler(self, handler: BatchHandler) -> Callable[..., Coroutine[None, None, None]]:
         """Return a handler of the Batch API that rejects requests while this gateway does not offer it."""
 
-        async def serve(incoming: IncomingRequest, *parameters: str) -> None:
+        async def serve(incoming: Request, *parameters: str) -> None:
             if self._batches is None:
                 message = (
                     "the Batch API has no folder here: this cluster has several nodes, so set "
@@ -454,7 +453,7 @@ class Gateway:
         """Return the batches of all tenants, for the dashboard."""
         return NO_BATCHES if self._batches is None else await self._batches.overview()
 
-    async def _forward_query(self, incoming: IncomingRequest) -> None:
+    async def _forward_query(self, incoming: Request) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""
         caller = self._reader.authenticate(incoming)
         named = incoming.query().get("model")
@@ -462,7 +461,7 @@ class Gateway:
         forwarded = self._reader.forwarded(incoming)
         await self._any_replica.forward(found.replicas(), incoming, forwarded, b"")
 
-    async def _forward_unscheduled(self, incoming: IncomingRequest) -> None:
+    async def _forward_unscheduled(self, incoming: Request) -> None:
         caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
@@ -478,26 +477,26 @@ class Gateway:
         finally:
             held.release()
 
-    async def _list_models(self, incoming: IncomingRequest) -> None:
+    async def _list_models(self, incoming: Request) -> None:
         caller = self._reader.authenticate(incoming)
         models = [found.describe() for found in self._served.usable(caller)]
         document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
-    async def _show_model(self, incoming: IncomingRequest, name: str) -> None:
+    async def _show_model(self, incoming: Request, name: str) -> None:
         caller = self._reader.authenticate(incoming)
         found = self._served.find(name, caller)
         await send_json(incoming.send, 200, encode(found.describe()), [])
 
-    async def _health(self, incoming: IncomingRequest) -> None:
+    async def _health(self, incoming: Request) -> None:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])
 
-    async def _load(self, incoming: IncomingRequest) -> None:
+    async def _load(self, incoming: Request) -> None:
         """Report this gateway's in-flight requests, as vLLM's `/load` does."""
         self._reader.authenticate(incoming)
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
-    async def _ready(self, incoming: IncomingRequest) -> None:
+    async def _ready(self, incoming: Request) -> None:
         """Report readiness: every model has a replica, or one that its first request starts.
 
         Only a connected scheduler can have a replica started. Without a connection, each model is listed as
@@ -518,41 +517,17 @@ class Gateway:
         scheduler = self._schedulers[model.name]
         return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
 
-    async def _metrics(self, incoming: IncomingRequest) -> None:
+    async def _metrics(self, incoming: Request) -> None:
         """Serve the metrics of this gateway and of its schedulers."""
         self._metrics_endpoint.check(incoming.headers)
         kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
         await send_body(incoming.send, 200, [kind], page)
 
-    def _conclude_unscheduled(
-        self,
-        incoming: IncomingRequest,
-        outcome: Outcome,
-        status: int,
-        detail: str,
-        key: KeyRecord | None = None,
-    ) -> None:
+    def _record(self, request: Request, end: RequestRejected | ClientGone) -> None:
         """Count and log a request that never reached a scheduler."""
         # Clients choose the path, so only known paths become labels.
-        endpoint = incoming.path if self.router.is_literal(incoming.path) else "-"
-        observe(
-            self.telemetry.on_conclusion,
-            ConcludedRequest(
-                request_id=incoming.request_id,
-                arrived_at=incoming.arrived_at,
-                finished_at=monotonic(),
-                outcome=outcome,
-                prompt_tokens=0,
-                output_tokens=0,
-                detail=detail,
-                tenant=DEFAULT_TENANT if key is None else key.tenant,
-                model="",
-                incoming=incoming,
-                endpoint=endpoint,
-                key_id="" if key is None else key.id,
-                status=status,
-            ),
-        )
+        endpoint = request.path if self.router.is_literal(request.path) else "-"
+        observe(self.telemetry.on_rejection, request, endpoint, end)
 
 
 def _cors_of(settings: GatewaySettings) -> Cors | None:

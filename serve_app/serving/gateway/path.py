@@ -1,4 +1,4 @@
-"""Path of a scheduled request through a gateway: its states, and the common way through them.
+"""A request in a gateway: its states, from its head to its record, and how its answer is forwarded.
 
 | state     | what may happen                                                | next state              |
 |-----------|----------------------------------------------------------------|-------------------------|
@@ -8,20 +8,21 @@
 | ANSWERING | chunks, end of the answer; a continuable answer may be stopped | ENDED, QUEUED           |
 | ENDED     | nothing; the engine may work on in the background              |                         |
 
-In every state the client may disconnect, and the server may stop. The client has received nothing but
-comments before ANSWERING. The common way is a chain of callbacks, without a task, a future or a timer: the
-body is complete (`submit`), `on_grant`, the head of the engine's answer, its chunks, its end. Rules:
+Requests that need no engine stay in READING. In every state the client may disconnect, and the server may
+stop. The client has received nothing but comments before ANSWERING. The common way is a chain of callbacks,
+without a task, a future or a timer: the body is complete (`submit`), `on_grant`, the head of the engine's
+answer (`_on_head`), its chunks (`Answer.on_change`), its end (`_leave`). Rules:
 
-- Each grant ends with exactly one report (`finish`) or put-back. `open_grant` is the one that has not ended.
+- Each grant is an attempt, which ends with exactly one report (`finish`) or put-back.
 - Until the first bytes of an answer that is meant for the client, a failure of a replica puts the request
   back into its queue, invisibly to the client.
 - A timeout is final: the engine may still be computing, and the next one would take as long.
 - An engine's own error is retried once on another replica. A second one is passed to the client, because the
   request is the likely cause.
-- A request to a route that is rejected by one model is submitted to the next one (`routes.Fallbacks`), also
+- A request to a route that is rejected by one model is submitted to the next one (`Fallbacks`), also
   invisibly to the client.
 - After the first byte, a failure ends the stream with an error event, unless another engine continues it
-  (`continued`). Nothing is sent twice, and no stream ends without a final event or an error.
+  (`ContinuedStream`). Nothing is sent twice, and no stream ends without a final event or an error.
 - Capacity is released when the engine has finished, not when a slow client has read the answer.
 - The scheduler may revoke the grant of a revocable request, unless its answer has begun and cannot be
   continued. The engine is stopped, and the request is put back. The next engine continues what this one has
@@ -29,25 +30,33 @@ body is complete (`submit`), `on_grant`, the head of the engine's answer, its ch
 
 While a client does not read, pieces stay in the response's bounded buffer, and TCP slows the engine down.
 
-Deviation: the engine streams, and the client receives one JSON object.
-
-Deviation: a stream that another engine can continue, as long as the client lacks its end.
-
-Stage times of a request: for its receipt at the scheduler, and for the client if it requests them.
+Observers (`RequestObserver`, `RequestTrace`) read the request; their errors do not change what happens to it.
 """
 
 import enum
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+from urllib.parse import parse_qs
+
+from msgspec.structs import replace
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.engines.engine import Message
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import DecodeGap, EngineTimes, RequestTimes, Submission, Usage
-from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, RequestOutlook, SchedulerClient
+from serve_app.request import DecodeGap, EngineTimes, RequestSpec, RequestTimes, Submission, Usage
+from serve_app.serving.channel.scheduler_client import (
+    ChannelRequest,
+    ReplicaAddress,
+    RequestOutlook,
+    SchedulerClient,
+)
 from serve_app.serving.gateway.answer.assembly import (
     AnswerAssembly,
     ContinuableAssembly,
@@ -56,37 +65,42 @@ from serve_app.serving.gateway.answer.assembly import (
 )
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
+    OPENAI,
     STOPPING_CODE,
+    ClientApi,
     ClientExchange,
+    DisconnectWatch,
     EngineTimedOut,
     RequestRejected,
     as_rejection,
-    encode,
     failure_of,
     outcome_of,
     stopping,
 )
+from serve_app.serving.gateway.answer.stored import BackgroundWork, StoredResponse
 from serve_app.serving.gateway.answer.stream import (
+    Announcements,
     QueuedComments,
+    QueueForm,
     QueueUpdates,
     StreamScanner,
     counts_of,
     engine_failure,
     stream_outcome,
 )
+from serve_app.serving.gateway.request.body import NO_BODY, HeldBody, body_for
+from serve_app.serving.gateway.request.endpoints import APIS, SCHEDULED
 from serve_app.serving.gateway.request.fields import (
     RECEIPT_HEADER,
     SERVED_MODEL_HEADER,
     dispatch_lines,
     header_lines,
+    receipt_comment,
+    receipt_line,
+    request_id,
     response_headers,
     upstream_head,
 )
-from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.settings import Fallbacks
-from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
-from serve_app.serving.gateway.telemetry import Telemetry, observe
 from serve_app.serving.gateway.upstream import (
     EngineSilentError,
     HeaderList,
@@ -96,195 +110,35 @@ from serve_app.serving.gateway.upstream import (
 )
 from serve_app.serving.metric_cells import HistogramCell
 
-
-class AssembledAnswer:
-    """Forwarding of a stream as a non-streamed answer. Failures can be retried until its end."""
-
-    __slots__ = ("_assembly", "_grant", "_has_output", "_request", "_response", "_scanner")
-
-    def __init__(self, request: "GatewayRequest", response: UpstreamResponse, grant: Grant) -> None:
-        self._request = request
-        self._response = response
-        self._grant = grant
-        self._scanner = request.scanner = StreamScanner(hide_usage=False)
-        self._assembly = request.assembly or AnswerAssembly()
-        self._has_output = False
-
-    def on_change(self) -> None:
-        """Add the events that have arrived."""
-        self._request.guarded(self._advance)
-
-    def _advance(self) -> None:
-        response, request = self._response, self._request
-        events = self._scanner.feed(response.take())
-        if response.complete:
-            events += self._scanner.flush()
-        self._assembly.feed(events)
-        announced = request.announced
-        is_output = bool(events) and not (announced is not None and announced.match_all(events))
-        if not self._has_output and (is_output or response.complete):
-            self._has_output = True
-            request.scheduler.first_token(request)
-        if response.complete:
-            self._end()
-        elif response.error is not None:
-            raise response.error
-
-    def _end(self) -> None:
-        scanner, request = self._scanner, self._request
-        status, body = 200, self._assembly.error
-        if body is None:
-            check_outgrown(request, self._grant)
-            body = self._assembly.whole()
-        elif scanner.is_engine_error:
-            request.check_retry(engine_failure(scanner))
-            status = 500
-        else:
-            status = 400
-        request.conclude_stream(scanner)
-        headers = response_headers(self._response.headers)
-        others = [pair for pair in headers if pair[0] != b"content-type"]
-        request.respond_whole(status, [JSON_TYPE, *others], body)
-
-
-def check_outgrown(request: "GatewayRequest", grant: Grant) -> None:
-    """Raise `UpstreamError` if an engine with a longer context can continue the answer."""
-    assembly = request.assembly
-    if assembly is not None and assembly.outgrows(grant.address.max_model_len):
-        raise UpstreamError(DispatchFailure.TOO_LONG, "the answer outgrew the engine's context")
-
-
-class ContinuedStream:
-    """Forwarding of a stream, or of the rest of one. Failures can be retried until its end."""
-
-    __slots__ = ("_gaps", "_grant", "_has_output", "_last_at", "_request", "_response", "_scanner", "_stream")
-
-    def __init__(
-        self, request: "GatewayRequest", response: UpstreamResponse, grant: Grant, stream: ContinuableStream
-    ) -> None:
-        self._request = request
-        self._response = response
-        self._grant = grant
-        self._stream = stream
-        self._scanner = request.scanner = StreamScanner(hide_usage=False)
-        self._gaps = observe(request.services.telemetry.itl_histogram, request.submission, grant.dispatch)
-        self._last_at = 0.0
-        self._has_output = False
-
-    def on_change(self) -> None:
-        """Pass on the events that have arrived, as soon as the client reads."""
-        self._request.guarded(self._advance)
-
-    def _advance(self) -> None:
-        response, request, exchange = self._response, self._request, self._request.exchange
-        if exchange.is_choked and not response.has_ended:
-            exchange.on_writable = self.on_change
-            return
-        events = self._scanner.feed(response.take())
-        if response.complete:
-            events += self._scanner.flush()
-        self._stream.feed(events)
-        if not self._has_output:
-            if not events and not response.has_ended:
-                return
-            if response.error is not None and not events:
-                raise response.error
-            self._has_output, self._last_at = True, monotonic()
-            request.scheduler.first_token(request)
-        elif events:
-            now = monotonic()
-            gap_s = now - self._last_at
-            if self._gaps is not None:
-                observe(self._gaps.observe, gap_s)
-            if gap_s > request.longest_gap_s:
-                request.longest_gap_s, request.gap_ended_at = gap_s, now
-            self._last_at = now
-        if response.complete or self._scanner.error is not None:
-            self._end()
-            return
-        if ready := self._stream.ready():
-            self._begin()
-            exchange.write_chunk(ready)
-            self._stream.drop_ready()
-        if response.error is not None:
-            raise response.error
-
-    def _begin(self) -> None:
-        request = self._request
-        if not request.has_begun:
-            request.first_token_at = monotonic()
-        request.begin_stream(self._response)
-
-    def _end(self) -> None:
-        request, scanner = self._request, self._scanner
-        if scanner.error is None:
-            check_outgrown(request, self._grant)
-            events = self._stream.end()
-            request.conclude_stream(scanner)
-        else:
-            failure = engine_failure(scanner)
-            if scanner.is_engine_error:
-                request.check_retry(failure)
-            events = self._stream.ready() + request.broken_stream(failure, scanner)
-        self._begin()
-        request.finish_stream(events)
-
-
-def request_times(request: IncomingRequest, granted_at: float | None, waited_until: float) -> RequestTimes:
-    """Return the stage times known so far.
-
-    Args:
-        granted_at: None if the request ended in the queue.
-        waited_until: the last grant, or the end without one.
-    """
-    first_at, ended_at = request.first_token_at, request.ended_at
-    return RequestTimes(
-        request.path,
-        request.submitted_at - request.arrived_at,
-        waited_until - request.submitted_at,
-        None if first_at is None or granted_at is None else first_at - granted_at,
-        None if ended_at is None or granted_at is None else ended_at - granted_at,
-        request.engine_times,
-    )
-
-
-def receipt_line(request: IncomingRequest, dispatch: Dispatch) -> bytes:
-    """Return the header line of the receipt for a client that sent `x-ewsjf-receipt: 1`."""
-    return RECEIPT_HEADER + b": " + encode(_receipt(request, dispatch)) + b"\r\n"
-
-
-def receipt_comment(request: IncomingRequest, dispatch: Dispatch) -> bytes:
-    """Return the receipt as a comment for the end of an event stream."""
-    return b": " + RECEIPT_HEADER[2:] + b" " + encode(_receipt(request, dispatch)) + b"\n\n"
-
-
-def _receipt(request: IncomingRequest, dispatch: Dispatch) -> dict[str, Any]:
-    waited, engine, granted_at = dispatch.waited, request.engine_times, request.granted_at
-    inside = {} if engine is None else {"engine_ms": _engine_ms(engine)}
-    return {
-        "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
-        "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
-        "ahead": {} if waited is None else waited.ahead,
-        "stages_ms": {} if granted_at is None else _stages_ms(request, granted_at, dispatch),
-        **inside,
-    }
-
-
-def _stages_ms(request: IncomingRequest, granted_at: float, dispatch: Dispatch) -> dict[str, float]:
-    """Return the completed stages under the names that the scheduler's receipts use."""
-    stages = request_times(request, granted_at, granted_at).stages(dispatch.queue_wait_s)
-    return {name: round(seconds * 1e3, 3) for name, seconds in stages}
-
-
-def _engine_ms(engine: EngineTimes) -> dict[str, float]:
-    """Return the engine's stage times in milliseconds."""
-    named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
-    return {name: round(seconds * 1e3, 3) for name, seconds in named.items() if seconds is not None}
-
-
 logger = logging.getLogger("ray.serve")
+R = TypeVar("R")
 
 _EVENT_STREAM = b"text/event-stream"
+# Rejections that say nothing about other models: the queue is full or too slow, no replica is ready, the
+# context is too short, or the engine failed.
+_FALLS_BACK = frozenset(
+    {
+        Outcome.REJECTED_QUEUE_FULL,
+        Outcome.REJECTED_DEADLINE_UNMEETABLE,
+        Outcome.REJECTED_NO_REPLICA,
+        Outcome.REJECTED_TOO_LONG,
+        Outcome.EXPIRED,
+        Outcome.FAILED,
+    }
+)
+_logged: set[tuple[str, type[Exception]]] = set()
+
+
+def observe(call: Callable[..., R], *args: object) -> R | None:
+    """Call an observer and return its result, or None if it fails. The first fault of each kind is logged."""
+    try:
+        return call(*args)
+    except Exception as error:
+        name = getattr(call, "__qualname__", repr(call))
+        if (kind := (name, type(error))) not in _logged:
+            _logged.add(kind)
+            logger.exception("event=observer_failed observer=%s", name)
+        return None
 
 
 class State(enum.Enum):
@@ -306,6 +160,132 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 }
 
 
+@dataclass(slots=True)
+class Attempt:
+    """A grant of the scheduler: the permission to send the request to one replica. All times are monotonic.
+
+    Attributes:
+        granted_at: arrival of the grant.
+        ended_at: its end in the engine, or its put-back; None before, while it holds capacity.
+        failure: why the request was put back; None if it was not.
+        outcome: reported outcome; None before, and after a put-back.
+        trace_lines: header lines that make the engine's spans part of the request's trace.
+    """
+
+    dispatch: Dispatch
+    address: ReplicaAddress
+    granted_at: float
+    ended_at: float | None = None
+    failure: UpstreamError | None = None
+    outcome: Outcome | None = None
+    trace_lines: bytes = b""
+
+
+class Fallbacks:
+    """The further submissions of a request to a route, in the order of their use.
+
+    Args:
+        after_s: `RouteSettings.fallback_after_s`.
+
+    Attributes:
+        route: name of the route.
+        remaining: submissions that have not been used.
+        earlier: times of the submissions before the current one, on the clock of the request.
+    """
+
+    __slots__ = ("_after_s", "_rejections", "earlier", "remaining", "route")
+
+    def __init__(self, route: str, submissions: Sequence[Submission], after_s: float | None) -> None:
+        self.route = route
+        self.remaining = list(submissions)
+        self.earlier: list[float] = []
+        self._after_s = after_s
+        self._rejections: list[RequestRejected] = []
+
+    def following(self, rejection: RequestRejected, waited_s: float) -> Submission:
+        """Return the next submission after a rejection.
+
+        Args:
+            waited_s: time since the arrival of the request.
+
+        Raises:
+            RequestRejected: there is none. Of all rejections, it is the one after which a retry is useful
+                first; otherwise that of the first model.
+        """
+        self._rejections.append(rejection)
+        if rejection.outcome not in _FALLS_BACK or not rejection.may_retry:
+            raise rejection
+        if self.remaining:
+            submission = self.remaining.pop(0)
+            stated_s = submission.queue_timeout_s
+            left_s = None if stated_s is None else stated_s - waited_s
+            if left_s is None or left_s > 0:
+                submission = replace(submission, queue_timeout_s=left_s)
+                return with_limit(submission, self._after_s) if self.remaining else submission
+        raise min(self._rejections, key=_retry_after_s)
+
+
+def with_limit(submission: Submission, after_s: float | None) -> Submission:
+    """Return a submission that waits for at most `after_s`; None sets no further limit."""
+    stated_s = submission.queue_timeout_s
+    if after_s is None or (stated_s is not None and stated_s <= after_s):
+        return submission
+    return replace(submission, queue_timeout_s=after_s)
+
+
+def _retry_after_s(rejection: RequestRejected) -> float:
+    return math.inf if rejection.retry_after_s is None else rejection.retry_after_s
+
+
+class RequestObserver(Protocol):
+    """Metrics and log of a gateway."""
+
+    def on_arrival(self, model: str) -> None:
+        """Count a request as in flight; `model` is empty until the body has been read."""
+        ...
+
+    def on_departure(self, model: str) -> None:
+        """Count a request as no longer in flight."""
+        ...
+
+    def on_grant(self, request: "Request") -> None:
+        """Record the overhead of a request that has just received the first grant of a model."""
+        ...
+
+    def itl_histogram(self, request: "Request") -> HistogramCell:
+        """Return the cell that records the inter-token latencies of the request's stream."""
+        ...
+
+    def put_back(self, request: "Request", failure: DispatchFailure) -> None:
+        """Count a granted request that was put back."""
+        ...
+
+    def on_fallback(self, request: "Request", fallback: str, reason: Outcome) -> None:
+        """Count a request to a route that one model rejected, and that another one receives next."""
+        ...
+
+    def on_conclusion(self, request: "Request") -> None:
+        """Record a scheduled request that has reached its outcome."""
+        ...
+
+
+class RequestTrace(Protocol):
+    """Trace of a sampled request."""
+
+    @property
+    def trace_id(self) -> str:
+        """Id of the trace, in hexadecimal."""
+        ...
+
+    def begin_attempt(self, request: "Request", attempt: Attempt) -> bytes:
+        """Begin the span of an attempt, and return its `Attempt.trace_lines`."""
+        ...
+
+    def end(self, request: "Request", record: RequestRecord, status: int) -> None:
+        """End all spans; `status` is that of the answer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """State shared by all requests of a gateway.
@@ -318,70 +298,157 @@ class Services:
     """
 
     upstream: UpstreamPool
-    telemetry: Telemetry
-    holders: ResponseHolders
+    observer: RequestObserver
     background: BackgroundWork
     schedulers: Mapping[str, SchedulerClient]
-    open: set["GatewayRequest"]
+    open: set["Request"]
     on_end: Callable[[], None]
     queue_comment_interval_s: float = 0.0
 
 
-class GatewayRequest(IncomingRequest, ChannelRequest):
-    """A scheduled request in its states.
+class Request(ChannelRequest):
+    """A request of a client, from its head to its record. All times are monotonic.
+
+    `RequestReader` sets the second group of attributes once the body was read.
 
     Attributes:
+        exchange: the server's side of the request.
+        path: its path at the gateway.
+        api: API in which it is answered.
+        headers: headers by name in lower case; of repeated ones the last.
+        request_id: the gateway's id, unique among all gateways.
+        client_request_id: the client's id, or the gateway's if it sent none.
+        arrived_at: its head was read.
+        trace: recorder of its stages; None if it is not sampled.
+
+        submission: what the scheduler is told about it.
+        forwarded: client header lines for the engine.
+        body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
+        requested: the model's name in the body.
+        hide_usage: the client did not request the usage event that ends the stream.
+        assembles: the engine streams, but the client requested a non-streamed answer.
+        continuable: models whose engines may continue each other's answers (see `assembly`), with the longest
+            context of these engines in tokens; None if it is unknown.
+        stored: its response, if its engine will store it; None for other APIs.
+        queue_form: format of queue updates; None if the client does not subscribe.
+        fallbacks: the other models of its route; None if the requested name is not a route's.
+
         state: state; the client has received nothing but comments before ANSWERING.
-        open_grant: whether `grant` has not ended.
-        grant: last grant; None before the first one of its model.
-        attempts: number of grants.
+        submitted_at: it was submitted to the scheduler of its model.
+        attempt: last grant; None before the first one of its model.
+        attempts: all grants.
         response: answer of the current attempt; None without one.
         scanner: scanner of the current attempt's stream; None without one.
         assembly: state of an answer that may be continued, which outlives attempts; None for others.
         has_begun: the client has a part of the answer.
-        outcome: outcome; None until it is known.
-        longest_gap_s: longest gap between two pieces of a stream, which ended at `gap_ended_at`.
+        first_token_at: first bytes of a streamed answer; None for other answers.
+        longest_gap: longest gap between two pieces of a stream in seconds, or 0, and its end.
+        outcome: outcome; None until it is known. `detail` explains it in the log.
+        usage: counts of the engine; None without any.
+        engine_times: stage times reported by the engine; None if it reports none.
+        response_id: the id of the engine's answer; empty if it has none.
     """
 
+    trace: RequestTrace | None = None
+    submission: Submission
+    forwarded = b""
+    body: HeldBody = NO_BODY
+    requested = ""
+    hide_usage = False
+    assembles = False
+    continuable: Mapping[str, int | None] = MappingProxyType({})
+    stored: StoredResponse | None = None
+    queue_form: QueueForm | None = None
+    fallbacks: Fallbacks | None = None
     state = State.READING
-    grant: Grant | None = None
-    open_grant = False
-    attempts = 0
+    scheduler: SchedulerClient
+    submitted_at = 0.0
+    attempt: Attempt | None = None
     response: UpstreamResponse | None = None
     scanner: StreamScanner | None = None
     assembly: ContinuableAssembly | None = None
     has_begun = False
+    first_token_at: float | None = None
+    longest_gap = 0.0, 0.0
     outcome: Outcome | None = None
-    longest_gap_s = gap_ended_at = 0.0
-    scheduler: SchedulerClient
-    _usage: Usage | None = None
-    _detail = ""
-    # Whether the client reads an event stream, which must end with an event.
-    _streams = False
-    # Whether the answer may be continued by the engines of this model.
-    _continues = False
+    detail = ""
+    usage: Usage | None = None
+    engine_times: EngineTimes | None = None
+    response_id = ""
     _engine_failed = False
-    _failure: UpstreamError | None = None
-    _is_first_grant = True
-    _has_fallen_back = False
-    _fallbacks: Fallbacks | None = None
     _comments: QueuedComments | None = None
-    _stored: EngineResponse | None = None
-    # Of a stream that is passed on.
-    _scanner: StreamScanner
-    _gaps: HistogramCell | None
-    _last_at = 0.0
-    _has_room = True
-    _events = b""
-    # Of an answer that is not streamed.
-    _pieces: list[bytes]
 
     def __init__(self, services: Services, exchange: ClientExchange, own_id: str, arrived_at: float) -> None:
-        super().__init__(exchange, own_id, arrived_at)
         self.services = services
+        self.exchange = exchange
+        self.path = path = exchange.path
+        self.api: ClientApi = APIS.get(path, OPENAI)
+        self.headers: Mapping[bytes, bytes] = dict(exchange.headers)
+        self.request_id = own_id
+        self.client_request_id = request_id(self.headers.get(b"x-request-id"), own_id)
+        self.arrived_at = arrived_at
+        self.attempts: list[Attempt] = []
 
     def __repr__(self) -> str:
-        return f"<GatewayRequest {self.request_id} {self.state.name.lower()}>"
+        return f"<Request {self.request_id} {self.state.name.lower()}>"
+
+    # What it asks for, and plain responses.
+
+    @property
+    def method(self) -> str:
+        """HTTP method of the client."""
+        return self.exchange.method
+
+    @property
+    def engine_method(self) -> str:
+        """HTTP method towards the engine. HEAD is sent as GET, because its headers depend on the answer."""
+        return "POST" if self.exchange.method == "POST" else "GET"
+
+    @property
+    def client(self) -> str:
+        """Host of the client; empty for a request from within and for a Unix socket."""
+        address = self.exchange.client
+        return address[0] if address else ""
+
+    @property
+    def id_headers(self) -> HeaderList:
+        """Headers that return the id of the request."""
+        return self.api.id_headers(self.client_request_id)
+
+    @property
+    def id_lines(self) -> bytes:
+        """Header lines that return the id of the request."""
+        return self.api.id_lines(self.client_request_id)
+
+    def query(self) -> dict[str, list[str]]:
+        """Return the parameters of the query."""
+        return parse_qs(self.exchange.query.decode("latin-1"))
+
+    def respond(self, status: int, headers: HeaderList, body: bytes) -> None:
+        """Send a whole response with the id of the request, without waiting for the client."""
+        length = (b"content-length", b"%d" % len(body))
+        self.exchange.start_response(status, [*headers, length], self.id_lines)
+        self.exchange.write_chunk(body, ends=True)
+
+    def reject(self, rejection: RequestRejected, *more: tuple[bytes, bytes]) -> None:
+        """Send an error response."""
+        headers = [JSON_TYPE, *rejection.headers(), *more]
+        self.respond(self.api.status(rejection), headers, self.api.error(rejection))
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the response in the form of ASGI, once the client has read those before."""
+        if message["type"] == "http.response.start" and b"x-request-id" not in dict(message["headers"]):
+            own = (b"x-request-id", self.client_request_id.encode())
+            message["headers"] = [*message["headers"], own]
+        await self.exchange.send(message)
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, or the disconnect, in the form of ASGI."""
+        return await self.exchange.receive()
+
+    def watch(self) -> DisconnectWatch:
+        """Return a watch for disconnects, to be entered once the body has been read."""
+        return DisconnectWatch(self.exchange)
 
     # From the gateway.
 
@@ -390,11 +457,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         services, exchange = self.services, self.exchange
         self.id_of_client = "" if self.client_request_id == self.request_id else self.client_request_id
         services.open.add(self)
-        observe(services.telemetry.on_arrival, self.submission.spec.model)
-        if self.fallbacks:
-            self._fallbacks = Fallbacks(self.fallbacks, self.fallback_after_s)
-        if self.response_terms is not None:
-            self._stored = EngineResponse(self.response_terms, services.holders)
+        observe(services.observer.on_arrival, self.submission.spec.model)
         exchange.on_disconnect = self._on_disconnect
         try:
             if exchange.disconnected:
@@ -404,7 +467,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                 self._start_comments()
             self._queue(self.submission)
         except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
+            self.on_error(error)
 
     def end(self, retry_after_s: float) -> None:
         """End the request because the application stops, with an error event if the answer has begun."""
@@ -419,28 +482,30 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
 
     # From the scheduler.
 
-    def on_grant(self, grant: Grant) -> None:
+    def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
         """Send the request to the granted replica."""
         if self.state is State.ENDED:
             return
         try:
-            self._accept(grant)
-            self._send(grant)
+            attempt = Attempt(dispatch, address, monotonic())
+            self._accept(attempt)
+            self._send(attempt)
         except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
+            self.on_error(error)
 
     def on_rejection(self, rejection: Conclusion) -> None:
         """End the request, or submit it to the next model of its route."""
         if self.state is not State.ENDED:
-            self._on_error(as_rejection(rejection, self._failure))
+            failure = None if self.attempt is None else self.attempt.failure
+            self.on_error(as_rejection(rejection, failure))
 
     def on_revocation(self) -> None:
-        """Stop the attempt of the current grant, unless the answer is complete or cannot be continued."""
+        """Stop the current attempt, unless the answer is complete or cannot be continued."""
         assembly = self.assembly
         if self.has_begun and not isinstance(assembly, ContinuableStream):
             return
-        if self.open_grant and not (assembly is not None and assembly.is_complete):
-            self._on_error(UpstreamError(DispatchFailure.REVOKED, "the scheduler revoked the grant"))
+        if self.is_granted and not (assembly is not None and assembly.is_complete):
+            self.on_error(UpstreamError(DispatchFailure.REVOKED, "the scheduler revoked the grant"))
 
     def on_outlook(self, outlook: RequestOutlook | None) -> None:
         """Send the client an update about its place in the queue."""
@@ -448,7 +513,21 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             try:
                 self._comments.on_outlook(outlook)
             except Exception as error:  # noqa: BLE001 - a request always ends
-                self._on_error(error)
+                self.on_error(error)
+
+    @property
+    def announced(self) -> Announcements | None:
+        """Events that begin a stream before its first token, if any."""
+        # Clients of background work need its id at once.
+        if self.stored is not None and self.stored.is_background:
+            return None
+        route = SCHEDULED.get(self.path)
+        return None if route is None else route.announced
+
+    @property
+    def is_granted(self) -> bool:
+        """True while an attempt holds capacity of its replica."""
+        return self.attempt is not None and self.attempt.ended_at is None
 
     @property
     def seen_tokens(self) -> int:
@@ -456,47 +535,58 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
         return kept if self.scanner is None else max(kept, self.scanner.events)
 
+    def times(self, now: float) -> RequestTimes:
+        """Return the stage times known so far, for receipts; those of the attempt if it is not put back."""
+        attempt = self.attempt
+        if attempt is None or attempt.failure is not None:
+            waited_s = now - self.submitted_at
+            read_s = self.submitted_at - self.arrived_at
+            return RequestTimes(self.path, read_s, waited_s, None, None, self.engine_times)
+        granted_at, first_at, ended_at = attempt.granted_at, self.first_token_at, attempt.ended_at
+        return RequestTimes(
+            self.path,
+            self.submitted_at - self.arrived_at,
+            granted_at - self.submitted_at,
+            None if first_at is None else first_at - granted_at,
+            None if ended_at is None else ended_at - granted_at,
+            self.engine_times,
+        )
+
     # The common way.
 
     def _queue(self, submission: Submission) -> None:
         """Submit the request to the scheduler of a model."""
         self._move(State.QUEUED)
         self.submission = submission
-        model = submission.spec.model
-        self.scheduler = self.services.schedulers[model]
-        self._continues = model in self.continuable
+        self.scheduler = self.services.schedulers[submission.spec.model]
         self.submitted_at = monotonic()
-        observe(self.trace.queued, submission)
         self.scheduler.submit(self)
 
-    def _accept(self, grant: Grant) -> None:
+    def _accept(self, attempt: Attempt) -> None:
         self._move(State.SENDING)
-        self.grant, self.open_grant = grant, True
-        self.granted_at = now = monotonic()
-        self.attempts += 1
-        submission, dispatch = self.submission, grant.dispatch
-        if self._is_first_grant:
-            self._is_first_grant = False
-            # The submission of a fallback includes the wait at the models before.
-            received_at = None if self._has_fallen_back else self.body.received_at
-            on_grant = self.services.telemetry.on_grant
-            observe(on_grant, dispatch, submission.spec.model, received_at, self.submitted_at, now)
+        is_first, self.attempt = self.attempt is None, attempt
+        self.attempts.append(attempt)
+        if is_first:
+            observe(self.services.observer.on_grant, self)
         if self._comments is not None:
             self._comments.on_grant()
-        observe(self.trace.granted, grant, self.attempts)
-        if submission.bound_to not in (None, dispatch.replica_id):
+        if self.trace is not None:
+            attempt.trace_lines = observe(self.trace.begin_attempt, self, attempt) or b""
+        if self.submission.bound_to not in (None, attempt.dispatch.replica_id):
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
                 "this request needs the replica that stores its response, which the scheduler's release does "
                 "not support: upgrade the scheduler",
             )
 
-    def _send(self, grant: Grant) -> None:
-        address = grant.address
-        name = self._stored.name(address) if self._stored is not None else None
-        continuation = self._continuation(grant) if self.continuable else []
-        body = self.body_for(self.submission, grant, name, continuation)
-        forwarded = self.forwarded + (observe(self.trace.headers) or b"")
+    def _send(self, attempt: Attempt) -> None:
+        address = attempt.address
+        name = self.stored.name(address) if self.stored is not None else None
+        continuation = self._continuation(address) if self.continuable else []
+        served = self.submission.spec.served_name
+        model = served if served != self.requested else None
+        body = body_for(self.body, model, attempt.dispatch.engine_priority, name, continuation)
+        forwarded = self.forwarded + attempt.trace_lines
         head = upstream_head(self.engine_method, self.path, self.request_id, forwarded, address, len(body))
         self.scanner = None
         self.response = self.services.upstream.start(address.server, head, body, self._on_head)
@@ -507,156 +597,34 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         assert response is not None
         try:
             if response.status:
-                response.on_change = self._forwarding(response)
+                response.on_change = self._answer(response).on_change
                 response.on_change()
             elif response.error is not None:
-                self._on_error(response.error)
+                self.on_error(response.error)
         except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
+            self.on_error(error)
 
-    def _forwarding(self, response: UpstreamResponse) -> Callable[[], None]:
-        """Return the callback that forwards an answer of this kind."""
-        assert self.grant is not None
+    def _answer(self, response: UpstreamResponse) -> "Answer":
         is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
-        if is_stream and self.assembles:
-            return AssembledAnswer(self, response, self.grant).on_change
-        if is_stream and isinstance(self.assembly, ContinuableStream):
-            return ContinuedStream(self, response, self.grant, self.assembly).on_change
         if is_stream:
-            self.scanner = self._scanner = StreamScanner(hide_usage=self.hide_usage)
-            self._events = b""
-            return self._on_first_events
+            if self.assembles:
+                return AssembledAnswer(self, response)
+            if isinstance(self.assembly, ContinuableStream):
+                return ContinuedStream(self, response, self.assembly)
+            return PassedStream(self, response)
         if response.status in (400, 422) and self.assembly is not None and self.assembly.is_continued:
             raise NotContinuedError("the engine rejected the tokens so far")
-        self._pieces = []
-        return self._on_body
+        return WholeAnswer(self, response)
 
-    def _on_first_events(self) -> None:
-        """Wait for the first event of a stream that has output.
-
-        Some APIs begin every stream with announcements. Passed on at once, they would commit the client to
-        this engine before the prefill, and would count as its first token.
-        """
-        response = self.response
-        assert response is not None
-        try:
-            events = self._scanner.feed(response.take())
-            if response.complete:
-                events += self._scanner.flush()
-            elif not events:
-                if response.error is not None:
-                    self._on_error(response.error)
-                return
-            events = self._events = self._events + events
-            announced = self.announced
-            if announced is not None and announced.match_all(events) and not response.has_ended:
-                return
-            self._begin_stream(response, events)
-        except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
-
-    def _begin_stream(self, response: UpstreamResponse, events: bytes) -> None:
-        scanner, grant = self._scanner, self.grant
-        assert grant is not None
-        if scanner.error is not None and scanner.is_engine_error:
-            self.check_retry(engine_failure(scanner))
-        if self._stored is not None:
-            self._stored.on_first_events(events)
-        self.first_token_at = self._last_at = monotonic()
-        self.scheduler.first_token(self)
-        self.begin_stream(response)
-        if response.has_ended:
-            self._end_stream(events)
-            return
-        self._gaps = observe(self.services.telemetry.itl_histogram, self.submission, grant.dispatch)
-        self.exchange.on_writable = self._on_writable
-        self._has_room = self.exchange.write_chunk(events)
-        response.on_change = self._on_events
-
-    def _on_events(self) -> None:
-        """Pass on the events that have arrived, or end the stream."""
-        response = self.response
-        assert response is not None
-        try:
-            if response.has_ended:
-                events = self._scanner.feed(response.take())
-                self._end_stream(events + self._scanner.flush() if response.complete else events)
-            elif response.pieces:
-                now = monotonic()
-                gap_s = now - self._last_at
-                if self._gaps is not None:
-                    observe(self._gaps.observe, gap_s)
-                if gap_s > self.longest_gap_s:
-                    self.longest_gap_s, self.gap_ended_at = gap_s, now
-                self._last_at = now
-                if self._has_room and (events := self._scanner.feed(response.take())):
-                    self._has_room = self.exchange.write_chunk(events)
-        except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
-
-    def _on_writable(self) -> None:
-        self._has_room = True
-        response = self.response
-        if response is None or response.has_ended or not response.pieces:
-            return
-        try:
-            if events := self._scanner.feed(response.take()):
-                self._has_room = self.exchange.write_chunk(events)
-        except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
-
-    def _end_stream(self, events: bytes) -> None:
-        response = self.response
-        assert response is not None
-        if response.error is not None:
-            events += self.broken_stream(response.error, self._scanner)
-        else:
-            self.conclude_stream(self._scanner)
-        self.finish_stream(events)
-
-    def _on_body(self) -> None:
-        """Forward a non-streamed answer once it is complete, so that a failure can be retried."""
-        response = self.response
-        assert response is not None
-        try:
-            if response.pieces:
-                self._pieces.append(response.take())
-            if response.complete:
-                self._forward_whole(response, b"".join(self._pieces))
-            elif response.error is not None:
-                self._on_error(response.error)
-        except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
-
-    def _forward_whole(self, response: UpstreamResponse, body: bytes) -> None:
-        failure = failure_of(response.status, response.headers, body)
-        if failure is not None:
-            self.check_retry(failure)
-        if self.has_begun:
-            raise NotContinuedError(str(failure or f"the engine answered {response.status} without a stream"))
-        outcome = outcome_of(response.status)
-        usage = None
-        if outcome is Outcome.COMPLETED:
-            usage, self.engine_times, self.response_id = counts_of(body)
-            if self._stored is not None:
-                self._stored.on_answer(body)
-        if not self._continues_in_background:
-            self._conclude(outcome, usage, str(failure or ""))
-        headers = response_headers(response.headers)
-        headers, body = self.api.engine_answer(response.status, self.path, headers, body)
-        self.respond_whole(response.status, headers, body)
-
-    # Parts of the answer, also for the deviations.
+    # Parts of the answer.
 
     def respond_whole(self, status: int, headers: HeaderList, body: bytes) -> None:
         """Send a whole answer, and end the request."""
-        in_stream = self._begin_answer()
-        if in_stream:
-            self._streams = False
+        if self._begin_answer():
             self.exchange.write_chunk(self.api.body_event(status, body), ends=True)
         else:
             length = (b"content-length", b"%d" % len(body))
-            self.start_response(status, [*headers, length], self._lines())
+            self.exchange.start_response(status, [*headers, length], self._lines())
             self.exchange.write_chunk(body, ends=True)
         self._leave()
 
@@ -665,21 +633,19 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         is_continued = self.has_begun
         in_stream = self._begin_answer()
         if not (is_continued or in_stream):
-            self.start_response(200, response_headers(response.headers), self._lines())
-        self._streams = True
+            self.exchange.start_response(200, response_headers(response.headers), self._lines())
 
     def finish_stream(self, events: bytes) -> None:
         """Send the last events, and end the request."""
-        assert self.grant is not None
+        assert self.attempt is not None
         if RECEIPT_HEADER in self.headers:
-            events += receipt_comment(self, self.grant.dispatch)
-        self._streams = False
+            events += receipt_comment(self.times(monotonic()), self.attempt.dispatch)
         self.exchange.write_chunk(events, ends=True)
         self._leave()
 
-    def broken_stream(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
+    def break_stream(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
         """Conclude a stream that failed after its first byte, and return the error event that ends it."""
-        self._conclude(Outcome.FAILED, scanner.usage, str(error))
+        self.conclude(Outcome.FAILED, scanner.usage, str(error))
         message = (
             f"the engine failed during its answer, which is incomplete: send the request again ({error})"
         )
@@ -689,7 +655,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         """Conclude a request whose stream is complete."""
         self.engine_times, self.response_id = scanner.times, scanner.response_id
         usage = scanner.usage if self.assembly is None else self.assembly.counted(scanner.usage)
-        self._conclude(stream_outcome(scanner), usage, scanner.error or "")
+        self.conclude(stream_outcome(scanner), usage, scanner.error or "")
 
     def check_retry(self, failure: UpstreamError) -> None:
         """Raise if another replica or model may serve the request.
@@ -706,15 +672,16 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         if not self._engine_failed:
             self._engine_failed = True
             raise failure
-        if self._fallbacks is not None and self._fallbacks.remain:
+        if self.fallbacks is not None and self.fallbacks.remaining:
             raise RequestRejected(Outcome.FAILED, str(failure))
 
-    def guarded(self, call: Callable[[], None]) -> None:
-        """Call a function; an error puts the request back or ends it."""
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - a request always ends
-            self._on_error(error)
+    def check_outgrown(self) -> None:
+        """Raise `UpstreamError` if an engine with a longer context can continue the answer."""
+        assembly, attempt = self.assembly, self.attempt
+        if assembly is None or attempt is None:
+            return
+        if assembly.outgrows(attempt.address.max_model_len):
+            raise UpstreamError(DispatchFailure.TOO_LONG, "the answer outgrew the engine's context")
 
     def _begin_answer(self) -> bool:
         """Mark the answer as begun; return whether a comment has begun it as a stream."""
@@ -730,14 +697,14 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
 
     def _lines(self) -> bytes:
         """Return the gateway's own header lines."""
-        assert self.grant is not None
-        dispatch = self.grant.dispatch
+        assert self.attempt is not None
+        dispatch = self.attempt.dispatch
         lines = self.id_lines + dispatch_lines(dispatch)
-        if self.route:
+        if self.fallbacks is not None:
             served = self.submission.spec.served_name.encode("latin-1", "replace")
             lines += header_lines([(SERVED_MODEL_HEADER, served)])
         if RECEIPT_HEADER in self.headers:
-            lines += receipt_line(self, dispatch)
+            lines += receipt_line(self.times(monotonic()), dispatch)
         return lines
 
     # Deviations.
@@ -754,7 +721,7 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             )
         self._comments.start()
 
-    def _on_error(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Put the request back, submit it to another model, or end it."""
         try:
             match error:
@@ -764,8 +731,8 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
                     self._end_or_fall_back(EngineTimedOut(f"the engine did not answer in time: {error}"))
                 case UpstreamError():
                     self._put_back(error)
-                case NotContinuedError() if not self.has_begun and self.grant is not None:
-                    self._begin_anew(self.grant)
+                case NotContinuedError() if not self.has_begun and self.attempt is not None:
+                    self._begin_anew(self.attempt)
                 case NotContinuedError():
                     self._reject(RequestRejected(Outcome.FAILED, f"the answer is incomplete: {error}"))
                 case RequestRejected():
@@ -776,47 +743,48 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             self._fail(further)
 
     def _put_back(self, failure: UpstreamError) -> None:
-        grant, self._failure = self.grant, failure
-        assert grant is not None
+        attempt = self.attempt
+        assert attempt is not None
         self._close_response()
         self._move(State.QUEUED)
-        self.open_grant = False
-        observe(self.services.telemetry.put_back, self.submission.spec.model, failure.failure)
-        observe(self.trace.put_back, failure.failure)
+        attempt.failure, attempt.ended_at = failure, monotonic()
+        observe(self.services.observer.put_back, self, failure.failure)
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
         self.scheduler.put_back(self, failure.failure, str(failure), kept, failure.retry_after_s)
 
-    def _begin_anew(self, grant: Grant) -> None:
+    def _begin_anew(self, attempt: Attempt) -> None:
         """Send the request again as a whole, because its engine cannot continue the answer."""
         self._close_response()
-        self.assembly, self._continues = None, False
-        self._send(grant)
+        model = self.submission.spec.model
+        self.continuable = {name: longest for name, longest in self.continuable.items() if name != model}
+        self.assembly = None
+        self._send(attempt)
 
-    def _continuation(self, grant: Grant) -> list[bytes]:
+    def _continuation(self, address: ReplicaAddress) -> list[bytes]:
         """Return the fields by which an engine continues the answer, or begins one that can be continued.
 
         Raises:
             NotContinuedError: the engine cannot continue an answer of which the client has a part.
         """
+        spec = self.submission.spec
         # Only engines like vLLM have these fields: those that name responses.
-        if not (self._continues and grant.address.names_responses):
+        if not (spec.model in self.continuable and address.names_responses):
             if self.has_begun:
                 raise NotContinuedError("the next engine cannot continue it")
             self.assembly = None
             return []
         if self.assembly is None or not self.assembly.kept_tokens:
-            spec = self.submission.spec
-            longest, limit = self.continuable[spec.model], spec.max_output_tokens
-            is_chat = spec.shape.messages > 0
-            self.assembly = (
-                ContinuableAssembly(limit, is_chat=is_chat, longest=longest)
-                if self.assembles
-                else ContinuableStream(limit, is_chat=is_chat, longest=longest, hide_usage=self.hide_usage)
-            )
+            self.assembly = self._new_assembly(spec, self.continuable[spec.model])
         return self.assembly.begin_attempt()
 
+    def _new_assembly(self, spec: RequestSpec, longest: int | None) -> ContinuableAssembly:
+        limit, is_chat = spec.max_output_tokens, spec.shape.messages > 0
+        if self.assembles:
+            return ContinuableAssembly(limit, is_chat=is_chat, longest=longest)
+        return ContinuableStream(limit, is_chat=is_chat, longest=longest, hide_usage=self.hide_usage)
+
     def _end_or_fall_back(self, rejection: RequestRejected) -> None:
-        fallbacks = self._fallbacks
+        fallbacks = self.fallbacks
         if fallbacks is None or self.has_begun:
             self._reject(rejection)
             return
@@ -825,20 +793,19 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         except RequestRejected as best:
             self._reject(best)
             return
+        fallbacks.earlier.append(self.submitted_at)
         self._fall_back(following, rejection)
 
     def _fall_back(self, submission: Submission, rejection: RequestRejected) -> None:
         """Submit the request to the next model of its route."""
-        telemetry, before = self.services.telemetry, self.submission.spec.model
+        observer, following = self.services.observer, submission.spec.model
         self._close_response()
         self._report_end(rejection.outcome)
-        observe(telemetry.on_departure, before)
-        observe(telemetry.on_arrival, submission.spec.model)
-        observe(telemetry.on_fallback, self.route, before, submission.spec.model, rejection.outcome)
-        self.grant, self.granted_at, self._engine_failed = None, None, False
-        self.assembly, self._failure, self._is_first_grant = None, None, True
+        observe(observer.on_departure, self.submission.spec.model)
+        observe(observer.on_arrival, following)
+        observe(observer.on_fallback, self, following, rejection.outcome)
+        self.attempt, self.assembly, self._engine_failed = None, None, False
         watches, self.watches_queue = self.watches_queue, False
-        self._has_fallen_back = True
         self._queue(submission)
         if watches:
             self.scheduler.watch(self)
@@ -850,9 +817,9 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             return
         try:
             self._withdraw()
-            if not self._continues_in_background:
+            if not self.continues_in_background:
                 usage = None if self.scanner is None or self.assembly is not None else self.scanner.usage
-                self._conclude(Outcome.CANCELLED, usage, "the client closed its connection")
+                self.conclude(Outcome.CANCELLED, usage, "the client closed its connection")
             self._leave()
         except Exception as error:  # noqa: BLE001 - a request always ends
             self._fail(error)
@@ -860,19 +827,16 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
     def _reject(self, rejection: RequestRejected, detail: str | None = None) -> None:
         """End the request with an error: as the response or, if a stream is open, as an event."""
         self._withdraw()
-        self._conclude(rejection.outcome, detail=rejection.message if detail is None else detail)
+        self.conclude(rejection.outcome, detail=rejection.message if detail is None else detail)
         comments = self._comments
         if comments is not None:
             comments.stop()
-            if comments.begun and not self.has_begun:
-                self._streams = True
-        if self._streams:
-            self._streams = False
+        if self.has_begun or (comments is not None and comments.begun):
             event = self.api.error_event(rejection)
             if isinstance(self.assembly, ContinuableStream):
                 event = self.assembly.ready() + event
             self.exchange.write_chunk(event, ends=True)
-        elif not self.has_begun:
+        else:
             waited_ms = (monotonic() - self.arrived_at) * 1000
             self.reject(rejection, (b"x-queue-wait-ms", b"%.1f" % waited_ms))
         self._leave()
@@ -905,33 +869,28 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
             self.response = None
             self.exchange.on_writable = None
 
-    def _conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
+    def conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Set the outcome and release the grant; only the first call sets the outcome."""
         is_first = self.outcome is None
         if is_first:
-            self.outcome, self._usage, self._detail = outcome, usage, detail
-        if is_first or self.open_grant:
+            self.outcome, self.usage, self.detail = outcome, usage, detail
+        if is_first or self.is_granted:
             self._report_end(outcome, usage)
 
     def _report_end(self, outcome: Outcome, usage: Usage | None = None) -> None:
         """Report the end at one model to its scheduler, which releases the grant."""
-        self.ended_at = now = monotonic()
-        if self.open_grant:
-            self.open_grant = False
-            observe(self.trace.forwarded, outcome)
-            granted_at = self.granted_at
-            times = request_times(self, granted_at, now if granted_at is None else granted_at)
-            self.scheduler.finish(self, outcome, usage, times, self._longest_gap(now))
+        now, attempt, (gap_s, gap_ended_at) = monotonic(), self.attempt, self.longest_gap
+        if attempt is not None and attempt.ended_at is None:
+            attempt.ended_at, attempt.outcome = now, outcome
+            gap = DecodeGap(gap_s, now - gap_ended_at) if gap_s else None
+            self.scheduler.finish(self, outcome, usage, self.times(now), gap)
         elif self.state is not State.READING:
-            self.scheduler.note_end(self, outcome, request_times(self, None, now))
-
-    def _longest_gap(self, now: float) -> DecodeGap | None:
-        return DecodeGap(self.longest_gap_s, now - self.gap_ended_at) if self.longest_gap_s else None
+            self.scheduler.note_end(self, outcome, self.times(now))
 
     @property
-    def _continues_in_background(self) -> bool:
+    def continues_in_background(self) -> bool:
         """Whether the engine continues a background response after the client's request has ended."""
-        return self.open_grant and self._stored is not None and self._stored.is_running
+        return self.stored is not None and self.stored.is_running and self.is_granted
 
     def _leave(self) -> None:
         """Enter the last state, and record the request, unless its engine continues in the background."""
@@ -942,55 +901,295 @@ class GatewayRequest(IncomingRequest, ChannelRequest):
         self.body.release()
         self.exchange.on_disconnect = self.exchange.on_writable = None
         self.services.open.discard(self)
-        if self._continues_in_background:
-            assert self._stored is not None
-            assert self.grant is not None
+        if self.continues_in_background:
+            assert self.stored is not None
+            assert self.attempt is not None
             self.services.background.follow(
-                self._stored.response_id, self.grant.address, self._on_background_end
+                self.stored.response_id, self.attempt.address, self._on_background_end
             )
         else:
             self._record()
         self.services.on_end()
 
     def _on_background_end(self, outcome: Outcome, usage: Usage | None, detail: str) -> None:
-        self._conclude(outcome, usage, detail)
+        self.conclude(outcome, usage, detail)
         self._record()
 
     def _record(self) -> None:
-        telemetry = self.services.telemetry
-        observe(telemetry.on_departure, self.submission.spec.model)
-        submission, usage = self.submission, self._usage
-        dispatch: Dispatch | None = self.grant.dispatch if self.grant is not None else None
-        observe(
-            telemetry.on_conclusion,
-            ConcludedRequest(
-                request_id=submission.request_id,
-                arrived_at=self.arrived_at,
-                dispatched_at=self.granted_at,
-                first_token_at=self.first_token_at,
-                finished_at=monotonic(),
-                outcome=self.outcome or Outcome.FAILED,
-                prompt_tokens=usage.prompt_tokens if usage is not None else 0,
-                output_tokens=usage.output_tokens if usage is not None else 0,
-                tenant=submission.tenant,
-                priority=submission.priority,
-                pool=dispatch.pool if dispatch is not None else "",
-                replica=dispatch.replica_id if dispatch is not None else "",
-                length_queue=dispatch.length_queue if dispatch is not None else "",
-                estimated_tokens=dispatch.estimated_tokens if dispatch is not None else None,
-                detail=self._detail,
-                model=submission.spec.model,
-                route=self.route,
-                incoming=self,
-                endpoint=self.path,
-                key_id=submission.key.key_id if submission.key is not None else "",
-                attempts=self.attempts,
-                usage=usage,
-                status=self.exchange.status,
-            ),
-        )
+        observer = self.services.observer
+        observe(observer.on_departure, self.submission.spec.model)
+        observe(observer.on_conclusion, self)
 
     def _move(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"a request cannot be {state.name} after {self.state.name}")
         self.state = state
+
+
+# -- answers ----------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """Forwarding of the answer of one attempt; the kinds of answers differ in `_advance`."""
+
+    __slots__ = ("_request", "_response")
+
+    def __init__(self, request: Request, response: UpstreamResponse) -> None:
+        self._request = request
+        self._response = response
+
+    def on_change(self) -> None:
+        """Forward what has arrived; an error puts the request back or ends it."""
+        try:
+            self._advance()
+        except Exception as error:  # noqa: BLE001 - a request always ends
+            self._request.on_error(error)
+
+    def _advance(self) -> None:
+        raise NotImplementedError
+
+
+class WholeAnswer(Answer):
+    """An answer without a stream, forwarded once it is complete, so that a failure can be retried."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, request: Request, response: UpstreamResponse) -> None:
+        super().__init__(request, response)
+        self._pieces: list[bytes] = []
+
+    def _advance(self) -> None:
+        response = self._response
+        if response.pieces:
+            self._pieces.append(response.take())
+        if response.complete:
+            self._forward(b"".join(self._pieces))
+        elif response.error is not None:
+            raise response.error
+
+    def _forward(self, body: bytes) -> None:
+        request, response = self._request, self._response
+        failure = failure_of(response.status, response.headers, body)
+        if failure is not None:
+            request.check_retry(failure)
+        if request.has_begun:
+            raise NotContinuedError(str(failure or f"the engine answered {response.status} without a stream"))
+        outcome = outcome_of(response.status)
+        usage = None
+        if outcome is Outcome.COMPLETED:
+            usage, request.engine_times, request.response_id = counts_of(body)
+            if request.stored is not None:
+                request.stored.on_answer(body)
+        if not request.continues_in_background:
+            request.conclude(outcome, usage, str(failure or ""))
+        headers = response_headers(response.headers)
+        headers, body = request.api.engine_answer(response.status, request.path, headers, body)
+        request.respond_whole(response.status, headers, body)
+
+
+class _Stream(Answer):
+    """Base of the forwarding of event streams."""
+
+    __slots__ = ("_gaps", "_last_at", "_scanner")
+
+    def __init__(self, request: Request, response: UpstreamResponse, *, hide_usage: bool = False) -> None:
+        super().__init__(request, response)
+        self._scanner = request.scanner = StreamScanner(hide_usage=hide_usage)
+        self._gaps: HistogramCell | None = None
+        # The first output, and then each piece; 0 before.
+        self._last_at = 0.0
+
+    def _take(self) -> bytes:
+        """Return the events that are whole now."""
+        response, scanner = self._response, self._scanner
+        events = scanner.feed(response.take())
+        return events + scanner.flush() if response.complete else events
+
+    def _begin_output(self) -> None:
+        """Report the first token."""
+        request = self._request
+        self._last_at = monotonic()
+        request.scheduler.first_token(request)
+
+    def _note_gap(self) -> None:
+        """Record the time since the piece before."""
+        request, now = self._request, monotonic()
+        gap_s, self._last_at = now - self._last_at, now
+        if self._gaps is not None:
+            observe(self._gaps.observe, gap_s)
+        if gap_s > request.longest_gap[0]:
+            request.longest_gap = gap_s, now
+
+
+class PassedStream(_Stream):
+    """A stream that is passed on as it arrives. Failures can be retried until its first output.
+
+    Some APIs begin every stream with announcements. Passed on at once, they would commit the client to this
+    engine before the prefill, and would count as its first token.
+    """
+
+    __slots__ = ("_announced", "_events", "_has_room")
+
+    def __init__(self, request: Request, response: UpstreamResponse) -> None:
+        super().__init__(request, response, hide_usage=request.hide_usage)
+        self._announced = request.announced
+        self._events = b""
+        self._has_room = True
+
+    def _advance(self) -> None:
+        response = self._response
+        if not self._last_at:
+            self._await_output()
+        elif response.has_ended:
+            self._end(self._take())
+        elif response.pieces:
+            self._note_gap()
+            if self._has_room:
+                self._pass_on()
+
+    def _await_output(self) -> None:
+        response = self._response
+        events = self._take()
+        if not (events or response.complete):
+            if response.error is not None:
+                raise response.error
+            return
+        events = self._events = self._events + events
+        announced = self._announced
+        if announced is None or response.has_ended or not announced.match_all(events):
+            self._begin(events)
+
+    def _begin(self, events: bytes) -> None:
+        request, response, scanner = self._request, self._response, self._scanner
+        if scanner.error is not None and scanner.is_engine_error:
+            request.check_retry(engine_failure(scanner))
+        if request.stored is not None:
+            request.stored.on_first_events(events)
+        self._begin_output()
+        request.first_token_at = self._last_at
+        request.begin_stream(response)
+        if response.has_ended:
+            self._end(events)
+            return
+        self._gaps = observe(request.services.observer.itl_histogram, request)
+        request.exchange.on_writable = self._on_writable
+        self._has_room = request.exchange.write_chunk(events)
+
+    def _pass_on(self) -> None:
+        if events := self._scanner.feed(self._response.take()):
+            self._has_room = self._request.exchange.write_chunk(events)
+
+    def _on_writable(self) -> None:
+        self._has_room = True
+        response = self._response
+        if response.has_ended or not response.pieces:
+            return
+        try:
+            self._pass_on()
+        except Exception as error:  # noqa: BLE001 - a request always ends
+            self._request.on_error(error)
+
+    def _end(self, events: bytes) -> None:
+        request, response = self._request, self._response
+        if response.error is not None:
+            events += request.break_stream(response.error, self._scanner)
+        else:
+            request.conclude_stream(self._scanner)
+        request.finish_stream(events)
+
+
+class AssembledAnswer(_Stream):
+    """A stream of which the client receives one JSON object. Failures can be retried until its end."""
+
+    __slots__ = ("_announced", "_assembly")
+
+    def __init__(self, request: Request, response: UpstreamResponse) -> None:
+        super().__init__(request, response)
+        self._announced = request.announced
+        self._assembly = request.assembly or AnswerAssembly()
+
+    def _advance(self) -> None:
+        response, announced = self._response, self._announced
+        events = self._take()
+        self._assembly.feed(events)
+        is_output = bool(events) and not (announced is not None and announced.match_all(events))
+        if not self._last_at and (is_output or response.complete):
+            self._begin_output()
+        if response.complete:
+            self._end()
+        elif response.error is not None:
+            raise response.error
+
+    def _end(self) -> None:
+        scanner, request = self._scanner, self._request
+        status, body = 200, self._assembly.error
+        if body is None:
+            request.check_outgrown()
+            body = self._assembly.whole()
+        elif scanner.is_engine_error:
+            request.check_retry(engine_failure(scanner))
+            status = 500
+        else:
+            status = 400
+        request.conclude_stream(scanner)
+        headers = response_headers(self._response.headers)
+        others = [pair for pair in headers if pair[0] != b"content-type"]
+        request.respond_whole(status, [JSON_TYPE, *others], body)
+
+
+class ContinuedStream(_Stream):
+    """A stream, or its rest, that another engine can continue. Failures can be retried until its end."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, request: Request, response: UpstreamResponse, stream: ContinuableStream) -> None:
+        super().__init__(request, response)
+        self._stream = stream
+        self._gaps = observe(request.services.observer.itl_histogram, request)
+
+    def _advance(self) -> None:
+        """Pass on the events that have arrived, as soon as the client reads."""
+        response, exchange = self._response, self._request.exchange
+        if exchange.is_choked and not response.has_ended:
+            exchange.on_writable = self.on_change
+            return
+        events = self._take()
+        self._stream.feed(events)
+        if self._last_at:
+            if events:
+                self._note_gap()
+        elif events or response.has_ended:
+            if response.error is not None and not events:
+                raise response.error
+            self._begin_output()
+        else:
+            return
+        if response.complete or self._scanner.error is not None:
+            self._end()
+            return
+        if ready := self._stream.ready():
+            self._begin()
+            exchange.write_chunk(ready)
+            self._stream.drop_ready()
+        if response.error is not None:
+            raise response.error
+
+    def _begin(self) -> None:
+        request = self._request
+        if not request.has_begun:
+            request.first_token_at = monotonic()
+        request.begin_stream(self._response)
+
+    def _end(self) -> None:
+        request, scanner = self._request, self._scanner
+        if scanner.error is None:
+            request.check_outgrown()
+            events = self._stream.end()
+            request.conclude_stream(scanner)
+        else:
+            failure = engine_failure(scanner)
+            if scanner.is_engine_error:
+                request.check_retry(failure)
+            events = self._stream.ready() + request.break_stream(failure, scanner)
+        self._begin()
+        request.finish_stream(events)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from logging.handlers import MemoryHandler, RotatingFileHandler
+from time import monotonic
 from typing import Any, NamedTuple, Protocol, TextIO
 
 import msgspec
@@ -33,8 +34,9 @@ from prometheus_client import CollectorRegistry
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import HTTP_STATUS, Outcome
-from serve_app.request import Usage
-from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected
+from serve_app.serving.gateway.keys import DEFAULT_TENANT
+from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.tracing import request_trace
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 from serve_app.serving.metric_cells import Cells, HistogramCell, histograms
@@ -45,27 +47,74 @@ class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
 
     Attributes:
         model: the model that served or rejected it; empty if it was rejected before its model was known.
-        route: the requested name if it is a route's; otherwise empty.
         endpoint: its path, or `-` for an unknown path.
         key_id: public id of its API key; empty without a key.
-        attempts: dispatches to replicas.
-        usage: counts of the engine; None without any.
         status: HTTP status of the answer; 0 if the client received none.
     """
 
-    incoming: IncomingRequest
+    request: Request
     model: str
     endpoint: str
-    route: str = ""
     key_id: str = ""
-    attempts: int = 0
-    usage: Usage | None = None
     status: int = 0
 
     @property
     def shown_status(self) -> int:
         """Status for logs and traces, which show a client that left as 499."""
         return self.status or HTTP_STATUS[Outcome.CANCELLED]
+
+
+def concluded(request: Request) -> ConcludedRequest:
+    """Return the record of a request that reached a scheduler."""
+    submission, usage, attempt = request.submission, request.usage, request.attempt
+    dispatch = None if attempt is None else attempt.dispatch
+    return ConcludedRequest(
+        request=request,
+        request_id=request.request_id,
+        arrived_at=request.arrived_at,
+        dispatched_at=None if attempt is None else attempt.granted_at,
+        first_token_at=request.first_token_at,
+        finished_at=monotonic(),
+        outcome=request.outcome or Outcome.FAILED,
+        prompt_tokens=0 if usage is None else usage.prompt_tokens,
+        output_tokens=0 if usage is None else usage.output_tokens,
+        tenant=submission.tenant,
+        priority=submission.priority,
+        pool="" if dispatch is None else dispatch.pool,
+        replica="" if dispatch is None else dispatch.replica_id,
+        length_queue="" if dispatch is None else dispatch.length_queue,
+        estimated_tokens=None if dispatch is None else dispatch.estimated_tokens,
+        detail=request.detail,
+        model=submission.spec.model,
+        endpoint=request.path,
+        key_id="" if submission.key is None else submission.key.key_id,
+        status=request.exchange.status,
+    )
+
+
+def rejected(request: Request, endpoint: str, end: RequestRejected | ClientGone) -> ConcludedRequest:
+    """Return the record of a request that never reached a scheduler.
+
+    Args:
+        endpoint: its path, or `-` for an unknown path.
+    """
+    rejection = end if isinstance(end, RequestRejected) else None
+    key = None if rejection is None else rejection.key
+    return ConcludedRequest(
+        request=request,
+        request_id=request.request_id,
+        arrived_at=request.arrived_at,
+        finished_at=monotonic(),
+        outcome=Outcome.CANCELLED if rejection is None else rejection.outcome,
+        prompt_tokens=0,
+        output_tokens=0,
+        tenant=DEFAULT_TENANT if key is None else key.tenant,
+        detail=str(end),
+        model="",
+        endpoint=endpoint,
+        key_id="" if key is None else key.id,
+        status=0 if rejection is None else rejection.status,
+    )
 
 
 Value = str | int | float
@@ -79,9 +128,9 @@ _UNFIT_FOR_ADDRESS = re.compile(r"[^0-9A-Za-z.:,%_\[\]-]+")
 def text_line(record: ConcludedRequest) -> str:
     """Return a request as a line of `name=value` pairs."""
     # Unrolled, because a loop over fields costs several times as much.
-    incoming = record.incoming
-    client, forwarded_for = _addresses(incoming)
-    route = f" route={record.route}" if record.route else ""
+    request = record.request
+    client, forwarded_for = _addresses(request)
+    route = f" route={request.fallbacks.route}" if request.fallbacks is not None else ""
     key = f" key={record.key_id}" if record.key_id else ""
     forwarded = f" forwarded_for={forwarded_for}" if forwarded_for else ""
     line = (
@@ -93,14 +142,14 @@ def text_line(record: ConcludedRequest) -> str:
         line += (
             f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
             f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={record.attempts}"
+            f" attempts={len(request.attempts)}"
         )
     if record.first_token_at is not None:
         line += f" ttft_s={record.ttft_s:.4f}"
     if record.prompt_tokens or record.output_tokens:
         line += f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}"
-    line += f" request_id={record.request_id} client_request_id={incoming.client_request_id}"
-    if trace_id := _trace_id(incoming):
+    line += f" request_id={record.request_id} client_request_id={request.client_request_id}"
+    if trace_id := _trace_id(request):
         line += f" trace_id={trace_id}"
     if record.detail:
         line += f" detail={record.detail[:_DETAIL_CHARACTERS]!r}"
@@ -109,14 +158,14 @@ def text_line(record: ConcludedRequest) -> str:
 
 def json_fields(record: ConcludedRequest) -> dict[str, Value]:
     """Return a request as fields of a JSON document."""
-    incoming = record.incoming
-    client, forwarded_for = _addresses(incoming)
+    request = record.request
+    client, forwarded_for = _addresses(request)
     fields: dict[str, Value | None] = {
         "event": "concluded",
         "outcome": record.outcome.value,
         "status": record.shown_status,
         "model": record.model or "-",
-        "route": record.route or None,
+        "route": None if request.fallbacks is None else request.fallbacks.route,
         "endpoint": record.endpoint,
         "class": record.priority.value,
         "tenant": record.tenant,
@@ -132,7 +181,7 @@ def json_fields(record: ConcludedRequest) -> dict[str, Value]:
             "replica": record.replica,
             "length_queue": record.length_queue,
             "estimated_tokens": record.estimated_tokens,
-            "attempts": record.attempts,
+            "attempts": len(request.attempts),
         }
     if record.ttft_s is not None:
         fields["ttft_s"] = round(record.ttft_s, 4)
@@ -140,19 +189,19 @@ def json_fields(record: ConcludedRequest) -> dict[str, Value]:
         fields |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
     fields |= {
         "request_id": record.request_id,
-        "client_request_id": incoming.client_request_id,
-        "trace_id": _trace_id(incoming) or None,
+        "client_request_id": request.client_request_id,
+        "trace_id": _trace_id(request) or None,
         "detail": record.detail[:_DETAIL_CHARACTERS] or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
+def _addresses(request: Request) -> tuple[str, str]:
     """Return the peer's address and its `x-forwarded-for`; each is empty if unknown."""
-    address = incoming.client
-    if b"x-forwarded-for" not in incoming.headers:
+    address = request.client
+    if b"x-forwarded-for" not in request.headers:
         return address, ""
-    claimed = b",".join([value for name, value in incoming.exchange.headers if name == b"x-forwarded-for"])
+    claimed = b",".join([value for name, value in request.exchange.headers if name == b"x-forwarded-for"])
     return address, _joined(claimed)
 
 
@@ -167,11 +216,11 @@ def _fit(address: str) -> str:
     return _UNFIT_FOR_ADDRESS.sub("_", address)[:_ADDRESS_CHARACTERS]
 
 
-def _trace_id(incoming: IncomingRequest) -> str:
+def _trace_id(request: Request) -> str:
     """Return the id of the request's own trace, or of the client's if this gateway records none."""
-    if incoming.trace.trace_id:
-        return incoming.trace.trace_id
-    parent = trace_parent(incoming.headers)
+    if request.trace is not None:
+        return request.trace.trace_id
+    parent = trace_parent(request.headers)
     return "" if parent is None else parent.trace_id.decode("ascii")
 
 

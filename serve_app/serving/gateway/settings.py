@@ -9,14 +9,12 @@ model. A change of weights moves only as many of them as it has to: weighted ren
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
-from msgspec.structs import replace
 
 from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.latency_targets import TargetLimits
@@ -31,10 +29,8 @@ from serve_app.core.settings_base import (
     settings,
     with_hot_settings,
 )
-from serve_app.errors import Outcome, SettingsError
-from serve_app.request import Submission
+from serve_app.errors import SettingsError
 from serve_app.serving.access import is_loopback
-from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
@@ -42,19 +38,6 @@ from serve_app.serving.gateway.request.measure import PrefixSettings
 from serve_app.serving.gateway.router import CorsSettings
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
 from serve_app.serving.gateway.upstream import UpstreamSettings
-
-# Rejections that say nothing about other models: the queue is full or too slow, no replica is ready, the
-# context is too short, or the engine failed.
-_FALLS_BACK = frozenset(
-    {
-        Outcome.REJECTED_QUEUE_FULL,
-        Outcome.REJECTED_DEADLINE_UNMEETABLE,
-        Outcome.REJECTED_NO_REPLICA,
-        Outcome.REJECTED_TOO_LONG,
-        Outcome.EXPIRED,
-        Outcome.FAILED,
-    }
-)
 
 
 @settings
@@ -127,60 +110,6 @@ def _score(subject: str, model: str, weight: float) -> float:
     digest = int.from_bytes(blake2b(key, digest_size=6).digest(), "big")
     # Between 0 and 1, both excluded.
     return -weight / math.log((2 * digest + 1) / 2**49)
-
-
-class Fallbacks:
-    """The further submissions of one request, in the order of their use.
-
-    Args:
-        after_s: `RouteSettings.fallback_after_s`.
-    """
-
-    __slots__ = ("_after_s", "_rejections", "_remaining")
-
-    def __init__(self, submissions: Sequence[Submission], after_s: float | None) -> None:
-        self._after_s = after_s
-        self._remaining = list(submissions)
-        self._rejections: list[RequestRejected] = []
-
-    @property
-    def remain(self) -> bool:
-        """True if there is another submission."""
-        return bool(self._remaining)
-
-    def following(self, rejection: RequestRejected, waited_s: float) -> Submission:
-        """Return the next submission after a rejection.
-
-        Args:
-            waited_s: time since the arrival of the request.
-
-        Raises:
-            RequestRejected: there is none. Of all rejections, it is the one after which a retry is useful
-                first; otherwise that of the first model.
-        """
-        self._rejections.append(rejection)
-        if rejection.outcome not in _FALLS_BACK or not rejection.may_retry:
-            raise rejection
-        if self._remaining:
-            submission = self._remaining.pop(0)
-            stated_s = submission.queue_timeout_s
-            left_s = None if stated_s is None else stated_s - waited_s
-            if left_s is None or left_s > 0:
-                submission = replace(submission, queue_timeout_s=left_s)
-                return with_limit(submission, self._after_s) if self._remaining else submission
-        raise min(self._rejections, key=_retry_after_s)
-
-
-def with_limit(submission: Submission, after_s: float | None) -> Submission:
-    """Return a submission that waits for at most `after_s`; None sets no further limit."""
-    stated_s = submission.queue_timeout_s
-    if after_s is None or (stated_s is not None and stated_s <= after_s):
-        return submission
-    return replace(submission, queue_timeout_s=after_s)
-
-
-def _retry_after_s(rejection: RequestRejected) -> float:
-    return math.inf if rejection.retry_after_s is None else rejection.retry_after_s
 
 
 MEBIBYTE = 1024 * 1024

@@ -2,47 +2,35 @@
 
 Label values are bounded by the configuration (model, class, pool, outcome); tenants and request ids appear in
 the log only. Every series has the gateway's id, because gateways behind one address answer scrapes in turn.
-
-The guarded call of observers: metrics, traces and logs never change what happens to a request.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import ClassTargets, Miss
 from serve_app.errors import Outcome
-from serve_app.request import Submission
-from serve_app.serving.gateway.request_log import ConcludedRequest, GenAiMetrics, MetricExport, RequestLog
+from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected
+from serve_app.serving.gateway.path import Request
+from serve_app.serving.gateway.request_log import (
+    ConcludedRequest,
+    GenAiMetrics,
+    MetricExport,
+    RequestLog,
+    concluded,
+    rejected,
+)
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
-R = TypeVar("R")
-
-_logged: set[tuple[str, type[Exception]]] = set()
-
-
-def observe(call: Callable[..., R], *args: object) -> R | None:
-    """Call an observer and return its result, or None if it fails. The first fault of each kind is logged."""
-    try:
-        return call(*args)
-    except Exception as error:
-        name = getattr(call, "__qualname__", repr(call))
-        if (kind := (name, type(error))) not in _logged:
-            _logged.add(kind)
-            logger.exception("event=observer_failed observer=%s", name)
-        return None
-
 
 # From the first token of an idle engine to the longest generation that clients wait for.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
@@ -207,29 +195,28 @@ class Telemetry:
         """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
-    def on_grant(
-        self, granted: Dispatch, model: str, received_at: float | None, submitted_at: float, now: float
-    ) -> None:
-        """Record the overhead of a request that has just received its first grant.
-
-        Args:
-            received_at: when the body was complete, on the monotonic clock; None for a fallback, whose
-                submission includes the wait at the models before.
-            submitted_at: when the request was submitted.
-        """
-        if received_at is not None:
-            self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - received_at)
-        schedule_s = now - submitted_at - granted.queue_wait_s
+    def on_grant(self, request: Request) -> None:
+        """Record the overhead of a request that has just received the first grant of a model."""
+        attempt, fallbacks = request.attempt, request.fallbacks
+        assert attempt is not None
+        model, submitted_at = request.submission.spec.model, request.submitted_at
+        # The submission of a fallback includes the wait at the models before.
+        if fallbacks is None or not fallbacks.earlier:
+            parse_s = submitted_at - request.body.received_at
+            self.overhead[self._gateway_id, model, "parse"].observe(parse_s)
+        schedule_s = attempt.granted_at - submitted_at - attempt.dispatch.queue_wait_s
         # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
-    def itl_histogram(self, submission: Submission, granted: Dispatch) -> HistogramCell:
+    def itl_histogram(self, request: Request) -> HistogramCell:
         """Return the cell that records the inter-token latencies of a stream."""
-        return self._series_of(submission.spec.model, submission.priority, granted.pool).gaps
+        submission, attempt = request.submission, request.attempt
+        assert attempt is not None
+        return self._series_of(submission.spec.model, submission.priority, attempt.dispatch.pool).gaps
 
-    def put_back(self, model: str, failure: DispatchFailure) -> None:
-        """Count a granted request that was put back before its first byte."""
-        self.put_backs[self._gateway_id, model, failure].inc()
+    def put_back(self, request: Request, failure: DispatchFailure) -> None:
+        """Count a granted request that was put back."""
+        self.put_backs[self._gateway_id, request.submission.spec.model, failure].inc()
 
     def on_ignored_header(self, name: bytes) -> None:
         """Count a header of another gateway whose value is ignored; the first of each name is logged."""
@@ -238,13 +225,21 @@ class Telemetry:
             logger.warning("event=ignored_header header=%s reason='invalid or not allowed'", name.decode())
         cell.inc()
 
-    def on_fallback(self, route: str, model: str, fallback: str, reason: Outcome) -> None:
-        """Count a request to a route that one model rejected and another one receives."""
-        self.fallbacks[self._gateway_id, route, model, fallback, reason].inc()
+    def on_fallback(self, request: Request, fallback: str, reason: Outcome) -> None:
+        """Count a request to a route that one model rejected, and that another one receives next."""
+        route = request.fallbacks.route if request.fallbacks is not None else ""
+        self.fallbacks[self._gateway_id, route, request.submission.spec.model, fallback, reason].inc()
 
-    def on_conclusion(self, record: ConcludedRequest) -> None:
-        """Count and log a request that has reached its outcome."""
-        model, priority, pool, trace = record.model, record.priority, record.pool, record.incoming.trace
+    def on_conclusion(self, request: Request) -> None:
+        """Count and log a scheduled request that has reached its outcome."""
+        self._conclude(concluded(request))
+
+    def on_rejection(self, request: Request, endpoint: str, end: RequestRejected | ClientGone) -> None:
+        """Count and log a request that never reached a scheduler; see `rejected`."""
+        self._conclude(rejected(request, endpoint, end))
+
+    def _conclude(self, record: ConcludedRequest) -> None:
+        model, priority, pool, trace = record.model, record.priority, record.pool, record.request.trace
         self.requests[self._gateway_id, model, priority, pool, record.outcome].inc()
         targets = self._targets.get(model, _USUAL_TARGETS)
         counts_for_slo = bool(model) and targets.is_attributable(record)
@@ -253,10 +248,11 @@ class Telemetry:
             if counts_for_slo:
                 series.count_slo(targets.missed_by(record))
             if record.dispatched_at is not None:
-                series.observe(record, trace.trace_id)
+                series.observe(record, "" if trace is None else trace.trace_id)
         if model:
             self._gen_ai.observe(record)
-        trace.ended(record, record.shown_status)
+        if trace is not None:
+            trace.end(record.request, record, record.shown_status)
         if self.log_requests and logger.isEnabledFor(logging.INFO):
             self._log.add(record)
 

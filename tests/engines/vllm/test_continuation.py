@@ -12,7 +12,7 @@ import pytest_asyncio
 from serve_app.core.commands import Revoke
 from serve_app.core.events import DispatchFailed
 from serve_app.serving.gateway.answer.assembly import ContinuableAssembly
-from serve_app.serving.gateway.request.incoming import AS_STREAM, append_fields
+from serve_app.serving.gateway.request.body import AS_STREAM, append_fields
 from tests.engines.servers import until
 from tests.engines.vllm.real import ARGS, QUICK_START, SMOLLM2, Running, running
 from tests.engines.vllm.serving_stack import ServingStack, serving_stack

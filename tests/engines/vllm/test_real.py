@@ -18,7 +18,7 @@ from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
-from serve_app.serving.gateway.request.incoming import append_fields, priority_field
+from serve_app.serving.gateway.request.body import append_fields, priority_field
 from tests.builders import request
 from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, client_harness

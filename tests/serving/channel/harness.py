@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import AsyncMock
 
 import pytest
 
 from serve_app.core import SchedulerSettings
-from serve_app.core.commands import Command, Revoke
+from serve_app.core.commands import Command, Dispatch, Revoke
 from serve_app.core.events import DispatchFailure, Event, Message, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -27,7 +27,7 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant, ReplicaAddress, RequestOutlook
+from serve_app.serving.channel.scheduler_client import ChannelRequest, ReplicaAddress, RequestOutlook
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.actor import AdminQueries
 from serve_app.serving.scheduler.gauges import PersistentCosts
@@ -166,6 +166,13 @@ class FakeReplica:
         return self.report if self.counts is None else self.counts()
 
 
+class Grant(NamedTuple):
+    """A grant as a gateway receives it."""
+
+    dispatch: Dispatch
+    address: ReplicaAddress
+
+
 class AwaitedRequest(ChannelRequest):
     """Request whose grant or rejection is awaited."""
 
@@ -176,8 +183,8 @@ class AwaitedRequest(ChannelRequest):
         self._on_revoke = on_revoke
         self._answer: asyncio.Future[Grant | Conclusion] = asyncio.get_running_loop().create_future()
 
-    def on_grant(self, grant: Grant) -> None:
-        self._answer_with(grant)
+    def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
+        self._answer_with(Grant(dispatch, address))
 
     def on_rejection(self, rejection: Conclusion) -> None:
         self._answer_with(rejection)

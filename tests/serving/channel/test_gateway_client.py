@@ -9,13 +9,14 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.messages import Granted, ReplicaEntry, ReplicaTable, Welcome
-from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from tests.serving.channel.harness import (
     FAST,
     AwaitedClient,
     AwaitedRequest,
     ControlPlane,
     FakeReplica,
+    Grant,
     RecordingLink,
     granted,
     rejected,
@@ -232,7 +233,7 @@ class Recorded(AwaitedRequest):
         self._client = client
         self._other = other
 
-    def on_grant(self, grant: Grant) -> None:
+    def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
         self.grants_received += 1
 
     def on_rejection(self, rejection: Conclusion) -> None:

@@ -11,8 +11,7 @@ from serve_app.serving.channel.messages import (
     Revoked,
     Submit,
 )
-from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import AwaitedClient, ControlPlane, submission, wait_until
+from tests.serving.channel.harness import AwaitedClient, ControlPlane, Grant, submission, wait_until
 from tests.serving.channel.test_gateway_sessions import FakeLiveScheduler, running, waits
 
 BATCH: dict[str, Any] = {"priority": PriorityClass.BATCH, "revocable": True}

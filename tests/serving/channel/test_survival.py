@@ -13,12 +13,12 @@ from serve_app.core.events import DispatchFailure, Finished
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Granted, SnapshotEnd, Submit
-from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
     AwaitedClient,
     ControlPlane,
+    Grant,
     RawPeer,
     Wire,
     granted,

@@ -19,13 +19,13 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import DecodeGap, RequestTimes, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
     ChannelRequest,
-    Grant,
     ReplicaAddress,
     RequestOutlook,
     SchedulerClient,
 )
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.batches.runner import CollectingExchange
+from serve_app.serving.gateway.path import Request
 from tests.http_server import listening
 
 MODEL = "tiny"
@@ -466,13 +466,13 @@ class FakeDispatcher:
             request.on_rejection(step)
         else:
             self.in_flight.add(request.submission.request_id)
-            self.grant(request, self._grant(request.submission.request_id, step))
+            self.grant(request, *self._grant(request.submission.request_id, step))
 
-    def grant(self, request: ChannelRequest, grant: Grant) -> None:
+    def grant(self, request: ChannelRequest, dispatch: Dispatch, address: ReplicaAddress) -> None:
         """Grant a request."""
-        request.on_grant(grant)
+        request.on_grant(dispatch, address)
 
-    def _grant(self, request_id: str, step: int) -> Grant:
+    def _grant(self, request_id: str, step: int) -> tuple[Dispatch, ReplicaAddress]:
         dispatch = Dispatch(
             request_id=request_id,
             gateway_id="g1",
@@ -492,7 +492,7 @@ class FakeDispatcher:
             names_responses=self.names_responses,
             max_model_len=self.max_model_len,
         )
-        return Grant(dispatch, address)
+        return dispatch, address
 
     def put_backs(self) -> list[DispatchFailure]:
         """Return the reasons of put-backs, in order."""
@@ -574,6 +574,11 @@ async def exchange(port: int, *sent: bytes) -> bytes:
         answer = await reader.read()
     writer.close()
     return answer
+
+
+def request_of(exchange: CollectingExchange, own_id: str = "g-1") -> Request:
+    """Return a request that arrived at 0 s and is not scheduled."""
+    return Request(None, exchange, own_id, 0.0)  # type: ignore[arg-type]  # only scheduled ones use services
 
 
 async def call(

@@ -14,8 +14,8 @@ from serve_app.core.events import ReplicaJoined
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving import http_server
-from serve_app.serving.gateway import stored
-from serve_app.serving.gateway.stored import ResponseHolders
+from serve_app.serving.gateway.answer import stored
+from serve_app.serving.gateway.answer.stored import ResponseHolders
 from serve_app.serving.http_server import Exchange, HttpServer, HttpServerOptions
 from serve_app.serving.listening import listening_socket
 from tests.serving.channel.harness import scheduler_settings, wait_until

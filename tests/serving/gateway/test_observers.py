@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,25 +10,36 @@ import pytest
 from serve_app.engines.engine import Scope, Send
 from serve_app.serving.gateway.request_log import RequestLog
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.tracing.request_trace import RequestTrace
+from serve_app.serving.gateway.tracing.tracer import SampledTrace
 from serve_app.serving.metric_cells import HistogramCell
 
 from .builders import Engine, chat, error_json, reply_json
 from .fleet import fleet_of
+from .tracing.collector import Collector, collecting
 
 CHAT = "/v1/chat/completions"
 OBSERVERS = [
     *((Telemetry, name) for name in ("on_arrival", "on_grant", "on_departure", "on_conclusion", "put_back")),
     (Telemetry, "itl_histogram"),
-    *((RequestTrace, name) for name in ("queued", "granted", "headers", "put_back", "forwarded", "ended")),
+    *((SampledTrace, name) for name in ("begin_attempt", "end")),
     (RequestLog, "add"),
     (HistogramCell, "observe"),
 ]
 
 
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
 @pytest.mark.parametrize(("observer", "name"), OBSERVERS, ids=lambda each: getattr(each, "__name__", each))
 async def test_a_fault_of_an_observer_changes_no_answer(
-    observer: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    observer: type,
+    name: str,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def faulty(*_args: object, **_options: object) -> None:
         raise ZeroDivisionError("a fault")
@@ -38,7 +50,8 @@ async def test_a_fault_of_an_observer_changes_no_answer(
         await reply_json(send, 503, error_json("busy", 503))
 
     first.answers.append(busy)
-    async with fleet_of([first, second]) as fleet, asyncio.timeout(30):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    async with fleet_of([first, second], tracing=True) as fleet, asyncio.timeout(30):
         monkeypatch.setattr(observer, name, faulty)
         with caplog.at_level(logging.ERROR, "ray.serve"):
             answers = await asyncio.gather(

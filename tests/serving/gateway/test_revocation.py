@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.serving.channel.scheduler_client import ChannelRequest, Grant
+from serve_app.serving.channel.scheduler_client import ChannelRequest, ReplicaAddress
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.settings import RouteSettings, ServedModel
 from tests.serving.channel.harness import wait_until
@@ -303,8 +304,8 @@ async def test_a_revocation_before_the_attempt_is_not_lost(
     harness: GatewayHarness, engine: Continuing
 ) -> None:
     class RevokedAtOnce(FakeDispatcher):
-        def grant(self, request: ChannelRequest, grant: Grant) -> None:
-            super().grant(request, grant)
+        def grant(self, request: ChannelRequest, dispatch: Dispatch, address: ReplicaAddress) -> None:
+            super().grant(request, dispatch, address)
             if not self.generated_tokens:
                 request.on_revocation()
 

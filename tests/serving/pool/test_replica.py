@@ -16,11 +16,10 @@ from serve_app.errors import EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
-from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from tests.serving.channel.harness import AwaitedClient, wait_until
+from tests.serving.channel.harness import AwaitedClient, Grant, wait_until
 
 CHANNEL = ChannelSettings()
 ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", max_model_len=2_048)

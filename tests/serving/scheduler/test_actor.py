@@ -11,7 +11,6 @@ import pytest_asyncio
 from serve_app.core.scaling import ScaledPool, ScalingSettings
 from serve_app.errors import ChannelError, Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.actor import (
     ClusterServices,
@@ -22,7 +21,14 @@ from serve_app.serving.scheduler.actor import (
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state import StateStore
 from tests import builders
-from tests.serving.channel.harness import FAST, AwaitedClient, scheduler_settings, submission, wait_until
+from tests.serving.channel.harness import (
+    FAST,
+    AwaitedClient,
+    Grant,
+    scheduler_settings,
+    submission,
+    wait_until,
+)
 
 
 class Claims:

@@ -15,7 +15,6 @@ from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Role
-from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.metric_cells import HistogramCell
 from serve_app.serving.scheduler.findings import status_findings
 from serve_app.serving.scheduler.journal import DecisionLogSettings, Entry, RequestHistory
@@ -25,6 +24,7 @@ from tests.serving.channel.harness import (
     FAST,
     ControlPlane,
     FakeReplica,
+    Grant,
     granted,
     rejected,
     scheduler_settings,

@@ -9,11 +9,12 @@ from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Exposition, Outlooks, Scrape, SnapshotEnd, Submit, Watch
-from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
+from serve_app.serving.channel.scheduler_client import RequestOutlook
 from tests.serving.channel.harness import (
     PATIENCE_S,
     AwaitedClient,
     ControlPlane,
+    Grant,
     RawPeer,
     hello,
     submission,

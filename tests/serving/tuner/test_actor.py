@@ -10,7 +10,6 @@ from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
 from serve_app.serving import tuner as actor
-from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.tuner import ParameterTuner, TunerActor
 from serve_app.tuning.rollout import Retune
@@ -20,6 +19,7 @@ from tests.serving.channel.harness import (
     PATIENCE_S,
     AwaitedClient,
     ControlPlane,
+    Grant,
     scheduler_settings,
     submission,
     wait_until,

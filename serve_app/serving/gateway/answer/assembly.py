@@ -329,7 +329,7 @@ class ContinuableStream(ContinuableAssembly):
     """The events of a stream that outlives the attempts of its request.
 
     Args:
-        hide_usage: as in `IncomingRequest`.
+        hide_usage: as in `Request`.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ from serve_app.serving.gateway.batches.store import (
     new_id,
     window_s,
 )
+from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.body import FormParser, no_form
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
-from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import FORM_BYTES, RequestReader
 from serve_app.serving.gateway.router import Handler, HttpRoute
 from serve_app.serving.gateway.settings import GatewaySettings
@@ -200,7 +200,7 @@ class BatchApi:
         ]
         return {"rows": rows, "error": ""}
 
-    async def serve(self, handler: "BatchHandler", incoming: IncomingRequest, *parameters: str) -> None:
+    async def serve(self, handler: "BatchHandler", incoming: Request, *parameters: str) -> None:
         """Serve a request by a handler of `BATCH_ROUTES`.
 
         Raises:
@@ -216,7 +216,7 @@ class BatchApi:
 
     # -- files
 
-    async def upload_file(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+    async def upload_file(self, incoming: Request, owner: BatchOwner) -> None:
         """Store a form with `purpose` and `file`."""
         form = UploadForm(incoming.headers.get(b"content-type", b""))
         checker = InputChecker(self._settings.max_requests, self._reader.max_body_bytes)
@@ -262,14 +262,14 @@ class BatchApi:
         await self._storage.file_call(abandon)
         await self._storage(BatchStore.delete_file, file_id)
 
-    async def list_files(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+    async def list_files(self, incoming: Request, owner: BatchOwner) -> None:
         """Send a page of the tenant's files."""
         query = _query(incoming)
         page = _page(query, _FILES_PAGE, _FILES_PAGE)
         found = await self._storage(BatchStore.files, owner.tenant, query.get("purpose"), page)
         await _send_list(incoming, [record.shown() for record in found], page)
 
-    async def show_file(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+    async def show_file(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the description of a file."""
         await _send(incoming, (await self._file(file_id, owner)).shown())
 
@@ -279,7 +279,7 @@ class BatchApi:
             raise _not_found("file", file_id, param)
         return found
 
-    async def delete_file(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+    async def delete_file(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
         """Delete a file that no running batch reads."""
         record = await self._file(file_id, owner)
         batch_id = await self._storage(BatchStore.uses, record.id)
@@ -294,7 +294,7 @@ class BatchApi:
         await self._storage(BatchStore.delete_file, record.id)
         await _send(incoming, {"id": file_id, "object": "file", "deleted": True})
 
-    async def send_contents(self, incoming: IncomingRequest, owner: BatchOwner, file_id: str) -> None:
+    async def send_contents(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the contents of a file."""
         record = await self._file(file_id, owner)
         try:
@@ -324,7 +324,7 @@ class BatchApi:
 
     # -- batches
 
-    async def create_batch(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+    async def create_batch(self, incoming: Request, owner: BatchOwner) -> None:
         """Create a batch of the requests in a file."""
         body = await self._reader.document(incoming, BatchBody, _EXAMPLE)
         record = BatchRecord(
@@ -356,24 +356,24 @@ class BatchApi:
         await self._storage(BatchStore.add_batch, record, self._settings.max_open_batches)
         await self._send_changed(incoming, record)
 
-    async def list_batches(self, incoming: IncomingRequest, owner: BatchOwner) -> None:
+    async def list_batches(self, incoming: Request, owner: BatchOwner) -> None:
         """Send a page of the tenant's batches."""
         page = _page(_query(incoming), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
         now = time()
         found = await self._storage(BatchStore.batches, owner.tenant, page)
         await _send_list(incoming, [record.shown(now) for record in found], page)
 
-    async def show_batch(self, incoming: IncomingRequest, owner: BatchOwner, batch_id: str) -> None:
+    async def show_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
         """Send the description of a batch."""
         record = await self._storage(BatchStore.batch, batch_id, owner.tenant)
         await _send(incoming, _existing(record, batch_id).shown(time()))
 
-    async def cancel_batch(self, incoming: IncomingRequest, owner: BatchOwner, batch_id: str) -> None:
+    async def cancel_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
         """Cancel a batch."""
         record = await self._storage(BatchStore.cancel, batch_id, owner.tenant, time())
         await self._send_changed(incoming, _existing(record, batch_id))
 
-    async def _send_changed(self, incoming: IncomingRequest, record: BatchRecord) -> None:
+    async def _send_changed(self, incoming: Request, record: BatchRecord) -> None:
         self._runner.wake()
         await _send(incoming, record.shown(time()))
 
@@ -421,11 +421,11 @@ def storage_rejection(error: StoreError) -> RequestRejected:
     )
 
 
-async def _send(incoming: IncomingRequest, document: Mapping[str, Any]) -> None:
+async def _send(incoming: Request, document: Mapping[str, Any]) -> None:
     await send_json(incoming.send, 200, encode(document), incoming.id_headers)
 
 
-async def _send_list(incoming: IncomingRequest, found: list[dict[str, Any]], page: Page) -> None:
+async def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page) -> None:
     """Send a page of a list. `found` has one entry more than the page if a further page exists."""
     limit = page.limit - 1
     data = found[:limit]
@@ -439,7 +439,7 @@ async def _send_list(incoming: IncomingRequest, found: list[dict[str, Any]], pag
     await _send(incoming, document)
 
 
-def _query(incoming: IncomingRequest) -> dict[str, str]:
+def _query(incoming: Request) -> dict[str, str]:
     parsed = incoming.query()
     return {name: values[-1] for name, values in parsed.items()}
 

@@ -27,7 +27,7 @@ from serve_app.serving.gateway.answer.responses import (
     encode,
     send_body,
 )
-from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
 from serve_app.serving.gateway.upstream import HeaderList
@@ -202,7 +202,7 @@ class Dashboard:
         """End all streams."""
         self._frames.close()
 
-    async def _watch(self, incoming: IncomingRequest) -> None:
+    async def _watch(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
         if self._frames.watchers >= self._max_watchers:
             message = f"{self._max_watchers} dashboard connections are open, the maximum: close one, or retry"
@@ -214,7 +214,7 @@ class Dashboard:
             # The usual end of a stream.
             return
 
-    async def _send_frames(self, incoming: IncomingRequest) -> None:
+    async def _send_frames(self, incoming: Request) -> None:
         send = incoming.send
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
         while incoming.method != "HEAD" and (frame := await self._frames.next()) is not None:
@@ -223,7 +223,7 @@ class Dashboard:
             await send({"type": "http.response.body", "body": data_event(frame), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _is_still_admin(self, incoming: IncomingRequest) -> bool:
+    def _is_still_admin(self, incoming: Request) -> bool:
         """Return whether the stream's key is still valid; it may have been revoked since."""
         try:
             self._reader.authenticate(incoming).check_admin()
@@ -241,7 +241,7 @@ class _File:
         self.headers: HeaderList = [(b"content-type", _TYPES[path.suffix]), (b"etag", self.tag), *_HEADERS]
 
 
-async def _send_file(file: _File, incoming: IncomingRequest) -> None:
+async def _send_file(file: _File, incoming: Request) -> None:
     if incoming.headers.get(b"if-none-match") == file.tag:
         await incoming.send({"type": "http.response.start", "status": 304, "headers": [*file.headers]})
         await incoming.send({"type": "http.response.body", "body": b""})
@@ -249,6 +249,6 @@ async def _send_file(file: _File, incoming: IncomingRequest) -> None:
     await send_body(incoming.send, 200, file.headers, file.content)
 
 
-async def _redirect(incoming: IncomingRequest) -> None:
+async def _redirect(incoming: Request) -> None:
     """Redirect to the path without a slash, because the page refers to its files by relative paths."""
     await send_body(incoming.send, 308, [(b"location", b"../dashboard")], b"")

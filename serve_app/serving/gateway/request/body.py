@@ -14,6 +14,10 @@ bodies may be queued at once, so their total is bounded. Beyond it, requests are
 `Retry-After` from the rate at which bodies are released. The last quarter of the budget is reserved for small
 bodies, so that a few clients with large ones do not lock others out.
 
+Fields are spliced into a JSON body before its closing brace, without re-encoding. A field that the body has
+already then occurs twice, and JSON readers use the last one (Python's, pydantic's and msgspec's do). All
+other bytes reach the engine as the client wrote them.
+
 Multipart forms, parsed while they arrive.
 
 The parser is python-multipart, which Starlette, and therefore vLLM, applies to the same bodies.
@@ -21,8 +25,9 @@ The parser is python-multipart, which Starlette, and therefore vLLM, applies to 
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -120,15 +125,17 @@ class HeldBody:
     Attributes:
         data: its bytes; empty after release.
         received_at: arrival of its last byte, on the monotonic clock.
+        form_model: place of the model's name in a form, to which no fields can be added; None for JSON.
     """
 
-    __slots__ = ("_budget", "_held_bytes", "data", "received_at")
+    __slots__ = ("_budget", "_held_bytes", "data", "form_model", "received_at")
 
     def __init__(self, budget: "BodyBudget") -> None:
         self._budget = budget
         self._held_bytes = 0
         self.data: bytes = b""
         self.received_at = 0.0
+        self.form_model: slice | None = None
 
     def grow(self, size: int) -> None:
         """Reserve memory for bytes that have arrived.
@@ -196,6 +203,112 @@ class BodyBudget:
 
 NO_BODY = HeldBody(BodyBudget(0))
 """The body of a request that has not been read."""
+
+
+# -- splicing ---------------------------------------------------------------------------------------------
+
+
+def body_for(
+    held: HeldBody,
+    model: str | None,
+    priority: int | None,
+    response_id: str | None,
+    continuation: list[bytes],
+) -> bytes:
+    """Return a body with the fields of one attempt.
+
+    Args:
+        model: name for the engine; None for that in the body.
+        priority: for an engine with priority scheduling; None for others.
+        response_id: name for the response; None if the engine chooses it.
+        continuation: fields of `ContinuableAssembly.begin_attempt`.
+    """
+    if (place := held.form_model) is not None:
+        form = held.data
+        return form if model is None else form[: place.start] + model.encode() + form[place.stop :]
+    fields = [*continuation]
+    if model is not None:
+        fields.append(model_field(model))
+    if priority is not None:
+        fields.append(priority_field(priority))
+    if response_id is not None:
+        fields.append(response_id_field(response_id))
+    return append_fields(held.data, fields)
+
+
+# vLLM's default for bodies without the field, and the only value that every engine accepts.
+NO_PRIORITY = 0
+
+_WITH_USAGE = b'"stream_options":{"include_usage":true}'
+
+
+# Requests a stream for an answer that the gateway assembles.
+AS_STREAM = b'"stream":true,' + _WITH_USAGE
+
+
+class _OptionsOnly(msgspec.Struct):
+    stream_options: dict[str, msgspec.Raw] | None = None
+
+
+_options_decoder = msgspec.json.Decoder(_OptionsOnly)
+
+
+def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
+    """Return the field that requests usage in a stream, with the client's other stream options.
+
+    `continuous_usage_stats` is removed. Without `include_usage`, which the client omitted, it has no effect;
+    with it, every event would carry usage.
+    """
+    if not has_stream_options:
+        return _WITH_USAGE
+    options = _options_decoder.decode(body).stream_options or {}
+    options.pop("continuous_usage_stats", None)
+    wanted: dict[str, Any] = {**options, "include_usage": True}
+    return b'"stream_options":' + msgspec.json.encode(wanted)
+
+
+def priority_field(value: int) -> bytes:
+    """Return the field by which an engine with priority scheduling orders requests; lower is sooner."""
+    return b'"priority":%d' % value
+
+
+def model_field(name: str) -> bytes:
+    """Return the field that names the model."""
+    return b'"model":' + msgspec.json.encode(name)
+
+
+def salt_field(salt: str) -> bytes:
+    """Return the field that separates a request's blocks in an engine's prefix cache."""
+    return b'"cache_salt":' + msgspec.json.encode(salt)
+
+
+def response_id_field(response_id: str) -> bytes:
+    """Return the field by which vLLM names a response; a client's own could overwrite another response."""
+    return b'"request_id":' + msgspec.json.encode(response_id)
+
+
+def append_fields(body: bytes, fields: list[bytes]) -> bytes:
+    """Return a JSON object with fields appended.
+
+    Args:
+        body: an object with at least one field, as checked by the parser.
+        fields: each as `"name":value`.
+
+    Raises:
+        RequestRejected: the body does not end with a brace.
+    """
+    if not fields:
+        return body
+    end = len(body) - 1
+    # Skip trailing white space by index, because rstrip would copy the body.
+    while end >= 0 and body[end] in b" \t\r\n":
+        end -= 1
+    if end < 0 or body[end] != ord("}"):
+        raise RequestRejected(Outcome.REJECTED_INVALID, "the body must be one JSON object")
+    return b"".join((memoryview(body)[:end], b",", b",".join(fields), b"}"))
+
+
+# -- forms ------------------------------------------------------------------------------------------------
 
 
 class FormReader(Protocol):

@@ -24,18 +24,19 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from serve_app.core.commands import Dispatch
 from serve_app.errors import Outcome
-from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass
+from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass, RequestTimes
 from serve_app.serving.api_keys import is_tenant_name
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,
     RequestRejected,
+    encode,
     header_text,
     rate_limit_headers,
 )
@@ -340,6 +341,31 @@ def _placement_lines(pool: str, replica_id: str, length_queue: str) -> bytes:
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return headers as lines, with control characters replaced."""
     return b"".join([b"%b: %b\r\n" % (name, _CONTROL.sub(b"?", value)) for name, value in headers])
+
+
+def receipt_line(times: RequestTimes, dispatch: Dispatch) -> bytes:
+    """Return the header line of the receipt for a client that sent `x-ewsjf-receipt: 1`."""
+    return RECEIPT_HEADER + b": " + encode(_receipt(times, dispatch)) + b"\r\n"
+
+
+def receipt_comment(times: RequestTimes, dispatch: Dispatch) -> bytes:
+    """Return the receipt as a comment for the end of an event stream."""
+    return b": " + RECEIPT_HEADER[2:] + b" " + encode(_receipt(times, dispatch)) + b"\n\n"
+
+
+def _receipt(times: RequestTimes, dispatch: Dispatch) -> dict[str, Any]:
+    """Return the completed stages under the names that the scheduler's receipts use, and the engine's own."""
+    waited, engine = dispatch.waited, times.engine
+    receipt: dict[str, Any] = {
+        "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
+        "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
+        "ahead": {} if waited is None else waited.ahead,
+        "stages_ms": {name: round(s * 1e3, 3) for name, s in times.stages(dispatch.queue_wait_s)},
+    }
+    if engine is not None:
+        named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
+        receipt["engine_ms"] = {name: round(s * 1e3, 3) for name, s in named.items() if s is not None}
+    return receipt
 
 
 def _bad_value(name: str, value: str, accepted: str) -> RequestRejected:

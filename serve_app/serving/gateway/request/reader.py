@@ -10,14 +10,13 @@ Clients do not agree on a field, so the first usable id of the following list is
    `nvext.session_control.session_id`, or `nvext.agent_context` with the ids of an agent's trajectory, of its
    run and of the trajectory that launched it.
 3. `x-correlation-id`, which load generators keep for a conversation, but other clients renew.
-4. The chain of `previous_response_id`, see `response_holders`.
+4. The chain of `previous_response_id`, see `answer.stored`.
 5. `x-program-id`.
 
 An id has 1 to 256 printable characters. Others are ignored, because a hint must not fail a request.
 """
 
 import asyncio
-import itertools
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +30,24 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, ProgramHint, RequestSpec, Submission, completed
 from serve_app.serving.gateway.answer.assembly import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected, header_text
+from serve_app.serving.gateway.answer.stored import ResponseHolders, StoredResponse
 from serve_app.serving.gateway.keys import Budgets, Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
+from serve_app.serving.gateway.path import Fallbacks, Request, with_limit
 from serve_app.serving.gateway.request import fields as heads
-from serve_app.serving.gateway.request.body import NO_BODY, BodyBudget, HeldBody, check_structure, is_plain
+from serve_app.serving.gateway.request.body import (
+    AS_STREAM,
+    NO_BODY,
+    NO_PRIORITY,
+    BodyBudget,
+    HeldBody,
+    append_fields,
+    check_structure,
+    is_plain,
+    priority_field,
+    salt_field,
+    usage_field,
+)
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
@@ -45,19 +58,9 @@ from serve_app.serving.gateway.request.fields import (
     UsageOnRequestFields,
     with_own_names,
 )
-from serve_app.serving.gateway.request.incoming import (
-    AS_STREAM,
-    NO_PRIORITY,
-    IncomingRequest,
-    ResponseTerms,
-    append_fields,
-    priority_field,
-    salt_field,
-    usage_field,
-)
 from serve_app.serving.gateway.request.measure import NO_OPENING, engine_salt, prefix_hashes
-from serve_app.serving.gateway.settings import GatewaySettings, with_limit
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
+from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.tracing.request_trace import RequestTracer
 
 SESSION_HEADERS = (
     b"x-session-id",
@@ -187,19 +190,18 @@ class RequestReader:
         self,
         settings: GatewaySettings,
         models: ServedModels,
-        gateway_id: str,
         budgets: Budgets | None = None,
         tracer: RequestTracer | None = None,
         on_ignored_header: Callable[[bytes], None] = lambda _name: None,
+        holders: ResponseHolders | None = None,
     ) -> None:
         self._settings = settings
         self._models = models
         self._keyring = _keyring(settings)
-        self._gateway_id = gateway_id
         self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
         self._on_ignored_header = on_ignored_header
-        self._numbers = itertools.count(1)
+        self._holders = holders or ResponseHolders()
         self.bodies = BodyBudget(settings.max_held_body_bytes)
         # One thread: the GIL makes more no faster, and the event loop is not blocked.
         self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
@@ -220,18 +222,7 @@ class RequestReader:
         """Maximum length of a body, which may change."""
         return self._settings.max_body_bytes
 
-    def trace(self, incoming: IncomingRequest) -> None:
-        """Begin the trace of a request, if it is sampled."""
-        if self._tracer is not None:
-            incoming.trace = self._tracer.begin(
-                incoming.path, incoming.headers, incoming.exchange.headers, incoming.arrived_at
-            )
-
-    def next_id(self) -> str:
-        """Return an id for a request that is unique among all gateways."""
-        return f"{self._gateway_id}-{next(self._numbers)}"
-
-    def authenticate(self, incoming: IncomingRequest) -> Caller:
+    def authenticate(self, incoming: Request) -> Caller:
         """Return the caller of a request.
 
         Raises:
@@ -258,9 +249,7 @@ class RequestReader:
         """
         return self._keyring.caller_with(key_id)
 
-    async def pieces(
-        self, incoming: IncomingRequest, max_bytes: int, piece_bytes: int
-    ) -> AsyncIterator[bytes]:
+    async def pieces(self, incoming: Request, max_bytes: int, piece_bytes: int) -> AsyncIterator[bytes]:
         """Yield a body that is too long for the memory, in pieces of about `piece_bytes`.
 
         Raises:
@@ -294,7 +283,7 @@ class RequestReader:
                 yield bytes(pending)
                 pending.clear()
 
-    async def body(self, incoming: IncomingRequest) -> HeldBody:
+    async def body(self, incoming: Request) -> HeldBody:
         """Receive the whole body; the caller must release it.
 
         Raises:
@@ -321,7 +310,7 @@ class RequestReader:
         held.received_at = monotonic()
         return held
 
-    async def document(self, incoming: IncomingRequest, kind: type[T], example: str) -> T:
+    async def document(self, incoming: Request, kind: type[T], example: str) -> T:
         """Receive a small body of JSON, and return it as an object of this type.
 
         Args:
@@ -343,7 +332,7 @@ class RequestReader:
         finally:
             held.release()
 
-    def _whole_body(self, incoming: IncomingRequest) -> HeldBody:
+    def _whole_body(self, incoming: Request) -> HeldBody:
         """Return a body that has arrived."""
         heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
         data = incoming.exchange.take_body()
@@ -354,7 +343,7 @@ class RequestReader:
         held.data, held.received_at = data, monotonic()
         return held
 
-    async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
+    async def _receive(self, incoming: Request, held: HeldBody, deadline: asyncio.Timeout) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
         limit, size = settings.max_body_bytes, 0
         pieces: list[bytes | bytearray] = []
@@ -377,7 +366,7 @@ class RequestReader:
                 held.data = b"".join(pieces)
                 return
 
-    def read_now(self, incoming: IncomingRequest) -> bool:
+    def read_now(self, incoming: Request) -> bool:
         """Read and check a request for a scheduled endpoint, if it need not wait for anything.
 
         Returns:
@@ -402,7 +391,7 @@ class RequestReader:
             raise
         return True
 
-    async def read(self, incoming: IncomingRequest) -> None:
+    async def read(self, incoming: Request) -> None:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
@@ -424,7 +413,7 @@ class RequestReader:
             self._abandon(incoming, caller, error)
             raise
 
-    def _abandon(self, incoming: IncomingRequest, caller: Caller, error: BaseException) -> None:
+    def _abandon(self, incoming: Request, caller: Caller, error: BaseException) -> None:
         incoming.body.release()
         if isinstance(error, RequestRejected):
             error.key = caller.key
@@ -434,24 +423,23 @@ class RequestReader:
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
         self._keyring.close()
 
-    def _interpret(self, incoming: IncomingRequest, caller: Caller) -> None:
+    def _interpret(self, incoming: Request, caller: Caller) -> None:
         """Check a body, and set what it means for the request; for large bodies, this runs on a thread."""
         held, headers, settings = incoming.body, incoming.headers, self._settings
         body = held.data
         if (form := FORMS.get(incoming.path)) is not None:
-            parsed, announced = form.parse(body, heads.content_type(incoming.exchange.headers)), None
+            parsed = form.parse(body, heads.content_type(incoming.exchange.headers))
         else:
             check_structure(body)
-            endpoint = SCHEDULED[incoming.path]
-            parsed, announced = endpoint.parse(body), endpoint.announced
+            parsed = SCHEDULED[incoming.path].parse(body)
         fields, spec = parsed.fields, parsed.spec
         found = self._models.find(spec.model, caller)
         tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
         if isinstance(fields, ResponsesFields):
-            incoming.response_terms = self._response(incoming, caller, fields)
-        response = incoming.response_terms
-        background = response is not None and response.background
-        models = found.models if found.route is None else _in_order(found, incoming, fields, tenant, response)
+            incoming.stored = self._stored_response(incoming, caller, fields)
+        stored = incoming.stored
+        background = stored is not None and stored.is_background
+        models = found.models if found.route is None else _in_order(found, incoming, fields, tenant)
         priority = _priority(headers.get(b"x-priority"), caller, fields)
         options, target = heads.queue_options(headers), heads.latency_target(headers)
         if found.route is not None:
@@ -490,18 +478,16 @@ class RequestReader:
         ]
         incoming.submission = submissions[0]
         if found.route is not None:
-            incoming.route, incoming.fallback_after_s = found.name, found.route.fallback_after_s
-        if len(submissions) > 1:
-            incoming.submission = with_limit(submissions[0], incoming.fallback_after_s)
-            incoming.fallbacks = tuple(submissions[1:])
+            after_s = found.route.fallback_after_s
+            incoming.fallbacks = Fallbacks(found.name, submissions[1:], after_s)
+            if len(submissions) > 1:
+                incoming.submission = with_limit(submissions[0], after_s)
         held.data = append_fields(body, _added_fields(parsed, body, isolated, assembles=assembles))
         incoming.forwarded = self.forwarded(incoming)
-        # Clients of background work need its id at once.
-        incoming.announced = None if background else announced
-        incoming.form_model, incoming.queue_form = parsed.form_model, options.form
-        incoming.requested = found.name
+        held.form_model = parsed.form_model
+        incoming.queue_form, incoming.requested = options.form, found.name
 
-    def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
+    def owner(self, incoming: Request, caller: Caller) -> str:
         """Return the tenant that owns stored responses; the end user in the body is ignored.
 
         Raises:
@@ -509,21 +495,22 @@ class RequestReader:
         """
         return caller.tenant(incoming.headers.get(b"x-tenant"), None)
 
-    def _response(self, incoming: IncomingRequest, caller: Caller, fields: ResponsesFields) -> ResponseTerms:
-        return ResponseTerms(
-            owner=self.owner(incoming, caller),
+    def _stored_response(self, incoming: Request, caller: Caller, fields: ResponsesFields) -> StoredResponse:
+        return StoredResponse(
+            self._holders,
+            self.owner(incoming, caller),
             previous=fields.previous_response_id,
-            background=bool(fields.background),
+            is_background=bool(fields.background),
             is_named=bool(memoryview(fields.request_id)),
         )
 
-    def forwarded(self, incoming: IncomingRequest) -> bytes:
+    def forwarded(self, incoming: Request) -> bytes:
         """Return the client's header lines that are forwarded to a replica.
 
         Raises:
             RequestRejected: a header contains a line break.
         """
-        is_traced = incoming.trace is not UNTRACED
+        is_traced = incoming.trace is not None
         lines = heads.forwarded(incoming.exchange.headers, incoming.headers, is_traced=is_traced)
         if self._tracer is None or is_traced or b"traceparent" in incoming.headers:
             return lines
@@ -553,18 +540,12 @@ def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
         pieces.append(bytearray(piece))
 
 
-def _in_order(
-    found: FoundName,
-    incoming: IncomingRequest,
-    fields: BodyFields,
-    tenant: str,
-    response: ResponseTerms | None,
-) -> tuple[FoundModel, ...]:
+def _in_order(found: FoundName, incoming: Request, fields: BodyFields, tenant: str) -> tuple[FoundModel, ...]:
     """Return the models of a route that may serve a request, the preferred one first."""
     assert found.route is not None
     session = session_of(incoming.headers)
     models = found.order(found.route.subject(session, fields.end_user, tenant, incoming.request_id))
-    if response is None or response.previous is None:
+    if incoming.stored is None or incoming.stored.previous is None:
         return models
     # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
     names = {model.name for model in models}
@@ -585,7 +566,7 @@ _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def _continuable(
     models: Iterable[FoundModel], parsed: ParsedBody, body: bytes, *, is_whole: bool
 ) -> dict[str, int | None]:
-    """Return the models whose engines may continue an answer; see `IncomingRequest.continuable`.
+    """Return the models whose engines may continue an answer; see `Request.continuable`.
 
     Args:
         is_whole: it is assembled and revocable, so it can be continued without `resume_streams`.

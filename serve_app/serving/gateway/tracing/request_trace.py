@@ -1,4 +1,4 @@
-"""Interface of a request's trace, and the creation of the tracer.
+"""Names of spans and attributes, and the creation of the tracer.
 
 Names of spans and attributes: OpenTelemetry's conventions where they exist, otherwise `ewsjf.` names.
 
@@ -10,16 +10,14 @@ choose, only names of models, tenants, requests, answers and conversations are r
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from serve_app.core.events import DispatchFailure
-from serve_app.errors import Outcome, SettingsError
-from serve_app.request import Submission
-from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.errors import SettingsError
+from serve_app.serving.gateway.path import Request
 
 if TYPE_CHECKING:
-    from serve_app.serving.gateway.request_log import ConcludedRequest, MetricExport
+    from serve_app.serving.gateway.request_log import MetricExport
 
 
 # Generative AI.
@@ -90,52 +88,11 @@ OPERATIONS: Mapping[str, str] = {
 }
 
 
-class RequestTrace:
-    """No-op trace of a request that is not sampled; the base of sampled ones, which have a `trace_id`."""
-
-    __slots__ = ()
-
-    trace_id: str = ""
-
-    def queued(self, submission: Submission) -> None:
-        """Record the submission to the scheduler."""
-
-    def granted(self, grant: Grant, attempt: int) -> None:
-        """Record a grant, and begin an attempt on its replica."""
-
-    def headers(self) -> bytes:
-        """Return header lines that make the engine's spans children of the current attempt."""
-        return b""
-
-    def put_back(self, failure: DispatchFailure) -> None:
-        """Record a failed attempt, after which the request is queued again."""
-
-    def forwarded(self, outcome: Outcome) -> None:
-        """Record the end in the engine."""
-
-    def ended(self, record: "ConcludedRequest", status: int) -> None:
-        """Record the outcome and the HTTP status sent to the client."""
-
-
-UNTRACED = RequestTrace()
-
-
 class RequestTracer(Protocol):
     """Sampler of requests."""
 
-    def begin(
-        self,
-        path: str,
-        headers: Mapping[bytes, bytes],
-        raw: Iterable[tuple[bytes, bytes]],
-        arrived_at: float,
-    ) -> RequestTrace:
-        """Return the trace of a request; `UNTRACED` if it is not sampled.
-
-        Args:
-            raw: the same headers as received, with repeated ones.
-            arrived_at: on the monotonic clock.
-        """
+    def begin(self, request: Request) -> None:
+        """Set the trace of a request that is sampled."""
         ...
 
     def unsampled_parent(self) -> bytes:

@@ -27,6 +27,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from opentelemetry.context import Context
@@ -53,12 +54,13 @@ from opentelemetry.trace import (
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import Submission, TurnEnd
-from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.request_log import INSTRUMENTS, ConcludedRequest, Instrument
+from serve_app.serving.gateway.path import Attempt, Request
+from serve_app.serving.gateway.request_log import INSTRUMENTS, Instrument
 from serve_app.serving.gateway.tracing import request_trace
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace, TraceParent, trace_parent
+from serve_app.serving.gateway.tracing.request_trace import TraceParent, trace_parent
 
 logger = logging.getLogger("ray.serve")
 
@@ -132,8 +134,10 @@ _ROOT = Context()
 _LOW_BITS = (1 << 64) - 1
 
 
-class SampledTrace(RequestTrace):
-    """Spans of one sampled request, on the event loop's clock.
+class SampledTrace:
+    """Trace of one sampled request.
+
+    Its spans are made from the request at its end, except for those of attempts, whose ids engines receive.
 
     Args:
         root: span of the request, which has begun.
@@ -141,17 +145,7 @@ class SampledTrace(RequestTrace):
         ahead_ns: difference of the wall clock and the monotonic clock, in nanoseconds.
     """
 
-    __slots__ = (
-        "_ahead_ns",
-        "_below",
-        "_forward",
-        "_operation",
-        "_queued_at",
-        "_root",
-        "_since",
-        "_tracer",
-        "trace_id",
-    )
+    __slots__ = ("_ahead_ns", "_attempts", "_below", "_operation", "_root", "_tracer", "trace_id")
 
     def __init__(self, tracer: Tracer, root: Span, operation: str, ahead_ns: int) -> None:
         self._tracer = tracer
@@ -159,65 +153,27 @@ class SampledTrace(RequestTrace):
         self._operation = operation
         self._ahead_ns = ahead_ns
         self._below = set_span_in_context(root)
-        self._forward: Span | None = None
-        # Time of the first submission, and the start of the current wait.
-        self._queued_at = 0.0
-        self._since: float | None = None
+        # Each with the begin of its wait, the submission to its model, and its span.
+        self._attempts: list[tuple[Attempt, float, float, Span]] = []
         self.trace_id = f"{root.get_span_context().trace_id:032x}"
 
-    def queued(self, submission: Submission) -> None:
-        """Record the submission to the scheduler."""
-        self._queued_at = self._since = time.monotonic()
-        spec, root = submission.spec, self._root
-        model = spec.served_name
-        root.update_name(f"{self._operation} {model}")
-        attributes: dict[str, Any] = {
-            request_trace.REQUEST_MODEL: model,
-            request_trace.REQUEST_STREAM: spec.streamed,
-            request_trace.CLASS: submission.priority.value,
-            request_trace.TENANT: submission.tenant,
-        }
-        if spec.max_output_tokens:
-            attributes[request_trace.REQUEST_MAX_TOKENS] = spec.max_output_tokens
-        if spec.choices != 1:
-            attributes[request_trace.REQUEST_CHOICE_COUNT] = spec.choices
-        if submission.program is not None:
-            attributes[request_trace.CONVERSATION_ID] = submission.program.session
-        root.set_attributes(attributes)
-        root.add_event(request_trace.QUEUED_EVENT, timestamp=self._epoch_ns(self._queued_at))
-
-    def granted(self, grant: Grant, attempt: int) -> None:
-        """Record a grant, and begin an attempt on its replica."""
-        now, dispatch = time.monotonic(), grant.dispatch
-        since = now if self._since is None else self._since
-        # The scheduler has another clock, so only its wait, a difference, is used.
-        decided_at = min(max(self._queued_at + dispatch.queue_wait_s, since), now)
-        queued: dict[str, Any] = {request_trace.LENGTH_QUEUE: dispatch.length_queue}
-        if dispatch.waited is not None:
-            queued |= {
-                request_trace.WAIT_PREFIX + cause: ns / 1e9 for cause, ns in dispatch.waited.causes.items()
-            }
-        self._add(request_trace.QUEUE_SPAN, since, decided_at, queued)
-        self._root.add_event(request_trace.DISPATCHED_EVENT, timestamp=self._epoch_ns(decided_at))
-        self._add(request_trace.PLACE_SPAN, decided_at, now, _placement(dispatch))
-        self._since = None
-        self._forward = self._tracer.start_span(
+    def begin_attempt(self, request: Request, attempt: Attempt) -> bytes:
+        """Begin the span of an attempt, and return header lines that make the engine's spans its children."""
+        span = self._tracer.start_span(
             request_trace.FORWARD_SPAN,
             context=self._below,
             kind=SpanKind.CLIENT,
             attributes={
-                request_trace.POOL: dispatch.pool,
-                request_trace.REPLICA: dispatch.replica_id,
-                request_trace.SERVER_ADDRESS: grant.address.host,
-                request_trace.SERVER_PORT: grant.address.port,
-                request_trace.ATTEMPT: attempt,
+                request_trace.POOL: attempt.dispatch.pool,
+                request_trace.REPLICA: attempt.dispatch.replica_id,
+                request_trace.SERVER_ADDRESS: attempt.address.host,
+                request_trace.SERVER_PORT: attempt.address.port,
+                request_trace.ATTEMPT: len(request.attempts),
             },
-            start_time=self._epoch_ns(now),
+            start_time=self._epoch_ns(attempt.granted_at),
         )
-
-    def headers(self) -> bytes:
-        """Return header lines that make the engine's spans children of the current attempt."""
-        context = (self._forward or self._root).get_span_context()
+        self._attempts.append((attempt, self._waited_from(request), request.submitted_at, span))
+        context = span.get_span_context()
         line = b"traceparent: 00-%032x-%016x-%02x\r\n" % (
             context.trace_id,
             context.span_id,
@@ -227,68 +183,42 @@ class SampledTrace(RequestTrace):
         state = context.trace_state.to_header().encode()
         return line + b"tracestate: " + state + b"\r\n" if state else line
 
-    def put_back(self, failure: DispatchFailure) -> None:
-        """Record a failed attempt, after which the request is queued again."""
-        self._since = time.monotonic()
-        self._root.add_event(request_trace.PUT_BACK_EVENT, timestamp=self._epoch_ns(self._since))
-        if self._forward is not None:
-            self._forward.set_attribute(request_trace.PUT_BACK, failure.value)
-            if failure is not DispatchFailure.REVOKED:
-                self._forward.set_attribute(request_trace.ERROR_TYPE, failure.value)
-                self._forward.set_status(_ERROR)
-            self._end_forward()
+    def _waited_from(self, request: Request) -> float:
+        """Return the begin of a wait: the submission to the model, or the last put-back from it."""
+        ended_at = self._attempts[-1][0].ended_at if self._attempts else None
+        return request.submitted_at if ended_at is None else max(request.submitted_at, ended_at)
 
-    def forwarded(self, outcome: Outcome) -> None:
-        """Record the end in the engine."""
-        if self._forward is not None:
-            self._forward.set_attribute(request_trace.OUTCOME, outcome.value)
-            if outcome is Outcome.FAILED:
-                self._forward.set_status(_ERROR)
-            self._end_forward()
-
-    def ended(self, record: ConcludedRequest, status: int) -> None:
-        """Record the outcome, and end the request's span."""
-        if self._since is not None:
-            self._add(
-                request_trace.QUEUE_SPAN,
-                self._since,
-                time.monotonic(),
-                {request_trace.OUTCOME: record.outcome.value},
-            )
-        root = self._root
-        attributes: dict[str, Any] = {
-            request_trace.OUTCOME: record.outcome.value,
-            request_trace.REQUEST_ID: record.request_id,
-            request_trace.HTTP_RESPONSE_STATUS_CODE: status,
-        }
+    def end(self, request: Request, record: RequestRecord, status: int) -> None:
+        """Record the request as spans."""
+        events = [(at, request_trace.QUEUED_EVENT) for at in _submissions(request)]
+        for attempt, since, submitted_at, span in self._attempts:
+            dispatch, granted_at = attempt.dispatch, attempt.granted_at
+            # The scheduler has another clock, so only its wait, a difference, is used.
+            decided_at = min(max(submitted_at + dispatch.queue_wait_s, since), granted_at)
+            self._add(request_trace.QUEUE_SPAN, since, decided_at, _wait(dispatch))
+            events.append((decided_at, request_trace.DISPATCHED_EVENT))
+            self._add(request_trace.PLACE_SPAN, decided_at, granted_at, _placement(dispatch))
+            ended_at = record.finished_at if attempt.ended_at is None else attempt.ended_at
+            if attempt.failure is not None:
+                events.append((ended_at, request_trace.PUT_BACK_EVENT))
+            _set_end(span, attempt)
+            span.end(self._epoch_ns(ended_at))
+        if request.submitted_at and (request.attempt is None or request.attempt.failure is not None):
+            outcome = {request_trace.OUTCOME: record.outcome.value}
+            self._add(request_trace.QUEUE_SPAN, self._waited_from(request), record.finished_at, outcome)
         if record.first_token_at is not None:
-            attributes[request_trace.RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_at - record.arrived_at
-            root.add_event(request_trace.FIRST_CHUNK_EVENT, timestamp=self._epoch_ns(record.first_token_at))
-        if record.prompt_tokens or record.output_tokens:
-            attributes[request_trace.USAGE_INPUT_TOKENS] = record.prompt_tokens
-            attributes[request_trace.USAGE_OUTPUT_TOKENS] = record.output_tokens
-        if (usage := record.usage) is not None:
-            attributes[request_trace.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
-            if usage.reasoning_tokens:
-                attributes[request_trace.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
-            if usage.ending in _FINISH_REASONS:
-                attributes[request_trace.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
-        if record.dispatched_at is not None:
-            attributes[request_trace.RESPONSE_MODEL] = record.incoming.submission.spec.served_name
-            if record.incoming.response_id:
-                attributes[request_trace.RESPONSE_ID] = record.incoming.response_id
-        if not record.completed:
-            attributes[request_trace.ERROR_TYPE] = record.outcome.value
-        root.set_attributes(attributes)
+            events.append((record.first_token_at, request_trace.FIRST_CHUNK_EVENT))
+        root = self._root
+        for at, name in sorted(events, key=itemgetter(0)):
+            root.add_event(name, timestamp=self._epoch_ns(at))
+        if request.submitted_at:
+            root.update_name(f"{self._operation} {request.submission.spec.served_name}")
+            root.set_attributes(_submitted(request.submission))
+        root.set_attributes(_concluded(request, record, status))
         # By convention, a client's error is no error of the server span.
         if status >= 500 or record.outcome is Outcome.FAILED:
             root.set_status(_ERROR)
-        root.end(self._epoch_ns(time.monotonic()))
-
-    def _end_forward(self) -> None:
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.end(self._epoch_ns(time.monotonic()))
+        root.end(self._epoch_ns(record.finished_at))
 
     def _add(self, name: str, began_at: float, ended_at: float, attributes: dict[str, Any]) -> None:
         span = self._tracer.start_span(
@@ -298,6 +228,75 @@ class SampledTrace(RequestTrace):
 
     def _epoch_ns(self, at: float) -> int:
         return self._ahead_ns + int(at * NANOSECONDS)
+
+
+def _submissions(request: Request) -> list[float]:
+    """Return the times at which a request was submitted to a model."""
+    earlier = [] if request.fallbacks is None else request.fallbacks.earlier
+    return [*earlier, request.submitted_at] if request.submitted_at else []
+
+
+def _set_end(span: Span, attempt: Attempt) -> None:
+    """Set how an attempt ended."""
+    failure, outcome = attempt.failure, attempt.outcome
+    if failure is not None:
+        span.set_attribute(request_trace.PUT_BACK, failure.failure.value)
+        if failure.failure is not DispatchFailure.REVOKED:
+            span.set_attribute(request_trace.ERROR_TYPE, failure.failure.value)
+            span.set_status(_ERROR)
+    elif outcome is not None:
+        span.set_attribute(request_trace.OUTCOME, outcome.value)
+        if outcome is Outcome.FAILED:
+            span.set_status(_ERROR)
+
+
+def _submitted(submission: Submission) -> dict[str, Any]:
+    spec = submission.spec
+    attributes: dict[str, Any] = {
+        request_trace.REQUEST_MODEL: spec.served_name,
+        request_trace.REQUEST_STREAM: spec.streamed,
+        request_trace.CLASS: submission.priority.value,
+        request_trace.TENANT: submission.tenant,
+    }
+    if spec.max_output_tokens:
+        attributes[request_trace.REQUEST_MAX_TOKENS] = spec.max_output_tokens
+    if spec.choices != 1:
+        attributes[request_trace.REQUEST_CHOICE_COUNT] = spec.choices
+    if submission.program is not None:
+        attributes[request_trace.CONVERSATION_ID] = submission.program.session
+    return attributes
+
+
+def _concluded(request: Request, record: RequestRecord, status: int) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        request_trace.OUTCOME: record.outcome.value,
+        request_trace.REQUEST_ID: record.request_id,
+        request_trace.HTTP_RESPONSE_STATUS_CODE: status,
+    }
+    if record.ttft_s is not None:
+        attributes[request_trace.RESPONSE_TIME_TO_FIRST_CHUNK] = record.ttft_s
+    if record.prompt_tokens or record.output_tokens:
+        attributes[request_trace.USAGE_INPUT_TOKENS] = record.prompt_tokens
+        attributes[request_trace.USAGE_OUTPUT_TOKENS] = record.output_tokens
+    if (usage := request.usage) is not None:
+        attributes[request_trace.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
+        if usage.reasoning_tokens:
+            attributes[request_trace.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
+        if usage.ending in _FINISH_REASONS:
+            attributes[request_trace.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
+    if record.dispatched_at is not None:
+        attributes[request_trace.RESPONSE_MODEL] = request.submission.spec.served_name
+        if request.response_id:
+            attributes[request_trace.RESPONSE_ID] = request.response_id
+    if not record.completed:
+        attributes[request_trace.ERROR_TYPE] = record.outcome.value
+    return attributes
+
+
+def _wait(dispatch: Dispatch) -> dict[str, Any]:
+    waited = {} if dispatch.waited is None else dispatch.waited.causes
+    causes = {request_trace.WAIT_PREFIX + cause: ns / 1e9 for cause, ns in waited.items()}
+    return {request_trace.LENGTH_QUEUE: dispatch.length_queue, **causes}
 
 
 def _placement(dispatch: Dispatch) -> dict[str, Any]:
@@ -325,32 +324,27 @@ class GatewayTracer:
         self._bound = _bound(self._provider.sampler)
         self._follows_parents = isinstance(self._provider.sampler, ParentBased)
 
-    def begin(
-        self,
-        path: str,
-        headers: Mapping[bytes, bytes],
-        raw: Iterable[tuple[bytes, bytes]],
-        arrived_at: float,
-    ) -> RequestTrace:
-        """Return the trace of a request; see `RequestTracer`."""
+    def begin(self, request: Request) -> None:
+        """Set the trace of a request that is sampled."""
+        path = request.path
         operation = request_trace.OPERATIONS.get(path)
         if operation is None:
-            return UNTRACED
-        parent = trace_parent(headers)
+            return
+        parent = trace_parent(request.headers)
         if parent is None:
             trace_id = random.getrandbits(128)
         elif self._follows_parents and not parent.is_sampled:
-            return UNTRACED
+            return
         else:
             trace_id = int(parent.trace_id, 16)
         if trace_id & _LOW_BITS >= self._bound and not (self._follows_parents and parent is not None):
-            return UNTRACED
+            return
         self._ids.trace_id = trace_id
         # The offset is fixed here; all later times are from the monotonic clock.
         ahead_ns = time.time_ns() - int(time.monotonic() * NANOSECONDS)
         root = self._tracer.start_span(
             operation,
-            context=_ROOT if parent is None else _remote(parent, raw),
+            context=_ROOT if parent is None else _remote(parent, request.exchange.headers),
             kind=SpanKind.SERVER,
             attributes={
                 request_trace.OPERATION_NAME: operation,
@@ -358,11 +352,10 @@ class GatewayTracer:
                 request_trace.HTTP_REQUEST_METHOD: "POST",
                 request_trace.HTTP_ROUTE: path,
             },
-            start_time=ahead_ns + int(arrived_at * NANOSECONDS),
+            start_time=ahead_ns + int(request.arrived_at * NANOSECONDS),
         )
-        if not root.is_recording():
-            return UNTRACED
-        return SampledTrace(self._tracer, root, operation, ahead_ns)
+        if root.is_recording():
+            request.trace = SampledTrace(self._tracer, root, operation, ahead_ns)
 
     def unsampled_parent(self) -> bytes:
         """Return a header line with an unsampled parent, so that the engine does not start its own trace."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.keys import ApiKey
-from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.path import Attempt
 from serve_app.serving.gateway.request_log import (
     MAX_REJECTED_LINES,
     ConcludedRequest,
@@ -24,7 +24,7 @@ from serve_app.serving.gateway.request_log import (
 )
 from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, chat, rejection
+from ..builders import MODEL, chat, rejection, request_of
 from ..conftest import GatewayHarness, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -86,7 +86,6 @@ def concluded(
 ) -> ConcludedRequest:
     """Build a minimal concluded request."""
     head = [(b"x-request-id", b"c-%d" % number), *headers]
-    incoming = IncomingRequest(exchange(CHAT, b"", head), f"g-{number}", 0.0)
     return ConcludedRequest(
         request_id=f"g-{number}",
         arrived_at=0.0,
@@ -94,7 +93,7 @@ def concluded(
         outcome=outcome,
         prompt_tokens=0,
         output_tokens=0,
-        incoming=incoming,
+        request=request_of(exchange(CHAT, b"", head), f"g-{number}"),
         model=MODEL,
         endpoint=CHAT,
         status=200,
@@ -106,7 +105,6 @@ FULL = replace(
         7, exchange=FromAddress, headers=[(b"traceparent", b"00-" + b"ab" * 16 + b"-" + b"cd" * 8 + b"-00")]
     ),
     key_id="config/acme",
-    attempts=2,
     dispatched_at=0.25,
     first_token_at=0.5,
     pool="short",
@@ -118,6 +116,10 @@ FULL = replace(
     tenant="acme",
     detail="a 'quoted' \"word\"\nand a line",
 )
+
+
+_ATTEMPT = Attempt(None, None, 0.0)  # type: ignore[arg-type]  # only counted
+FULL.request.attempts = [_ATTEMPT, _ATTEMPT]
 
 
 def test_text_and_json_agree() -> None:

@@ -13,10 +13,10 @@ from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
-from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
 from serve_app.serving.gateway.settings import RouteSettings
-from tests.serving.gateway.builders import FakeDispatcher
+from tests.serving.gateway.builders import FakeDispatcher, request_of
 
 CHAT = "/v1/chat/completions"
 MODEL = ServedModel(name="m")
@@ -42,11 +42,11 @@ class InPieces(CollectingExchange):
 
 def reader_of(
     sent: list[bytes], models: tuple[ServedModel, ...] = (MODEL,), routes: tuple[RouteSettings, ...] = ()
-) -> tuple[RequestReader, IncomingRequest]:
+) -> tuple[RequestReader, Request]:
     """Build a reader and a request whose body arrives in these pieces."""
     schedulers = {model.name: FakeDispatcher([]) for model in models}
-    reader = RequestReader(GatewaySettings(models=models), ServedModels(models, schedulers, routes), "g")
-    return reader, IncomingRequest(InPieces(sent), "g-1", 0.0)
+    reader = RequestReader(GatewaySettings(models=models), ServedModels(models, schedulers, routes))
+    return reader, request_of(InPieces(sent), "g-1")
 
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.serving.gateway.answer.responses import RequestRejected
-from serve_app.serving.gateway.request.incoming import append_fields, priority_field, usage_field
+from serve_app.serving.gateway.request.body import append_fields, priority_field, usage_field
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=8),

@@ -8,10 +8,21 @@ import pytest
 
 from serve_app.core.events import Arrived
 from serve_app.engines.engine import Scope, Send
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED, make_tracer
+from serve_app.serving.gateway.batches.runner import CollectingExchange
+from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from tests.serving.channel.harness import wait_until
 
-from ..builders import MODEL, Engine, chat, error_json, replies, reply_json, streams, usage_json
+from ..builders import (
+    MODEL,
+    Engine,
+    chat,
+    error_json,
+    replies,
+    reply_json,
+    request_of,
+    streams,
+    usage_json,
+)
 from ..fleet import fleet_of
 from .collector import CLIENT, ERROR, SERVER, Collector
 
@@ -294,10 +305,11 @@ async def test_every_sampler_of_the_environment_decides_as_in_opentelemetry(
     tracer = make_tracer("g1")
     assert tracer is not None
     for flags, is_sampled in ((None, without), ("00", unsampled_parent), ("01", sampled_parent)):
-        headers = {} if flags is None else {b"traceparent": f"00-{TRACE}-{PARENT}-{flags}".encode()}
-        found = tracer.begin(CHAT, headers, headers.items(), 1.0)
-        assert (found is not UNTRACED) == is_sampled, flags
-        assert bool(found.trace_id) == is_sampled
+        headers = [] if flags is None else [(b"traceparent", f"00-{TRACE}-{PARENT}-{flags}".encode())]
+        request = request_of(CollectingExchange(CHAT, b"", headers))
+        tracer.begin(request)
+        assert (request.trace is not None) == is_sampled, flags
+        assert request.trace is None or request.trace.trace_id
     tracer.close(1.0)
 
 
