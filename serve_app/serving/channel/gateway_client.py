@@ -101,13 +101,46 @@ _EXPIRY_GRACE_S = 5.0
 _DEFAULT_QUEUE_TIMEOUT_S = 60.0
 
 
-def snapshot_entry(request: ChannelRequest, now: float) -> Submit | Running:
-    """Return the request's entry in a snapshot."""
-    age_s, client_id = now - request.queued_at, request.id_of_client
-    replica_id = request.granted_replica
-    if replica_id is None:
-        return Submit(request.submission, age_s, request.grants, request.last_put_back, client_id)
-    return Running(request.submission, age_s, request.grants, replica_id, request.started, client_id)
+class PendingRequest:
+    """A request that the client holds, and its grants.
+
+    Attributes:
+        queued_at: its submission, on the loop's clock.
+        timed_since: start of its queue timeout: its submission, or a put-back after it was served in part.
+        grants: number of grants received.
+        replica_id: replica of its grant; None while it waits.
+        started: its answer has begun, as the scheduler knows.
+        put_back: end of its last grant; None before the first one, and while it runs.
+        watches_queue: it receives outlooks while it waits.
+    """
+
+    __slots__ = (
+        "grants",
+        "put_back",
+        "queued_at",
+        "replica_id",
+        "request",
+        "started",
+        "timed_since",
+        "watches_queue",
+    )
+
+    def __init__(self, request: ChannelRequest, now: float) -> None:
+        self.request = request
+        self.queued_at = self.timed_since = now
+        self.grants = 0
+        self.replica_id: str | None = None
+        self.started = False
+        self.put_back: PutBack | None = None
+        self.watches_queue = False
+
+    def snapshot(self, now: float) -> Submit | Running:
+        """Return the request's entry in a snapshot."""
+        age_s, replica_id, request = now - self.queued_at, self.replica_id, self.request
+        submission, client_id = request.submission, request.id_of_client
+        if replica_id is None:
+            return Submit(submission, age_s, self.grants, self.put_back, client_id)
+        return Running(submission, age_s, self.grants, replica_id, self.started, client_id)
 
 
 def disconnected_rejection(message: str) -> Conclusion:
@@ -161,7 +194,7 @@ class GatewayClient:
         self._loop = asyncio.get_running_loop()
         self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
         self._link: Link | None = None
-        self._pending: dict[str, ChannelRequest] = {}
+        self._pending: dict[str, PendingRequest] = {}
         # Each with the number of its message; 0 if it could not be sent.
         self._unacknowledged_finishes: deque[tuple[int, Finished]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
@@ -180,7 +213,7 @@ class GatewayClient:
         self._closed = False
 
     def __repr__(self) -> str:
-        waiting = sum(request.is_waiting for request in self._pending.values())
+        waiting = sum(entry.replica_id is None for entry in self._pending.values())
         return (
             f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._pending) - waiting}, "
             f"{'connected' if self._link else 'disconnected'}>"
@@ -203,9 +236,8 @@ class GatewayClient:
     async def close(self) -> None:
         """Reject waiting requests, send `Bye` and stop; the scheduler releases running ones."""
         self._closed = True
-        for request in list(self._pending.values()):
-            if request.is_waiting:
-                self._reject(request, disconnected_rejection(_CLOSING_MESSAGE))
+        for entry in list(self._pending.values()):
+            self._reject(entry, disconnected_rejection(_CLOSING_MESSAGE))
         self._pending.clear()
         await self._connector.close()
 
@@ -224,10 +256,7 @@ class GatewayClient:
         if rejection is not None:
             request.on_rejection(rejection)
             return
-        request.queued_at = request.timed_since = self._loop.time()
-        request.grants, request.granted_replica, request.last_put_back = 0, None, None
-        request.started = False
-        self._pending[request_id] = request
+        self._pending[request_id] = PendingRequest(request, self._loop.time())
         if self._link is not None:
             self._link.send(Submit(request.submission, 0.0, client_request_id=request.id_of_client))
 
@@ -248,16 +277,17 @@ class GatewayClient:
         Raises:
             ValueError: the request does not run.
         """
-        if not self._is_pending(request) or request.is_waiting:
+        entry = self._entry(request)
+        if entry is None or entry.replica_id is None:
             if self._closed:
                 request.on_rejection(disconnected_rejection(_CLOSING_MESSAGE))
                 return
             raise ValueError(f"request {request.submission.request_id!r} does not run: it cannot be put back")
-        self._wait_again(request, failure, message, generated_tokens, retry_after_s)
+        self._wait_again(entry, failure, message, generated_tokens, retry_after_s)
 
     def cancel(self, request: ChannelRequest) -> None:
         """Withdraw a request."""
-        if self._is_pending(request):
+        if self._entry(request) is not None:
             request_id = request.submission.request_id
             del self._pending[request_id]
             if self._link is not None:
@@ -265,14 +295,15 @@ class GatewayClient:
 
     def watch(self, request: ChannelRequest) -> None:
         """Subscribe to the outlook of a waiting request; None is sent while the scheduler is disconnected."""
-        if self._is_pending(request):
-            request.watches_queue = True
-            self._subscribe(request)
+        if (entry := self._entry(request)) is not None:
+            entry.watches_queue = True
+            self._subscribe(entry)
 
     def first_token(self, request: ChannelRequest) -> None:
         """Report the first byte of the engine's streamed answer."""
-        if not request.started and self._is_pending(request):
-            request.started = True
+        entry = self._entry(request)
+        if entry is not None and not entry.started:
+            entry.started = True
             if self._link is not None:
                 self._link.send(FirstToken(request.submission.request_id))
 
@@ -285,7 +316,7 @@ class GatewayClient:
         gap: DecodeGap | None = None,
     ) -> None:
         """Report the end of a granted request, which releases its capacity."""
-        if not self._is_pending(request):
+        if self._entry(request) is None:
             return
         request_id = request.submission.request_id
         del self._pending[request_id]
@@ -359,9 +390,9 @@ class GatewayClient:
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
-        for request in list(self._pending.values()):
-            link.send(snapshot_entry(request, now))
-            self._subscribe(request)
+        for entry in list(self._pending.values()):
+            link.send(entry.snapshot(now))
+            self._subscribe(entry)
         self._unacknowledged_finishes = deque(
             (link.send(finish), finish) for _, finish in self._unacknowledged_finishes
         )
@@ -429,11 +460,11 @@ class GatewayClient:
         self._link = None
         for query in self._queries.values():
             query.fail("the connection to the scheduler was lost before it responded")
-        for request in list(self._pending.values()):
-            if request.is_waiting and request.submission.no_wait:
-                self._reject(request, disconnected_rejection(NO_WAIT_REJECTED))
+        for entry in list(self._pending.values()):
+            if entry.replica_id is None and entry.request.submission.no_wait:
+                self._reject(entry, disconnected_rejection(NO_WAIT_REJECTED))
             else:
-                self._subscribe(request)
+                self._subscribe(entry)
 
     def on_heartbeat(self) -> None:
         """Drop acknowledged `Finished` messages, and expire requests whose queue timeout has passed."""
@@ -447,26 +478,26 @@ class GatewayClient:
         now = self._loop.time()
         grace_s = 0.0 if link is None else _EXPIRY_GRACE_S
         overdue = [
-            request
-            for request in self._pending.values()
-            if request.is_waiting
-            and now - request.timed_since > self._timeout_s(request.submission) + grace_s
+            entry
+            for entry in self._pending.values()
+            if entry.replica_id is None
+            and now - entry.timed_since > self._timeout_s(entry.request.submission) + grace_s
         ]
-        for request in overdue:
-            self._expire(request, now)
+        for entry in overdue:
+            self._expire(entry, now)
 
     # Internals.
 
     def _on_grant(self, message: Granted) -> None:
         dispatch = message.dispatch
-        request = self._pending.get(dispatch.request_id)
-        if request is None or not request.is_waiting or message.grant <= request.grants:
+        entry = self._pending.get(dispatch.request_id)
+        if entry is None or entry.replica_id is not None or message.grant <= entry.grants:
             return  # cancelled, or a repeated grant
-        request.grants, request.granted_replica = message.grant, dispatch.replica_id
-        request.started, request.last_put_back = False, None
+        entry.grants, entry.replica_id = message.grant, dispatch.replica_id
+        entry.started, entry.put_back = False, None
         address = self._table.get(dispatch.replica_id)
         if address is not None:
-            request.on_grant(dispatch, address)
+            entry.request.on_grant(dispatch, address)
         else:
             # The table precedes grants that refer to it; the request must not hang even if it did not.
             logger.error(
@@ -475,73 +506,77 @@ class GatewayClient:
                 dispatch.replica_id,
             )
             self._wait_again(
-                request, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
+                entry, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
             )
 
     def _wait_again(
         self,
-        request: ChannelRequest,
+        entry: PendingRequest,
         failure: DispatchFailure,
         message: str,
         generated_tokens: int = 0,
         retry_after_s: float | None = None,
     ) -> None:
-        replica_id = request.granted_replica
+        replica_id = entry.replica_id
         assert replica_id is not None, "only a running request is put back"
-        put_back = request.last_put_back = PutBack(
-            request.submission.request_id,
+        entry.put_back = PutBack(
+            entry.request.submission.request_id,
             replica_id,
             failure,
             message,
-            request.grants,
+            entry.grants,
             generated_tokens,
             retry_after_s,
         )
-        request.granted_replica, request.started = None, False
+        entry.replica_id, entry.started = None, False
         if failure.is_after_service(generated_tokens):
-            request.timed_since = self._loop.time()
+            entry.timed_since = self._loop.time()
         if self._link is not None:
-            self._link.send(put_back)
-        self._subscribe(request)
+            self._link.send(entry.put_back)
+        self._subscribe(entry)
 
-    def _subscribe(self, request: ChannelRequest) -> None:
+    def _subscribe(self, entry: PendingRequest) -> None:
         """Renew the subscription whenever a watched request begins to wait, because each grant ends it."""
-        if not (request.watches_queue and request.is_waiting):
+        if not entry.watches_queue or entry.replica_id is not None:
             return
         if self._link is not None:
-            self._link.send(Watch(request.submission.request_id))
+            self._link.send(Watch(entry.request.submission.request_id))
         else:
-            request.on_outlook(None)
+            entry.request.on_outlook(None)
 
     def _on_outlooks(self, message: Outlooks) -> None:
         for outlook in message.entries:
-            request = self._pending.get(outlook.request_id)
-            if request is not None and request.is_waiting and request.watches_queue:
-                request.on_outlook(outlook)
+            entry = self._pending.get(outlook.request_id)
+            if entry is not None and entry.replica_id is None and entry.watches_queue:
+                entry.request.on_outlook(outlook)
 
     def _on_rejection(self, message: Rejected) -> None:
-        request = self._pending.get(message.request_id)
-        if request is not None and request.is_waiting:
-            self._reject(request, message.conclusion)
+        if (entry := self._pending.get(message.request_id)) is not None:
+            self._reject(entry, message.conclusion)
 
     def _on_revocation(self, message: Revoked) -> None:
-        request = self._pending.get(message.request_id)
+        entry = self._pending.get(message.request_id)
         # Otherwise it is of an earlier grant.
-        if request is not None and not request.is_waiting and request.grants == message.grant:
-            request.on_revocation()
+        if entry is not None and entry.replica_id is not None and entry.grants == message.grant:
+            entry.request.on_revocation()
 
-    def _reject(self, request: ChannelRequest, rejection: Conclusion) -> None:
+    def _reject(self, entry: PendingRequest, rejection: Conclusion) -> None:
+        """Reject a request if it waits."""
+        request_id = entry.request.submission.request_id
         # The callback of another request may have ended this one.
-        if self._is_pending(request) and request.is_waiting:
-            del self._pending[request.submission.request_id]
-            request.on_rejection(rejection)
+        if self._pending.get(request_id) is entry and entry.replica_id is None:
+            del self._pending[request_id]
+            entry.request.on_rejection(rejection)
 
-    def _is_pending(self, request: ChannelRequest) -> bool:
-        return self._pending.get(request.submission.request_id) is request
+    def _entry(self, request: ChannelRequest) -> PendingRequest | None:
+        """Return the entry of a request; None if it is not pending."""
+        entry = self._pending.get(request.submission.request_id)
+        return entry if entry is not None and entry.request is request else None
 
-    def _expire(self, request: ChannelRequest, now: float) -> None:
-        request_id = request.submission.request_id
-        waited_s, timeout_s = now - request.timed_since, self._timeout_s(request.submission)
+    def _expire(self, entry: PendingRequest, now: float) -> None:
+        submission = entry.request.submission
+        request_id = submission.request_id
+        waited_s, timeout_s = now - entry.timed_since, self._timeout_s(submission)
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", request_id, waited_s)
             self._link.send(Cancelled(request_id))
@@ -550,7 +585,7 @@ class GatewayClient:
             f"the request waited {waited_s:.1f} s in the queue (timeout {timeout_s:g} s) and {reason}: retry "
             "later, or send a longer x-queue-timeout-s"
         )
-        self._reject(request, Conclusion(Outcome.EXPIRED, message, DISCONNECTED_RETRY_AFTER_S))
+        self._reject(entry, Conclusion(Outcome.EXPIRED, message, DISCONNECTED_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:

@@ -695,7 +695,7 @@ def _as_request(gateway_id: str, message: Submit | Running, now: float, default_
         raise ChannelError(f"invalid age of a request: {age_s} s")
     put_back = message.put_back if isinstance(message, Submit) else None
     failure = None if put_back is None else put_back.failure
-    # As in `ChannelRequest.timed_since`; the time since the put-back is short, and not known here.
+    # As `timed_since` of `gateway_client`; the time since the put-back is short, and not known here.
     is_served = put_back is not None and put_back.failure.is_after_service(put_back.generated_tokens)
     timed_s = 0.0 if is_served else age_s
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s

@@ -74,37 +74,17 @@ class RequestOutlook(NamedTuple):
 
 
 class ChannelRequest(ABC):
-    """A request of a gateway as its scheduler client sees it: its grants, and the callbacks about them.
+    """A request of a gateway as its scheduler client sees it.
 
-    Until its end it belongs to one client, which maintains the attributes from `grants` on. Its hooks are
-    called on the event loop and must not raise.
+    Its hooks are called on the event loop and must not raise.
 
     Attributes:
         submission: what the scheduler knows about it.
         id_of_client: id chosen by the client; empty for none.
-        queued_at: its submission to this client, on the loop's clock.
-        timed_since: start of its queue timeout: its submission, or a put-back after it was served in part.
-        grants: number of grants received.
-        granted_replica: replica of its grant; None while it waits.
-        started: its answer has begun, as the scheduler knows.
-        last_put_back: end of its last grant; None before the first one, and while it runs.
-        watches_queue: it receives outlooks while it waits.
     """
 
     submission: Submission
     id_of_client = ""
-    queued_at = 0.0
-    timed_since = 0.0
-    grants = 0
-    granted_replica: str | None = None
-    started = False
-    last_put_back: Any = None
-    watches_queue = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if it has no grant."""
-        return self.granted_replica is None
 
     @property
     def seen_tokens(self) -> int:

@@ -805,10 +805,9 @@ class Request(ChannelRequest):
         observe(observer.on_arrival, following)
         observe(observer.on_fallback, self, following, rejection.outcome)
         self.attempt, self.assembly, self._engine_failed = None, None, False
-        watches, self.watches_queue = self.watches_queue, False
         self._queue(submission)
-        if watches:
-            self.scheduler.watch(self)
+        if self._comments is not None:
+            self._comments.on_fallback()
 
     # The end.
 

@@ -269,7 +269,7 @@ async def test_a_running_request_is_not_granted_again(control_plane: ControlPlan
     gateway.submit(request)
     for number in (1, 2):
         gateway.on_message(Granted(number, DISPATCH))
-    assert (request.grants_received, request.grants) == (1, 1)
+    assert request.grants_received == 1
 
 
 async def test_a_request_whose_id_was_in_use_cannot_end_the_one_that_has_it(

@@ -408,7 +408,6 @@ class FakeDispatcher:
             self.events.append(("cancelled_in_queue",))
 
     def watch(self, request: ChannelRequest) -> None:
-        request.watches_queue = True
         self.watching[request.submission.request_id] = request.on_outlook
 
     def first_token(self, request: ChannelRequest) -> None:

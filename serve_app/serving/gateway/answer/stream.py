@@ -534,6 +534,9 @@ class QueuedComments:
     def on_grant(self) -> None:
         """Handle a grant. Comments continue until the answer begins."""
 
+    def on_fallback(self) -> None:
+        """Handle a submission to another model."""
+
     def on_outlook(self, outlook: RequestOutlook | None) -> None:
         """Handle an outlook. Comments do not state it."""
 
@@ -612,7 +615,16 @@ class QueueUpdates(QueuedComments):
     def start(self) -> None:
         """Start the timers of the first comment and of the subscription."""
         super().start()
-        self._subscribing = asyncio.get_running_loop().call_later(SUBSCRIBE_AFTER_S, self._subscribe)
+        self._subscribing = asyncio.get_running_loop().call_later(SUBSCRIBE_AFTER_S, self._subscribe_now)
+
+    def _subscribe_now(self) -> None:
+        self._subscribing = None
+        self._subscribe()
+
+    def on_fallback(self) -> None:
+        """Subscribe at the scheduler of the next model, if it was subscribed at the one before."""
+        if self._subscribing is None:
+            self._subscribe()
 
     def on_grant(self) -> None:
         """Send `started` if the client was notified of waiting."""
