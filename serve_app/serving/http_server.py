@@ -1,15 +1,15 @@
 """HTTP/1.1 server on httptools and the running event loop.
 
 `HttpServer` accepts connections and enforces limits, `Connection` parses requests, `Exchange` is one request
-and its response. An application is a callable that receives each exchange; `serving.asgi` adapts ASGI
-applications. It is called once the head has been read, with the whole body if that arrived together with the
-head, and may respond at once, later by callbacks, or in a task (`Exchange.run`). Rules:
+and its response. An application is a callable that receives each exchange; `asgi_application` adapts
+ASGI applications. It is called once the head has been read, with the whole body if that arrived together with
+the head, and may respond at once, later by callbacks, or in a task (`Exchange.run`). Rules:
 
 - Responses are sent in the order of the requests. A pipelined request waits until the previous response is
   complete and the client has read enough of it. Reading and parsing pause until then, so that a connection
   holds few requests, about one read of bytes, and one response above the limit of the write buffer.
 - Backpressure works in both directions. Reading pauses while more than `_BODY_BUFFER_BYTES` of a body are
-  buffered. While the client does not read, `send` waits and `write_chunk` returns False.
+  buffered. While the client does not read, `drain` waits and `write_chunk` returns False.
 - The head is limited in size and time, idle connections in time. A TLS handshake counts as a connection, and
   is limited in time like a head. What frames a body (sizes and extensions of chunks, trailers) is limited
   like a head, from one piece of the body to the next.
@@ -656,8 +656,8 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request and its response.
 
-    An application responds with `respond`, or with `start_response` and `write_chunk`, from callbacks. In a
-    task it may use `receive` and `send`, which have the messages of ASGI and wait for the client.
+    An application responds with `respond`, or with `start_response` and `write_chunk`. In a task it may wait
+    for the client by `receive` and `drain`.
 
     HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. nginx,
     among others, declares 1.0 by default when it forwards, so buffering such responses would disable
@@ -826,8 +826,13 @@ class Exchange:
         body, self._body, self._has_news = self._body, b"", False
         return body if isinstance(body, bytes) else bytes(body)
 
-    async def receive(self) -> Message:
-        """Return the next piece of the body, or the disconnect."""
+    async def receive(self) -> bytes | None:
+        """Return the next piece of the body; it is the last one if `more_body` is False then.
+
+        Returns:
+            None once the client has disconnected or the response is complete; a call after the last piece
+            waits for that.
+        """
         if self.expects_continue and not self._connection.transport.is_closing():
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.expects_continue = False
@@ -838,22 +843,12 @@ class Exchange:
                 self._arrival.clear()
                 await self._arrival.wait()
             self._has_news = False
-        if self.disconnected or self.response_complete:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": self.take_body(), "more_body": self.more_body}
+        return None if self.disconnected or self.response_complete else self.take_body()
 
-    async def send(self, message: Message) -> None:
-        """Write a part of the response once the client has read the parts before.
-
-        Raises:
-            RuntimeError: the parts do not form a valid response.
-        """
-        if self._connection.write_paused and not self.disconnected:
+    async def drain(self) -> None:
+        """Wait until the client has read enough of what was written, or has disconnected."""
+        if not self.disconnected:
             await self._connection.drain()
-        if message["type"] == "http.response.start":
-            self.start_response(message["status"], message.get("headers", ()))
-        else:
-            self.write_chunk(message.get("body", b""), ends=not message.get("more_body", False))
 
     def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Write a whole response, to which the length of the body is added."""
@@ -1048,4 +1043,17 @@ def asgi_application(app: ASGIApp) -> Application:
 
 
 async def _call(app: ASGIApp, scope: Scope, exchange: Exchange) -> None:
-    await app(scope, exchange.receive, exchange.send)
+    async def receive() -> Message:
+        piece = await exchange.receive()
+        if piece is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": piece, "more_body": exchange.more_body}
+
+    async def send(message: Message) -> None:
+        await exchange.drain()
+        if message["type"] == "http.response.start":
+            exchange.start_response(message["status"], message.get("headers", ()))
+        else:
+            exchange.write_chunk(message.get("body", b""), ends=not message.get("more_body", False))
+
+    await app(scope, receive, send)

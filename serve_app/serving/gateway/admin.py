@@ -62,7 +62,7 @@ from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.errors import Outcome
 from serve_app.serving.api_keys import KeyRecord, KeysFileError, change_key, create_key, read_keys, revoke_key
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient, SchedulerQueries
-from serve_app.serving.gateway.answer.responses import RequestRejected, encode, send_body, send_json
+from serve_app.serving.gateway.answer.responses import RequestRejected, encode
 from serve_app.serving.gateway.keys import PERIODS, Budgets, Caller, tokens_of
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.fields import engine_head
@@ -209,7 +209,7 @@ class KeyAdmin:
         keys = await _in_thread(lambda: read_keys(path))
         await self._budgets.read([key.id for key in keys])
         listed = [{**key.shown(), "used": self._used(key.id)} for key in keys]
-        await send_json(incoming.send, 200, encode({"file": str(path), "keys": listed}), [])
+        incoming.respond_json({"file": str(path), "keys": listed})
 
     def _used(self, key_id: str) -> dict[str, dict[str, float]]:
         spent = {period: self._budgets.spent(key_id, period) for period in PERIODS}
@@ -227,12 +227,12 @@ class KeyAdmin:
             record, secret = await _in_thread(lambda: create_key(path, **permissions))
             answer = {**record.shown(), "secret": secret}
         audit("key_changed" if key_id else "key_created", caller, incoming, key=record.id, **permissions)
-        await send_json(incoming.send, 200, encode(answer), [])
+        incoming.respond_json(answer)
 
     async def _revoke(self, path: Path, key_id: str, incoming: Request, caller: Caller) -> None:
         record = await _in_thread(lambda: revoke_key(path, key_id))
         audit("key_revoked", caller, incoming, key=record.id, tenant=record.tenant)
-        await send_json(incoming.send, 200, encode(record.shown()), [])
+        incoming.respond_json(record.shown())
 
     async def _permissions(self, incoming: Request) -> Mapping[str, Any]:
         example = '{"tenant": "app", "tokens_per_day": 1000000}'
@@ -319,7 +319,7 @@ class EndpointAdmin:
             except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
                 found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
             endpoints += [{"model": model, **endpoint} for endpoint in found]
-        await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
+        incoming.respond_json({"endpoints": endpoints})
 
     async def _change(self, action: str, incoming: Request, caller: Caller) -> None:
         change = await self._reader.document(incoming, EndpointChange, '{"url": "http://host:8000"}')
@@ -334,7 +334,7 @@ class EndpointAdmin:
         if "error" in answer:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
         audit(f"endpoint_{action}", caller, incoming, model=model, pool=pool, url=change.url)
-        await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
+        incoming.respond_json({"model": model, "pool": pool, **answer})
 
     def _select_pool(self, change: EndpointChange) -> tuple[str, str]:
         matches = [
@@ -385,7 +385,7 @@ class ModeAdmin:
         if incoming.method == "POST":
             chosen = await self._apply_change(incoming, caller)
         models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
-        await send_json(incoming.send, 200, encode({"models": models}), [])
+        incoming.respond_json({"models": models})
 
     async def _apply_change(self, incoming: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:
         example = '{"active_share": 0.1}, a share from 0 to 1'
@@ -479,7 +479,7 @@ class DebugPages:
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         # A request to a route may have been rejected by one model before another one served it.
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
-        await send_json(incoming.send, 200, encode(found), [])
+        incoming.respond_json(found)
 
     async def _program(self, incoming: Request, name: str) -> None:
         """Return where the time of a program went, for each tenant and model that has one with this id.
@@ -493,7 +493,7 @@ class DebugPages:
         if not found:
             message = _NO_PROGRAM.format(name=name)
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
-        await send_json(incoming.send, 200, encode({"programs": found}), [])
+        incoming.respond_json({"programs": found})
 
     async def _capture(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
@@ -503,12 +503,12 @@ class DebugPages:
         for model, scheduler in self._queries.items():
             for line in await query_scheduler(model, scheduler, "capture", **chosen):
                 lines += encode({**line, "model": model}) + b"\n"
-        await send_body(incoming.send, 200, [_JSONL_TYPE], lines)
+        incoming.respond(200, [_JSONL_TYPE], lines)
 
     async def _cost_table(self, incoming: Request) -> None:
         self._reader.authenticate(incoming).check_admin()
         models = await self._complete(lambda _model, scheduler: scheduler.query("costs"))
-        await send_body(incoming.send, 200, [_CSV_TYPE], cost_table(models).encode())
+        incoming.respond(200, [_CSV_TYPE], cost_table(models).encode())
 
     async def _complete(self, query: Query) -> list[Mapping[str, Any]]:
         """Query all schedulers; raise if one fails, because a table without its rows would look complete."""
@@ -522,7 +522,7 @@ class DebugPages:
         self._reader.authenticate(incoming).check_admin()
         models = await self._complete(self._usage)
         rows = [row for model in models for row in model["rows"]]
-        await send_body(incoming.send, 200, [_CSV_TYPE], usage_table(rows).encode())
+        incoming.respond(200, [_CSV_TYPE], usage_table(rows).encode())
 
     async def _usage(self, _model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
         """Return the usage of each key by day, with its cost where the model has prices."""
@@ -540,7 +540,7 @@ class DebugPages:
         models = await query_all(self._queries, query)
         if incoming.method == "POST":
             audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
-        await send_json(incoming.send, 200, encode({"models": models}), [])
+        incoming.respond_json({"models": models})
 
 
 def _named(query: str) -> Query:
@@ -599,10 +599,10 @@ class EnginePages:
         if asked is None:
             # The address that the scraper used is one that it can reach.
             host = incoming.headers.get(b"host", b"").decode("latin-1")
-            await send_json(incoming.send, 200, encode([*self._targets(host)]), [])
+            incoming.respond_json([*self._targets(host)])
             return
         page = await self._page(asked[0])
-        await send_body(incoming.send, 200, [(_CONTENT_TYPE, page.content_type)], page.text)
+        incoming.respond(200, [(_CONTENT_TYPE, page.content_type)], page.text)
 
     def _targets(self, host: str) -> Iterator[dict[str, Any]]:
         for model, replica in self._replicas():

@@ -41,8 +41,6 @@ from serve_app.serving.gateway.answer.responses import (
     RequestRejected,
     encode,
     failure_of,
-    send_body,
-    send_json,
     stopping,
 )
 from serve_app.serving.gateway.answer.stored import BackgroundWork, ResponseHolders
@@ -109,9 +107,9 @@ class AnyReplica:
         response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
         if incoming.path == "/tokenize" and response.status == 200 and max_model_len is not None:
             answer = _with_limit(answer, max_model_len)
-        headers = [*response_headers(response.headers), *incoming.id_headers]
+        headers = response_headers(response.headers)
         headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
-        await send_body(incoming.send, response.status, headers, answer)
+        incoming.respond(response.status, headers, answer)
 
     async def _try_replicas(
         self, replicas: Sequence[ReplicaAddress], incoming: Request, forwarded: bytes, body: bytes
@@ -477,26 +475,24 @@ class Gateway:
         finally:
             held.release()
 
-    async def _list_models(self, incoming: Request) -> None:
+    def _list_models(self, incoming: Request) -> None:
         caller = self._reader.authenticate(incoming)
         models = [found.describe() for found in self._served.usable(caller)]
-        document = {"object": "list", "data": models}
-        await send_json(incoming.send, 200, encode(document), [])
+        incoming.respond_json({"object": "list", "data": models})
 
-    async def _show_model(self, incoming: Request, name: str) -> None:
+    def _show_model(self, incoming: Request, name: str) -> None:
         caller = self._reader.authenticate(incoming)
-        found = self._served.find(name, caller)
-        await send_json(incoming.send, 200, encode(found.describe()), [])
+        incoming.respond_json(self._served.find(name, caller).describe())
 
-    async def _health(self, incoming: Request) -> None:
-        await send_json(incoming.send, 200, b'{"status":"ok"}', [])
+    def _health(self, incoming: Request) -> None:
+        incoming.respond_json({"status": "ok"})
 
-    async def _load(self, incoming: Request) -> None:
+    def _load(self, incoming: Request) -> None:
         """Report this gateway's in-flight requests, as vLLM's `/load` does."""
         self._reader.authenticate(incoming)
-        await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
+        incoming.respond_json({"server_load": self.in_flight})
 
-    async def _ready(self, incoming: Request) -> None:
+    def _ready(self, incoming: Request) -> None:
         """Report readiness: every model has a replica, or one that its first request starts.
 
         Only a connected scheduler can have a replica started. Without a connection, each model is listed as
@@ -511,7 +507,7 @@ class Gateway:
             "models_without_replica": missing,
             "models_without_scheduler": waiting,
         }
-        await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
+        incoming.respond_json(document, 503 if missing or stops else 200)
 
     def _can_serve(self, model: ServedModel) -> bool:
         scheduler = self._schedulers[model.name]
@@ -521,7 +517,7 @@ class Gateway:
         """Serve the metrics of this gateway and of its schedulers."""
         self._metrics_endpoint.check(incoming.headers)
         kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
-        await send_body(incoming.send, 200, [kind], page)
+        incoming.respond(200, [kind], page)
 
     def _record(self, request: Request, end: RequestRejected | ClientGone) -> None:
         """Count and log a request that never reached a scheduler."""

@@ -33,10 +33,12 @@ While a client does not read, pieces stay in the response's bounded buffer, and 
 Observers (`RequestObserver`, `RequestTrace`) read the request; their errors do not change what happens to it.
 """
 
+import asyncio
+import contextlib
 import enum
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from types import MappingProxyType
@@ -48,7 +50,6 @@ from msgspec.structs import replace
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.engines.engine import Message
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import DecodeGap, EngineTimes, RequestSpec, RequestTimes, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
@@ -69,10 +70,11 @@ from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
     ClientApi,
     ClientExchange,
-    DisconnectWatch,
+    ClientGone,
     EngineTimedOut,
     RequestRejected,
     as_rejection,
+    encode,
     failure_of,
     outcome_of,
     stopping,
@@ -411,11 +413,6 @@ class Request(ChannelRequest):
         return address[0] if address else ""
 
     @property
-    def id_headers(self) -> HeaderList:
-        """Headers that return the id of the request."""
-        return self.api.id_headers(self.client_request_id)
-
-    @property
     def id_lines(self) -> bytes:
         """Header lines that return the id of the request."""
         return self.api.id_lines(self.client_request_id)
@@ -430,25 +427,61 @@ class Request(ChannelRequest):
         self.exchange.start_response(status, [*headers, length], self.id_lines)
         self.exchange.write_chunk(body, ends=True)
 
+    def respond_json(self, document: object, status: int = 200) -> None:
+        """Send a small document as JSON."""
+        self.respond(status, [JSON_TYPE], encode(document))
+
+    async def write(self, piece: bytes, *, ends: bool = False) -> None:
+        """Write a piece of a response that has begun, once the client has read those before."""
+        await self.exchange.drain()
+        self.exchange.write_chunk(piece, ends=ends)
+
     def reject(self, rejection: RequestRejected, *more: tuple[bytes, bytes]) -> None:
         """Send an error response."""
         headers = [JSON_TYPE, *rejection.headers(), *more]
         self.respond(self.api.status(rejection), headers, self.api.error(rejection))
 
-    async def send(self, message: Message) -> None:
-        """Send a part of the response in the form of ASGI, once the client has read those before."""
-        if message["type"] == "http.response.start" and b"x-request-id" not in dict(message["headers"]):
-            own = (b"x-request-id", self.client_request_id.encode())
-            message["headers"] = [*message["headers"], own]
-        await self.exchange.send(message)
+    async def receive(self) -> bytes:
+        """Return the next piece of the body; it is the last one if the exchange's `more_body` is False then.
 
-    async def receive(self) -> Message:
-        """Return the next piece of the body, or the disconnect, in the form of ASGI."""
-        return await self.exchange.receive()
+        Raises:
+            ClientGone: the client disconnected before it was complete.
+        """
+        piece = await self.exchange.receive()
+        if piece is None:
+            raise ClientGone("the client disconnected before its request was complete")
+        return piece
 
-    def watch(self) -> DisconnectWatch:
-        """Return a watch for disconnects, to be entered once the body has been read."""
-        return DisconnectWatch(self.exchange)
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Cancel the task that serves the request on a disconnect; enter it once the body has been read.
+
+        That cancellation is converted, as `asyncio.timeout` does. Other cancellations pass through.
+
+        Raises:
+            ClientGone: on exit, if the client disconnected inside.
+        """
+        exchange, task, fired = self.exchange, asyncio.current_task(), False
+        assert task is not None
+
+        def fire() -> None:
+            nonlocal fired
+            fired, exchange.on_disconnect = True, None
+            task.cancel()
+
+        exchange.on_disconnect = fire
+        if exchange.disconnected:
+            fire()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if fired and task.cancelling() == 1:
+                raise ClientGone("the client closed its connection") from None
+            raise
+        finally:
+            exchange.on_disconnect = None
+            if fired:
+                task.uncancel()
 
     # From the gateway.
 

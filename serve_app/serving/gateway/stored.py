@@ -9,7 +9,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import ProgramHint
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
-from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, failure_of, send_body
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, failure_of
 from serve_app.serving.gateway.answer.stored import ResponseHolders
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.models import ServedModels
@@ -146,7 +146,7 @@ class StoredResponses:
 
 async def _answer(response: UpstreamResponse, incoming: Request, replica: ReplicaAddress) -> None:
     named = (b"x-replica", replica.replica_id.encode("latin-1", "replace"))
-    headers = [*response_headers(response.headers), *incoming.id_headers, named]
+    headers = [*response_headers(response.headers), named]
     if response.header(b"content-type").startswith(_EVENT_STREAM):
         await _stream(response, incoming, headers)
         return
@@ -155,22 +155,21 @@ async def _answer(response: UpstreamResponse, incoming: Request, replica: Replic
     if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
         raise failure
     headers, body = incoming.api.engine_answer(response.status, incoming.path, headers, body)
-    await send_body(incoming.send, response.status, headers, body)
+    incoming.respond(response.status, headers, body)
 
 
 async def _stream(response: UpstreamResponse, incoming: Request, headers: list[tuple[bytes, bytes]]) -> None:
-    start = {"type": "http.response.start", "status": response.status, "headers": headers}
     events = await response.next()
-    await incoming.send(start)
+    incoming.exchange.start_response(response.status, headers, incoming.id_lines)
     while not response.at_end:
-        await incoming.send({"type": "http.response.body", "body": events, "more_body": True})
+        await incoming.write(events)
         try:
             events = await response.next()
         except UpstreamError as error:
             message = f"the engine failed during these events: retrieve the response again ({error})"
             events = incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
             break
-    await incoming.send({"type": "http.response.body", "body": events, "more_body": False})
+    await incoming.write(events, ends=True)
 
 
 def _query(incoming: Request) -> str:

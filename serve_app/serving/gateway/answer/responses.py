@@ -13,13 +13,13 @@ Engine errors are converted to OpenAI's shape, because SDKs display no other. vL
 not those of its web framework: a route that the model does not have is `{"detail":"Not Found"}`. Other
 servers use further shapes.
 
-The client's side of a request, and the detection of clients that disconnect.
+The client's side of a request.
 
 The gateway's server (`serving.http_server`) provides an `Exchange`. A batch provides another one for its
 requests (`batches.runner`).
 
-A server's `send` waits while the client does not read. The server disconnects a client that reads nothing for
-too long, so no send waits forever.
+A server's `drain` waits while the client does not read. The server disconnects a client that reads nothing
+for too long, so no wait lasts forever.
 
 Interpretation of an engine's answer to a granted request: pass it on, or try another replica.
 
@@ -36,19 +36,16 @@ Interpretation of an engine's answer to a granted request: pass it on, or try an
 | other 3xx, 4xx                     | the engine rejected the request itself: passed on                  |
 """
 
-import asyncio
 import math
 import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import msgspec
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.server import TYPE_OF_LLAMA_CPP, is_too_long
-from serve_app.engines.engine import Message, Send
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.api_keys import KeyRecord
@@ -344,18 +341,6 @@ def data_event(body: bytes) -> bytes:
     return b"data: " + body.replace(b"\r", b"").replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
-async def send_json(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
-    """Send an encoded JSON document."""
-    await send_body(send, status, [JSON_TYPE, *headers], body)
-
-
-async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
-    """Send a non-streamed response, with its length."""
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})
-
-
 def header_text(value: bytes) -> str:
     """Return a header as its sender wrote it: UTF-8, or Latin-1 if it is not valid UTF-8."""
     try:
@@ -503,12 +488,8 @@ class ClientApi(Protocol):
         """Return headers and body of an answer of the route `path`, with errors in the API's shape."""
         ...
 
-    def id_headers(self, request_id: str) -> HeaderList:
-        """Return the headers that contain the request id."""
-        ...
-
     def id_lines(self, request_id: str) -> bytes:
-        """Return the same as header lines."""
+        """Return the header lines that contain the request id."""
         ...
 
 
@@ -536,10 +517,6 @@ class OpenAIApi:
     ) -> tuple[HeaderList, bytes]:
         """Convert errors of another shape."""
         return in_openai_shape(status, path, headers, body)
-
-    def id_headers(self, request_id: str) -> HeaderList:
-        """Return `x-request-id`."""
-        return [(b"x-request-id", request_id.encode())]
 
     def id_lines(self, request_id: str) -> bytes:
         """Return `x-request-id`."""
@@ -576,12 +553,8 @@ class AnthropicApi:
         others = [pair for pair in headers if pair[0] != b"content-type"]
         return [JSON_TYPE, *others], _error(_type_of(status), error_message(status, path, body))
 
-    def id_headers(self, request_id: str) -> HeaderList:
-        """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""
-        return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
-
     def id_lines(self, request_id: str) -> bytes:
-        """Return both as lines."""
+        """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""
         return b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
 
 
@@ -639,12 +612,12 @@ class ClientExchange(Protocol):
         """Return the whole body, if `more_body` is False."""
         ...
 
-    async def receive(self) -> Message:
-        """Return the next piece of the body, or the disconnect."""
+    async def receive(self) -> bytes | None:
+        """Return the next piece of the body; None after a disconnect."""
         ...
 
-    async def send(self, message: Message) -> None:
-        """Write a part of the response once the client has read the parts before."""
+    async def drain(self) -> None:
+        """Wait while the client does not read what was written."""
         ...
 
     def start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes = b"") -> None:
@@ -654,49 +627,3 @@ class ClientExchange(Protocol):
     def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more."""
         ...
-
-
-class DisconnectWatch:
-    """Context manager that ends the serving of a request on a disconnect; enter it once the body was read.
-
-    It cancels the serving task, and converts that cancellation to `ClientGone` or to the given error, as
-    `asyncio.timeout` does. Other cancellations pass through.
-
-    Raises:
-        ClientGone: on exit, if the client disconnected inside.
-    """
-
-    __slots__ = ("_error", "_exchange", "_served", "_stopped")
-
-    def __init__(self, exchange: ClientExchange) -> None:
-        self._exchange = exchange
-        self._error: ServeAppError | None = None
-        self._stopped = False
-        self._served: asyncio.Task[object] | None = None
-
-    def __enter__(self) -> Self:
-        self._served = asyncio.current_task()
-        if self._exchange.disconnected:
-            self.fire()
-        else:
-            self._exchange.on_disconnect = self.fire
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopped = True
-        self._exchange.on_disconnect = None
-        if self._error is None:
-            return
-        assert self._served is not None
-        if self._served.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise self._error from None
-
-    def fire(self, error: ServeAppError | None = None) -> None:
-        """End the serving of the request with `error`, or as a disconnect without one."""
-        if self._error is not None or self._stopped:
-            return
-        self._error = error or ClientGone("the client closed its connection")
-        assert self._served is not None
-        self._served.cancel()

@@ -15,13 +15,7 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import (
-    ClientExchange,
-    ClientGone,
-    RequestRejected,
-    encode,
-    send_json,
-)
+from serve_app.serving.gateway.answer.responses import ClientExchange, ClientGone, RequestRejected
 from serve_app.serving.gateway.batches.runner import BatchRunner, InputChecker, call
 from serve_app.serving.gateway.batches.store import (
     BatchError,
@@ -256,7 +250,7 @@ class BatchApi:
         finally:
             # A difference of counters has no zeros, so tenants without uploads take no memory.
             self._receiving -= Counter({tenant: received})
-        await _send(incoming, record.shown())
+        incoming.respond_json(record.shown())
 
     async def _abandon(self, file_id: str, abandon: Any) -> None:
         await self._storage.file_call(abandon)
@@ -267,11 +261,11 @@ class BatchApi:
         query = _query(incoming)
         page = _page(query, _FILES_PAGE, _FILES_PAGE)
         found = await self._storage(BatchStore.files, owner.tenant, query.get("purpose"), page)
-        await _send_list(incoming, [record.shown() for record in found], page)
+        _send_list(incoming, [record.shown() for record in found], page)
 
     async def show_file(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the description of a file."""
-        await _send(incoming, (await self._file(file_id, owner)).shown())
+        incoming.respond_json((await self._file(file_id, owner)).shown())
 
     async def _file(self, file_id: str, owner: BatchOwner, param: str | None = None) -> FileRecord:
         found = await self._storage(BatchStore.file, file_id, owner.tenant)
@@ -292,7 +286,7 @@ class BatchApi:
             )
         await self._storage.file_call(self._storage.contents.delete, record.id)
         await self._storage(BatchStore.delete_file, record.id)
-        await _send(incoming, {"id": file_id, "object": "file", "deleted": True})
+        incoming.respond_json({"id": file_id, "object": "file", "deleted": True})
 
     async def send_contents(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the contents of a file."""
@@ -304,10 +298,9 @@ class BatchApi:
         headers = [
             (b"content-type", b"application/octet-stream"),
             (b"content-length", b"%d" % record.bytes),
-            *incoming.id_headers,
         ]
         try:
-            await incoming.send({"type": "http.response.start", "status": 200, "headers": headers})
+            incoming.exchange.start_response(200, headers, incoming.id_lines)
             remaining = 0 if incoming.method == "HEAD" else record.bytes
             while remaining:
                 piece = await self._storage.file_call(file.read, min(_PIECE_BYTES, remaining))
@@ -317,8 +310,8 @@ class BatchApi:
                     # Too few bytes for the stated length, so the client notices.
                     raise ClientGone(f"the contents of {record.id} are truncated")
                 remaining -= len(piece)
-                await incoming.send({"type": "http.response.body", "body": piece, "more_body": True})
-            await incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
+                await incoming.write(piece)
+            await incoming.write(b"", ends=True)
         finally:
             await self._storage.file_call(file.close)
 
@@ -354,28 +347,28 @@ class BatchApi:
         if record.errors:
             record.enter("failed", time())
         await self._storage(BatchStore.add_batch, record, self._settings.max_open_batches)
-        await self._send_changed(incoming, record)
+        self._send_changed(incoming, record)
 
     async def list_batches(self, incoming: Request, owner: BatchOwner) -> None:
         """Send a page of the tenant's batches."""
         page = _page(_query(incoming), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
         now = time()
         found = await self._storage(BatchStore.batches, owner.tenant, page)
-        await _send_list(incoming, [record.shown(now) for record in found], page)
+        _send_list(incoming, [record.shown(now) for record in found], page)
 
     async def show_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
         """Send the description of a batch."""
         record = await self._storage(BatchStore.batch, batch_id, owner.tenant)
-        await _send(incoming, _existing(record, batch_id).shown(time()))
+        incoming.respond_json(_existing(record, batch_id).shown(time()))
 
     async def cancel_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
         """Cancel a batch."""
         record = await self._storage(BatchStore.cancel, batch_id, owner.tenant, time())
-        await self._send_changed(incoming, _existing(record, batch_id))
+        self._send_changed(incoming, _existing(record, batch_id))
 
-    async def _send_changed(self, incoming: Request, record: BatchRecord) -> None:
+    def _send_changed(self, incoming: Request, record: BatchRecord) -> None:
         self._runner.wake()
-        await _send(incoming, record.shown(time()))
+        incoming.respond_json(record.shown(time()))
 
 
 BatchHandler = Callable[..., Awaitable[None]]
@@ -421,11 +414,7 @@ def storage_rejection(error: StoreError) -> RequestRejected:
     )
 
 
-async def _send(incoming: Request, document: Mapping[str, Any]) -> None:
-    await send_json(incoming.send, 200, encode(document), incoming.id_headers)
-
-
-async def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page) -> None:
+def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page) -> None:
     """Send a page of a list. `found` has one entry more than the page if a further page exists."""
     limit = page.limit - 1
     data = found[:limit]
@@ -436,7 +425,7 @@ async def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page)
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(found) > limit,
     }
-    await _send(incoming, document)
+    incoming.respond_json(document)
 
 
 def _query(incoming: Request) -> dict[str, str]:

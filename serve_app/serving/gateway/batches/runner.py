@@ -39,7 +39,6 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from serve_app.engines.engine import Message
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway.answer.responses import ClientExchange, RequestRejected, encode
@@ -330,19 +329,12 @@ class CollectingExchange:
         """Return the body."""
         return self._body
 
-    async def receive(self) -> Message:
-        """Return the body, and then wait forever, because a disconnect is only ever notified."""
-        body, self._body = self._body, b""
-        if body:
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+    async def receive(self) -> bytes | None:
+        """Return the body."""
+        return self._body
 
-    async def send(self, message: Message) -> None:
-        """Collect a part of the answer."""
-        if message["type"] == "http.response.start":
-            self.start_response(message["status"], message["headers"])
-        else:
-            self.write_chunk(message.get("body", b""), ends=not message.get("more_body", False))
+    async def drain(self) -> None:
+        """Return at once: there is always room for more."""
 
     def start_response(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes = b"") -> None:
         """Record the head of the answer."""

@@ -20,13 +20,7 @@ from typing import Any, Self
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.answer.responses import (
-    ClientGone,
-    RequestRejected,
-    data_event,
-    encode,
-    send_body,
-)
+from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected, data_event, encode
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
@@ -215,13 +209,12 @@ class Dashboard:
             return
 
     async def _send_frames(self, incoming: Request) -> None:
-        send = incoming.send
-        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
+        incoming.exchange.start_response(200, _STREAM_HEADERS, incoming.id_lines)
         while incoming.method != "HEAD" and (frame := await self._frames.next()) is not None:
             if not self._is_still_admin(incoming):
                 break
-            await send({"type": "http.response.body", "body": data_event(frame), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await incoming.write(data_event(frame))
+        await incoming.write(b"", ends=True)
 
     def _is_still_admin(self, incoming: Request) -> bool:
         """Return whether the stream's key is still valid; it may have been revoked since."""
@@ -241,14 +234,14 @@ class _File:
         self.headers: HeaderList = [(b"content-type", _TYPES[path.suffix]), (b"etag", self.tag), *_HEADERS]
 
 
-async def _send_file(file: _File, incoming: Request) -> None:
+def _send_file(file: _File, incoming: Request) -> None:
     if incoming.headers.get(b"if-none-match") == file.tag:
-        await incoming.send({"type": "http.response.start", "status": 304, "headers": [*file.headers]})
-        await incoming.send({"type": "http.response.body", "body": b""})
+        incoming.exchange.start_response(304, file.headers, incoming.id_lines)
+        incoming.exchange.write_chunk(b"", ends=True)
         return
-    await send_body(incoming.send, 200, file.headers, file.content)
+    incoming.respond(200, file.headers, file.content)
 
 
-async def _redirect(incoming: Request) -> None:
+def _redirect(incoming: Request) -> None:
     """Redirect to the path without a slash, because the page refers to its files by relative paths."""
-    await send_body(incoming.send, 308, [(b"location", b"../dashboard")], b"")
+    incoming.respond(308, [(b"location", b"../dashboard")], b"")

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, ProgramHint, RequestSpec, Submission, completed
 from serve_app.serving.gateway.answer.assembly import CONTINUABLE_FIELDS
-from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected, header_text
+from serve_app.serving.gateway.answer.responses import RequestRejected, header_text
 from serve_app.serving.gateway.answer.stored import ResponseHolders, StoredResponse
 from serve_app.serving.gateway.keys import Budgets, Caller, FileKeys, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
@@ -265,19 +265,17 @@ class RequestReader:
         while not is_last:
             began = loop.time()
             try:
-                message = await asyncio.wait_for(incoming.receive(), settings.body_grace_s)
+                async with asyncio.timeout(settings.body_grace_s):
+                    piece = await incoming.receive()
             except TimeoutError as exc:
                 raise _too_slow(settings) from exc
             received_s += loop.time() - began
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client disconnected before its request was complete")
-            piece = message.get("body", b"")
             size += len(piece)
             if size > max_bytes + FORM_BYTES:
                 raise _file_too_large(max_bytes)
             if received_s - settings.body_grace_s > size / settings.min_body_bytes_per_s:
                 raise _too_slow(settings)
-            is_last = not message.get("more_body", False)
+            is_last = not incoming.exchange.more_body
             pending += piece
             if len(pending) >= piece_bytes or is_last:
                 yield bytes(pending)
@@ -348,15 +346,12 @@ class RequestReader:
         limit, size = settings.max_body_bytes, 0
         pieces: list[bytes | bytearray] = []
         while True:
-            message = await incoming.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client disconnected before its request was complete")
-            piece = message.get("body", b"")
+            piece = await incoming.receive()
             size += len(piece)
             if size > limit:
                 raise _too_large(limit)
             held.grow(len(piece))
-            is_last = not message.get("more_body", False)
+            is_last = not incoming.exchange.more_body
             if is_last and not pieces:
                 held.data = piece
                 return

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.models import ServedModels
@@ -35,9 +34,9 @@ class InPieces(CollectingExchange):
         self._left = iter(sent)
         self._numbers, self._count = itertools.count(1), len(sent)
 
-    async def receive(self) -> Message:
-        more_body = next(self._numbers) < self._count
-        return {"type": "http.request", "body": next(self._left), "more_body": more_body}
+    async def receive(self) -> bytes:
+        self.more_body = next(self._numbers) < self._count
+        return next(self._left)
 
 
 def reader_of(
