@@ -639,11 +639,7 @@ class EnginePages:
     async def _fetched(self, address: ReplicaAddress) -> _Page | RequestRejected:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                response = await self._upstream.send(address.server, engine_head(address, "/metrics"), b"")
-                try:
-                    text = await response.read()
-                finally:
-                    response.close()
+                response, text = await self._upstream.fetch(address.server, engine_head(address, "/metrics"))
         except (UpstreamError, TimeoutError) as error:
             reason = f"replica {address.replica_id} gave no metrics: {error or 'it took too long'}"
             return RequestRejected(Outcome.FAILED, reason, status=502)

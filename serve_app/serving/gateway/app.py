@@ -118,33 +118,25 @@ class AnyReplica:
         self._next += 1
         for offset in range(min(_MAX_ATTEMPTS, len(replicas))):
             replica = replicas[(self._next + offset) % len(replicas)]
+            head = upstream_head(
+                incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
+            )
             try:
-                return await self._exchange(replica, incoming, forwarded, body)
+                response, answer = await self._upstream.fetch(replica.server, head, body)
             except EngineSilentError as error:
                 raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
             except UpstreamError as error:
                 failure = str(error)
+                continue
+            found = failure_of(response.status, response.headers, answer)
+            if found is None or found.failure is DispatchFailure.TOO_LONG:
+                return response, answer
+            failure = str(found)
         raise RequestRejected(
             Outcome.REJECTED_NO_REPLICA,
             f"no replica responds: {failure}; retry later",
             retry_after_s=_RETRY_AFTER_S,
         )
-
-    async def _exchange(
-        self, replica: ReplicaAddress, incoming: Request, forwarded: bytes, body: bytes
-    ) -> tuple[UpstreamResponse, bytes]:
-        head = upstream_head(
-            incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
-        )
-        response = await self._upstream.send(replica.server, head, body)
-        try:
-            answer = await response.read()
-        finally:
-            response.close()
-        failure = failure_of(response.status, response.headers, answer)
-        if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
-            raise failure
-        return response, answer
 
 
 def _with_limit(answer: bytes, max_model_len: int) -> bytes:

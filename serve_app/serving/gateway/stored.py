@@ -1,5 +1,6 @@
 """Stored responses: requests that refer to one are sent to the replica that has it, or rejected."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import parse_qsl, urlencode
 
@@ -129,11 +130,8 @@ class StoredResponses:
         path, forwarded = incoming.path + _query(incoming), self._reader.forwarded(incoming)
         head = upstream_head(incoming.engine_method, path, incoming.request_id, forwarded, replica, 0)
         try:
-            response = await self._upstream.send(replica.server, head, b"")
-            try:
+            with contextlib.closing(await self._upstream.send(replica.server, head, b"")) as response:
                 await _answer(response, incoming, replica)
-            finally:
-                response.close()
         except EngineSilentError as error:
             raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
         except UpstreamError as error:

@@ -581,6 +581,17 @@ class UpstreamPool:
             raise
         return response
 
+    async def fetch(
+        self, address: ServerAddress, head: bytes, body: bytes = b""
+    ) -> tuple[UpstreamResponse, bytes]:
+        """Send a request to a replica; return its response, which is closed, and the whole body.
+
+        Raises:
+            UpstreamError: as in `start`.
+        """
+        with contextlib.closing(await self.send(address, head, body)) as response:
+            return response, await response.read()
+
     def repeat(
         self,
         address: ServerAddress,

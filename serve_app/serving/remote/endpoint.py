@@ -76,11 +76,8 @@ class ControlClient:
         head = f"GET {self._url.path}{path}{self._headers}".encode("latin-1")
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._upstream.send(self._server, head, b"")
-                try:
+                with contextlib.closing(await self._upstream.send(self._server, head, b"")) as response:
                     return Page(response.status, await _limited(response))
-                finally:
-                    response.close()
         except TimeoutError as exc:
             raise EndpointUnreachableError(
                 f"{self._url}{path} gave no answer in {self._timeout_s:g} s"

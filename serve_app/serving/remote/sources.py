@@ -296,7 +296,7 @@ class ObjectWatch:
         response = await connections.send(address, head.encode("latin-1"), b"")
         if response.status == 200:
             return response
-        try:
+        with contextlib.closing(response):
             if response.status == _GONE:
                 raise _WatchExpiredError("the version to watch from is too old")
             shown = ""
@@ -308,17 +308,12 @@ class ObjectWatch:
                 f"{server}{path} answered {response.status}: {shown}",
                 float(asked) if asked.isdigit() else 0.0,
             )
-        finally:
-            response.close()
 
     async def _list(self, connections: UpstreamPool) -> Document:
         async with asyncio.timeout(_LIST_TIMEOUT_S):
-            response = await self._open(connections)
-            try:
+            with contextlib.closing(await self._open(connections)) as response:
                 listed: Document = json.loads(await response.read())
                 return listed
-            finally:
-                response.close()
 
     async def _watch(self, connections: UpstreamPool, version: str) -> AsyncIterator[Document]:
         response = await self._open(
@@ -328,7 +323,7 @@ class ObjectWatch:
             allowWatchBookmarks="true",
             timeoutSeconds=str(_WATCH_S),
         )
-        try:
+        with contextlib.closing(response):
             async for line in _lines(response):
                 event: Document = json.loads(line)
                 if event["type"] == "ERROR":
@@ -336,8 +331,6 @@ class ObjectWatch:
                         raise _WatchExpiredError("the version to watch from is too old")
                     raise OSError(f"the watch failed: {event['object'].get('message')}")
                 yield event
-        finally:
-            response.close()
 
 
 @dataclass(frozen=True, slots=True)

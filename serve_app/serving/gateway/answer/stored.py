@@ -265,10 +265,12 @@ class BackgroundWork:
         while failures < _MAX_FAILURES:
             await asyncio.sleep(self._every_s)
             try:
-                status, body = await self._fetch(response_id, replica)
+                head = engine_head(replica, f"/v1/responses/{response_id}")
+                answer, body = await self._upstream.fetch(replica.server, head)
             except UpstreamError as error:
                 failures, why = failures + 1, str(error)
                 continue
+            status = answer.status
             response = answered_response(body) if status == 200 else AnsweredResponse()
             if response.is_running:
                 failures = 0
@@ -280,11 +282,3 @@ class BackgroundWork:
             else:
                 failures, why = failures + 1, f"the engine answered {status}"
         return Outcome.FAILED, None, f"in the background: {why}"
-
-    async def _fetch(self, response_id: str, replica: ReplicaAddress) -> tuple[int, bytes]:
-        head = engine_head(replica, f"/v1/responses/{response_id}")
-        response = await self._upstream.send(replica.server, head, b"")
-        try:
-            return response.status, await response.read()
-        finally:
-            response.close()
