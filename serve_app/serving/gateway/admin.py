@@ -73,11 +73,11 @@ from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
 logger = logging.getLogger("ray.serve")
 
 
-def audit(action: str, caller: Caller, incoming: Request, **details: object) -> None:
+def audit(action: str, caller: Caller, request: Request, **details: object) -> None:
     """Log a change by an admin: what, by which key, from where."""
     by = "application" if caller.key is None else caller.key.id
     text = "".join(f" {name}={value!r}" for name, value in details.items())
-    logger.info("event=audit action=%s by=%s client=%s%s", action, by, incoming.client or "-", text)
+    logger.info("event=audit action=%s by=%s client=%s%s", action, by, request.client or "-", text)
 
 
 _COLUMNS = ("pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds")
@@ -188,35 +188,35 @@ class KeyAdmin:
         yield HttpRoute("POST", _KEY, self._serve, "change an API key; for admins")
         yield HttpRoute("DELETE", _KEY, self._serve, "revoke an API key; for admins")
 
-    async def _serve(self, incoming: Request, key_id: str = "") -> None:
+    async def _serve(self, request: Request, key_id: str = "") -> None:
         """List, create, change or revoke keys."""
-        caller = self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(request)
         caller.check_admin()
         if self._path is None:
             message = (
                 "there is no file of keys: set gateway.keys_file, and create the first key by `ewsjf keys`"
             )
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="no_keys_file", status=409)
-        method = incoming.method
+        method = request.exchange.method
         if method == "DELETE":
-            await self._revoke(self._path, key_id, incoming, caller)
+            await self._revoke(self._path, key_id, request, caller)
         elif method == "POST":
-            await self._write(self._path, key_id, incoming, caller)
+            await self._write(self._path, key_id, request, caller)
         else:
-            await self._list(self._path, incoming)
+            await self._list(self._path, request)
 
-    async def _list(self, path: Path, incoming: Request) -> None:
+    async def _list(self, path: Path, request: Request) -> None:
         keys = await _in_thread(lambda: read_keys(path))
         await self._budgets.read([key.id for key in keys])
         listed = [{**key.shown(), "used": self._used(key.id)} for key in keys]
-        incoming.respond_json({"file": str(path), "keys": listed})
+        request.respond_json({"file": str(path), "keys": listed})
 
     def _used(self, key_id: str) -> dict[str, dict[str, float]]:
         spent = {period: self._budgets.spent(key_id, period) for period in PERIODS}
         return {period: {"tokens": tokens, "cost": cost} for period, (tokens, cost) in spent.items()}
 
-    async def _write(self, path: Path, key_id: str, incoming: Request, caller: Caller) -> None:
-        permissions = await self._permissions(incoming)
+    async def _write(self, path: Path, key_id: str, request: Request, caller: Caller) -> None:
+        permissions = await self._permissions(request)
         if key_id:
             record = await _in_thread(lambda: change_key(path, key_id, **permissions))
             answer: dict[str, Any] = record.shown()
@@ -226,17 +226,17 @@ class KeyAdmin:
         else:
             record, secret = await _in_thread(lambda: create_key(path, **permissions))
             answer = {**record.shown(), "secret": secret}
-        audit("key_changed" if key_id else "key_created", caller, incoming, key=record.id, **permissions)
-        incoming.respond_json(answer)
+        audit("key_changed" if key_id else "key_created", caller, request, key=record.id, **permissions)
+        request.respond_json(answer)
 
-    async def _revoke(self, path: Path, key_id: str, incoming: Request, caller: Caller) -> None:
+    async def _revoke(self, path: Path, key_id: str, request: Request, caller: Caller) -> None:
         record = await _in_thread(lambda: revoke_key(path, key_id))
-        audit("key_revoked", caller, incoming, key=record.id, tenant=record.tenant)
-        incoming.respond_json(record.shown())
+        audit("key_revoked", caller, request, key=record.id, tenant=record.tenant)
+        request.respond_json(record.shown())
 
-    async def _permissions(self, incoming: Request) -> Mapping[str, Any]:
+    async def _permissions(self, request: Request) -> Mapping[str, Any]:
         example = '{"tenant": "app", "tokens_per_day": 1000000}'
-        permissions = await self._reader.document(incoming, dict[str, Any], example)
+        permissions = await self._reader.document(request, dict[str, Any], example)
         for name in permissions.keys() - _PERMISSIONS:
             known = ", ".join(sorted(_PERMISSIONS))
             message = f"a key has no permission {name[:100]!r}; permissions: {known}"
@@ -304,14 +304,14 @@ class EndpointAdmin:
         yield HttpRoute("POST", ENDPOINTS_PATH, self._serve, added)
         yield HttpRoute("DELETE", ENDPOINTS_PATH, self._serve, "remove an endpoint; for admins")
 
-    async def _serve(self, incoming: Request) -> None:
+    async def _serve(self, request: Request) -> None:
         """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
-        caller = self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(request)
         caller.check_admin()
-        action = _ACTIONS.get(incoming.method)
-        await (self._show(incoming) if action is None else self._change(action, incoming, caller))
+        action = _ACTIONS.get(request.exchange.method)
+        await (self._show(request) if action is None else self._change(action, request, caller))
 
-    async def _show(self, incoming: Request) -> None:
+    async def _show(self, request: Request) -> None:
         endpoints: list[dict[str, object]] = []
         for (model, pool), watcher in self._watchers.items():
             try:
@@ -319,10 +319,10 @@ class EndpointAdmin:
             except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
                 found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
             endpoints += [{"model": model, **endpoint} for endpoint in found]
-        incoming.respond_json({"endpoints": endpoints})
+        request.respond_json({"endpoints": endpoints})
 
-    async def _change(self, action: str, incoming: Request, caller: Caller) -> None:
-        change = await self._reader.document(incoming, EndpointChange, '{"url": "http://host:8000"}')
+    async def _change(self, action: str, request: Request, caller: Caller) -> None:
+        change = await self._reader.document(request, EndpointChange, '{"url": "http://host:8000"}')
         model, pool = self._select_pool(change)
         try:
             answer = await asyncio.wait_for(
@@ -333,8 +333,8 @@ class EndpointAdmin:
             raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
         if "error" in answer:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
-        audit(f"endpoint_{action}", caller, incoming, model=model, pool=pool, url=change.url)
-        incoming.respond_json({"model": model, "pool": pool, **answer})
+        audit(f"endpoint_{action}", caller, request, model=model, pool=pool, url=change.url)
+        request.respond_json({"model": model, "pool": pool, **answer})
 
     def _select_pool(self, change: EndpointChange) -> tuple[str, str]:
         matches = [
@@ -377,19 +377,19 @@ class ModeAdmin:
         yield HttpRoute("GET", MODE_PATH, self._serve, share)
         yield HttpRoute("POST", MODE_PATH, self._serve, f"change the {share}")
 
-    async def _serve(self, incoming: Request) -> None:
+    async def _serve(self, request: Request) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""
-        caller = self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(request)
         caller.check_admin()
         chosen = self._queries
-        if incoming.method == "POST":
-            chosen = await self._apply_change(incoming, caller)
+        if request.exchange.method == "POST":
+            chosen = await self._apply_change(request, caller)
         models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
-        incoming.respond_json({"models": models})
+        request.respond_json({"models": models})
 
-    async def _apply_change(self, incoming: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:
+    async def _apply_change(self, request: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:
         example = '{"active_share": 0.1}, a share from 0 to 1'
-        change = await self._reader.document(incoming, ModeChange, example)
+        change = await self._reader.document(request, ModeChange, example)
         if change.model is not None and change.model not in self._queries:
             known = ", ".join(self._queries)
             raise RequestRejected(
@@ -400,7 +400,7 @@ class ModeAdmin:
         chosen = self._queries if change.model is None else {change.model: self._queries[change.model]}
         for model, scheduler in chosen.items():
             await query_scheduler(model, scheduler, "change_mode", active_share=change.active_share)
-            audit("mode_changed", caller, incoming, model=model, active_share=change.active_share)
+            audit("mode_changed", caller, request, model=model, active_share=change.active_share)
         return chosen
 
 
@@ -463,13 +463,13 @@ class DebugPages:
         program = "where the time of an agent program went, with its last turns; for admins"
         yield HttpRoute("GET", PROGRAMS_PATH, self._program, program)
 
-    async def _receipt(self, incoming: Request, request_id: str) -> None:
+    async def _receipt(self, request: Request, request_id: str) -> None:
         """Return the receipt of a request of any model.
 
         Raises:
             RequestRejected: the caller is not an admin, or no scheduler has the request.
         """
-        self._reader.authenticate(incoming).check_admin()
+        self._reader.authenticate(request).check_admin()
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
@@ -479,36 +479,36 @@ class DebugPages:
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         # A request to a route may have been rejected by one model before another one served it.
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
-        incoming.respond_json(found)
+        request.respond_json(found)
 
-    async def _program(self, incoming: Request, name: str) -> None:
+    async def _program(self, request: Request, name: str) -> None:
         """Return where the time of a program went, for each tenant and model that has one with this id.
 
         Raises:
             RequestRejected: the caller is not an admin, or no scheduler has the program.
         """
-        self._reader.authenticate(incoming).check_admin()
+        self._reader.authenticate(request).check_admin()
         models = await self._complete(lambda _model, scheduler: scheduler.query("program", program=name))
         found = [each for model in models for each in model.get("programs", ())]
         if not found:
             message = _NO_PROGRAM.format(name=name)
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
-        incoming.respond_json({"programs": found})
+        request.respond_json({"programs": found})
 
-    async def _capture(self, incoming: Request) -> None:
-        self._reader.authenticate(incoming).check_admin()
+    async def _capture(self, request: Request) -> None:
+        self._reader.authenticate(request).check_admin()
         lines = b""
         # Without the argument, schedulers of older releases understand the query.
-        chosen = {"full": True} if incoming.query().get("full") == ["true"] else {}
+        chosen = {"full": True} if request.query().get("full") == ["true"] else {}
         for model, scheduler in self._queries.items():
             for line in await query_scheduler(model, scheduler, "capture", **chosen):
                 lines += encode({**line, "model": model}) + b"\n"
-        incoming.respond(200, [_JSONL_TYPE], lines)
+        request.respond(200, [_JSONL_TYPE], lines)
 
-    async def _cost_table(self, incoming: Request) -> None:
-        self._reader.authenticate(incoming).check_admin()
+    async def _cost_table(self, request: Request) -> None:
+        self._reader.authenticate(request).check_admin()
         models = await self._complete(lambda _model, scheduler: scheduler.query("costs"))
-        incoming.respond(200, [_CSV_TYPE], cost_table(models).encode())
+        request.respond(200, [_CSV_TYPE], cost_table(models).encode())
 
     async def _complete(self, query: Query) -> list[Mapping[str, Any]]:
         """Query all schedulers; raise if one fails, because a table without its rows would look complete."""
@@ -518,11 +518,11 @@ class DebugPages:
             raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         return models
 
-    async def _usage_table(self, incoming: Request) -> None:
-        self._reader.authenticate(incoming).check_admin()
+    async def _usage_table(self, request: Request) -> None:
+        self._reader.authenticate(request).check_admin()
         models = await self._complete(self._usage)
         rows = [row for model in models for row in model["rows"]]
-        incoming.respond(200, [_CSV_TYPE], usage_table(rows).encode())
+        request.respond(200, [_CSV_TYPE], usage_table(rows).encode())
 
     async def _usage(self, _model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
         """Return the usage of each key by day, with its cost where the model has prices."""
@@ -534,13 +534,13 @@ class DebugPages:
         price = self._prices.get(row["model"])
         return None if price is None else price.of(tokens_of([row[name] for name in USAGE_COUNTS]))
 
-    async def _show(self, query: Query, incoming: Request) -> None:
-        caller = self._reader.authenticate(incoming)
+    async def _show(self, query: Query, request: Request) -> None:
+        caller = self._reader.authenticate(request)
         caller.check_admin()
         models = await query_all(self._queries, query)
-        if incoming.method == "POST":
-            audit(incoming.path.removeprefix("/debug/").replace("/", "_"), caller, incoming)
-        incoming.respond_json({"models": models})
+        if request.exchange.method == "POST":
+            audit(request.path.removeprefix("/debug/").replace("/", "_"), caller, request)
+        request.respond_json({"models": models})
 
 
 def _named(query: str) -> Query:
@@ -588,21 +588,21 @@ class EnginePages:
         self._check = check
         self._pages: dict[str, asyncio.Task[_Page | RequestRejected]] = {}
 
-    async def serve(self, incoming: Request) -> None:
+    async def serve(self, request: Request) -> None:
         """Return the targets, or the metrics of the replica named by `?replica=`.
 
         Raises:
             RequestRejected: access is denied, the replica is unknown, or it does not answer.
         """
-        self._check(incoming.headers)
-        asked = incoming.query().get("replica")
+        self._check(request.headers)
+        asked = request.query().get("replica")
         if asked is None:
             # The address that the scraper used is one that it can reach.
-            host = incoming.headers.get(b"host", b"").decode("latin-1")
-            incoming.respond_json([*self._targets(host)])
+            host = request.headers.get(b"host", b"").decode("latin-1")
+            request.respond_json([*self._targets(host)])
             return
         page = await self._page(asked[0])
-        incoming.respond(200, [(_CONTENT_TYPE, page.content_type)], page.text)
+        request.respond(200, [(_CONTENT_TYPE, page.content_type)], page.text)
 
     def _targets(self, host: str) -> Iterator[dict[str, Any]]:
         for model, replica in self._replicas():

@@ -91,7 +91,7 @@ class AnyReplica:
     async def forward(
         self,
         replicas: Sequence[ReplicaAddress],
-        incoming: Request,
+        request: Request,
         forwarded: bytes,
         body: bytes,
         max_model_len: int | None = None,
@@ -104,22 +104,22 @@ class AnyReplica:
         Raises:
             RequestRejected: no replica answers.
         """
-        response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
-        if incoming.path == "/tokenize" and response.status == 200 and max_model_len is not None:
+        response, answer = await self._try_replicas(replicas, request, forwarded, body)
+        if request.path == "/tokenize" and response.status == 200 and max_model_len is not None:
             answer = _with_limit(answer, max_model_len)
         headers = response_headers(response.headers)
-        headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
-        incoming.respond(response.status, headers, answer)
+        headers, answer = request.api.engine_answer(response.status, request.path, headers, answer)
+        request.respond(response.status, headers, answer)
 
     async def _try_replicas(
-        self, replicas: Sequence[ReplicaAddress], incoming: Request, forwarded: bytes, body: bytes
+        self, replicas: Sequence[ReplicaAddress], request: Request, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         failure = "no replica is ready"
         self._next += 1
         for offset in range(min(_MAX_ATTEMPTS, len(replicas))):
             replica = replicas[(self._next + offset) % len(replicas)]
             head = upstream_head(
-                incoming.engine_method, incoming.path, incoming.request_id, forwarded, replica, len(body)
+                request.engine_method, request.path, request.request_id, forwarded, replica, len(body)
             )
             try:
                 response, answer = await self._upstream.fetch(replica.server, head, body)
@@ -428,14 +428,14 @@ class Gateway:
     def _batch_handler(self, handler: BatchHandler) -> Callable[..., Coroutine[None, None, None]]:
         """Return a handler of the Batch API that rejects requests while this gateway does not offer it."""
 
-        async def serve(incoming: Request, *parameters: str) -> None:
+        async def serve(request: Request, *parameters: str) -> None:
             if self._batches is None:
                 message = (
                     "the Batch API has no folder here: this cluster has several nodes, so set "
                     "gateway.batches.folder to a folder that all of them share"
                 )
                 raise RequestRejected(Outcome.FAILED, message, code="not_supported", status=501)
-            await self._batches.serve(handler, incoming, *parameters)
+            await self._batches.serve(handler, request, *parameters)
 
         return serve
 
@@ -443,48 +443,48 @@ class Gateway:
         """Return the batches of all tenants, for the dashboard."""
         return NO_BATCHES if self._batches is None else await self._batches.overview()
 
-    async def _forward_query(self, incoming: Request) -> None:
+    async def _forward_query(self, request: Request) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""
-        caller = self._reader.authenticate(incoming)
-        named = incoming.query().get("model")
+        caller = self._reader.authenticate(request)
+        named = request.query().get("model")
         found = self._served.find(named[0] if named else self._served.first(caller), caller).ready()
-        forwarded = self._reader.forwarded(incoming)
-        await self._any_replica.forward(found.replicas(), incoming, forwarded, b"")
+        forwarded = self._reader.forwarded(request)
+        await self._any_replica.forward(found.replicas(), request, forwarded, b"")
 
-    async def _forward_unscheduled(self, incoming: Request) -> None:
-        caller = self._reader.authenticate(incoming)
-        held = await self._reader.body(incoming)
+    async def _forward_unscheduled(self, request: Request) -> None:
+        caller = self._reader.authenticate(request)
+        held = await self._reader.body(request)
         try:
             check_structure(held.data)
             name = self._served.find(parse_model(held.data), caller)
             found = name.ready()
             body = append_fields(held.data, [model_field(found.name)] if name.route is not None else [])
-            with incoming.watch():
-                forwarded = self._reader.forwarded(incoming)
+            with request.watch():
+                forwarded = self._reader.forwarded(request)
                 await self._any_replica.forward(
-                    found.replicas(), incoming, forwarded, body, found.model.max_model_len
+                    found.replicas(), request, forwarded, body, found.model.max_model_len
                 )
         finally:
             held.release()
 
-    def _list_models(self, incoming: Request) -> None:
-        caller = self._reader.authenticate(incoming)
+    def _list_models(self, request: Request) -> None:
+        caller = self._reader.authenticate(request)
         models = [found.describe() for found in self._served.usable(caller)]
-        incoming.respond_json({"object": "list", "data": models})
+        request.respond_json({"object": "list", "data": models})
 
-    def _show_model(self, incoming: Request, name: str) -> None:
-        caller = self._reader.authenticate(incoming)
-        incoming.respond_json(self._served.find(name, caller).describe())
+    def _show_model(self, request: Request, name: str) -> None:
+        caller = self._reader.authenticate(request)
+        request.respond_json(self._served.find(name, caller).describe())
 
-    def _health(self, incoming: Request) -> None:
-        incoming.respond_json({"status": "ok"})
+    def _health(self, request: Request) -> None:
+        request.respond_json({"status": "ok"})
 
-    def _load(self, incoming: Request) -> None:
+    def _load(self, request: Request) -> None:
         """Report this gateway's in-flight requests, as vLLM's `/load` does."""
-        self._reader.authenticate(incoming)
-        incoming.respond_json({"server_load": self.in_flight})
+        self._reader.authenticate(request)
+        request.respond_json({"server_load": self.in_flight})
 
-    def _ready(self, incoming: Request) -> None:
+    def _ready(self, request: Request) -> None:
         """Report readiness: every model has a replica, or one that its first request starts.
 
         Only a connected scheduler can have a replica started. Without a connection, each model is listed as
@@ -499,17 +499,17 @@ class Gateway:
             "models_without_replica": missing,
             "models_without_scheduler": waiting,
         }
-        incoming.respond_json(document, 503 if missing or stops else 200)
+        request.respond_json(document, 503 if missing or stops else 200)
 
     def _can_serve(self, model: ServedModel) -> bool:
         scheduler = self._schedulers[model.name]
         return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
 
-    async def _metrics(self, incoming: Request) -> None:
+    async def _metrics(self, request: Request) -> None:
         """Serve the metrics of this gateway and of its schedulers."""
-        self._metrics_endpoint.check(incoming.headers)
-        kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
-        incoming.respond(200, [kind], page)
+        self._metrics_endpoint.check(request.headers)
+        kind, page = await self._metrics_endpoint.page(request.headers.get(b"accept", b""))
+        request.respond(200, [kind], page)
 
     def _record(self, request: Request, end: RequestRejected | ClientGone) -> None:
         """Count and log a request that never reached a scheduler."""

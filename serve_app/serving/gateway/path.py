@@ -397,11 +397,6 @@ class Request(ChannelRequest):
     # What it asks for, and plain responses.
 
     @property
-    def method(self) -> str:
-        """HTTP method of the client."""
-        return self.exchange.method
-
-    @property
     def engine_method(self) -> str:
         """HTTP method towards the engine. HEAD is sent as GET, because its headers depend on the answer."""
         return "POST" if self.exchange.method == "POST" else "GET"

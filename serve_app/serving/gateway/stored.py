@@ -83,19 +83,19 @@ class StoredResponses:
         if fallbacks is not None:
             fallbacks.remaining.clear()
 
-    async def _serve(self, incoming: Request, response_id: str) -> None:
+    async def _serve(self, request: Request, response_id: str) -> None:
         """Forward the retrieval or cancellation of a response.
 
         Raises:
             RequestRejected: no replica stores it for this tenant, or the replica does not answer.
         """
-        caller = self._reader.authenticate(incoming)
-        owner = self._reader.owner(incoming, caller)
-        held = await self._reader.body(incoming)
+        caller = self._reader.authenticate(request)
+        owner = self._reader.owner(request, caller)
+        held = await self._reader.body(request)
         held.release()
         replica = self._holder(response_id, owner, self._replicas(caller), param="response_id")
-        with incoming.watch():
-            await self._forward(replica, incoming)
+        with request.watch():
+            await self._forward(replica, request)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
         # Names and adapters of a model share a scheduler, and a key may allow only one of them.
@@ -126,12 +126,12 @@ class StoredResponses:
             param=param,
         )
 
-    async def _forward(self, replica: ReplicaAddress, incoming: Request) -> None:
-        path, forwarded = incoming.path + _query(incoming), self._reader.forwarded(incoming)
-        head = upstream_head(incoming.engine_method, path, incoming.request_id, forwarded, replica, 0)
+    async def _forward(self, replica: ReplicaAddress, request: Request) -> None:
+        path, forwarded = request.path + _query(request), self._reader.forwarded(request)
+        head = upstream_head(request.engine_method, path, request.request_id, forwarded, replica, 0)
         try:
             with contextlib.closing(await self._upstream.send(replica.server, head, b"")) as response:
-                await _answer(response, incoming, replica)
+                await _answer(response, request, replica)
         except EngineSilentError as error:
             raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
         except UpstreamError as error:
@@ -142,36 +142,36 @@ class StoredResponses:
             ) from error
 
 
-async def _answer(response: UpstreamResponse, incoming: Request, replica: ReplicaAddress) -> None:
+async def _answer(response: UpstreamResponse, request: Request, replica: ReplicaAddress) -> None:
     named = (b"x-replica", replica.replica_id.encode("latin-1", "replace"))
     headers = [*response_headers(response.headers), named]
     if response.header(b"content-type").startswith(_EVENT_STREAM):
-        await _stream(response, incoming, headers)
+        await _stream(response, request, headers)
         return
     body = await response.read()
     failure = failure_of(response.status, response.headers, body)
     if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
         raise failure
-    headers, body = incoming.api.engine_answer(response.status, incoming.path, headers, body)
-    incoming.respond(response.status, headers, body)
+    headers, body = request.api.engine_answer(response.status, request.path, headers, body)
+    request.respond(response.status, headers, body)
 
 
-async def _stream(response: UpstreamResponse, incoming: Request, headers: list[tuple[bytes, bytes]]) -> None:
+async def _stream(response: UpstreamResponse, request: Request, headers: list[tuple[bytes, bytes]]) -> None:
     events = await response.next()
-    incoming.exchange.start_response(response.status, headers, incoming.id_lines)
+    request.exchange.start_response(response.status, headers, request.id_lines)
     while not response.at_end:
-        await incoming.write(events)
+        await request.write(events)
         try:
             events = await response.next()
         except UpstreamError as error:
             message = f"the engine failed during these events: retrieve the response again ({error})"
-            events = incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
+            events = request.api.error_event(RequestRejected(Outcome.FAILED, message))
             break
-    await incoming.write(events, ends=True)
+    await request.write(events, ends=True)
 
 
-def _query(incoming: Request) -> str:
+def _query(request: Request) -> str:
     """Return the re-encoded query with its question mark; empty if there is none."""
-    written = incoming.exchange.query.decode("latin-1")
+    written = request.exchange.query.decode("latin-1")
     query = urlencode(parse_qsl(written, keep_blank_values=True))
     return f"?{query}" if query else ""

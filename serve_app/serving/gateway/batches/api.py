@@ -194,25 +194,25 @@ class BatchApi:
         ]
         return {"rows": rows, "error": ""}
 
-    async def serve(self, handler: "BatchHandler", incoming: Request, *parameters: str) -> None:
+    async def serve(self, handler: "BatchHandler", request: Request, *parameters: str) -> None:
         """Serve a request by a handler of `BATCH_ROUTES`.
 
         Raises:
             RequestRejected: it is invalid or not allowed, or the storage is not available.
         """
-        caller = self._reader.authenticate(incoming)
-        tenant = self._reader.owner(incoming, caller)
+        caller = self._reader.authenticate(request)
+        tenant = self._reader.owner(request, caller)
         owner = BatchOwner(tenant, "" if caller.key is None else caller.key.id)
         try:
-            await handler(self, incoming, owner, *parameters)
+            await handler(self, request, owner, *parameters)
         except StoreError as error:
             raise storage_rejection(error) from error
 
     # -- files
 
-    async def upload_file(self, incoming: Request, owner: BatchOwner) -> None:
+    async def upload_file(self, request: Request, owner: BatchOwner) -> None:
         """Store a form with `purpose` and `file`."""
-        form = UploadForm(incoming.headers.get(b"content-type", b""))
+        form = UploadForm(request.headers.get(b"content-type", b""))
         checker = InputChecker(self._settings.max_requests, self._reader.max_body_bytes)
         record = FileRecord(
             id=new_id("file-"), owner=owner.tenant, filename="", purpose="batch", created_at=int(time())
@@ -227,9 +227,9 @@ class BatchApi:
             writer.write(data)
 
         try:
-            stated = int(incoming.headers.get(b"content-length", b"0"))
+            stated = int(request.headers.get(b"content-length", b"0"))
             check_quota(used + self._receiving[tenant], max(1, stated - FORM_BYTES), limit)
-            async for data in self._reader.pieces(incoming, self._settings.max_file_bytes, _PIECE_BYTES):
+            async for data in self._reader.pieces(request, self._settings.max_file_bytes, _PIECE_BYTES):
                 if contents := form.feed(data):
                     check_quota(used + self._receiving[tenant], len(contents), limit)
                     received += len(contents)
@@ -250,22 +250,22 @@ class BatchApi:
         finally:
             # A difference of counters has no zeros, so tenants without uploads take no memory.
             self._receiving -= Counter({tenant: received})
-        incoming.respond_json(record.shown())
+        request.respond_json(record.shown())
 
     async def _abandon(self, file_id: str, abandon: Any) -> None:
         await self._storage.file_call(abandon)
         await self._storage(BatchStore.delete_file, file_id)
 
-    async def list_files(self, incoming: Request, owner: BatchOwner) -> None:
+    async def list_files(self, request: Request, owner: BatchOwner) -> None:
         """Send a page of the tenant's files."""
-        query = _query(incoming)
+        query = _query(request)
         page = _page(query, _FILES_PAGE, _FILES_PAGE)
         found = await self._storage(BatchStore.files, owner.tenant, query.get("purpose"), page)
-        _send_list(incoming, [record.shown() for record in found], page)
+        _send_list(request, [record.shown() for record in found], page)
 
-    async def show_file(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
+    async def show_file(self, request: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the description of a file."""
-        incoming.respond_json((await self._file(file_id, owner)).shown())
+        request.respond_json((await self._file(file_id, owner)).shown())
 
     async def _file(self, file_id: str, owner: BatchOwner, param: str | None = None) -> FileRecord:
         found = await self._storage(BatchStore.file, file_id, owner.tenant)
@@ -273,7 +273,7 @@ class BatchApi:
             raise _not_found("file", file_id, param)
         return found
 
-    async def delete_file(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
+    async def delete_file(self, request: Request, owner: BatchOwner, file_id: str) -> None:
         """Delete a file that no running batch reads."""
         record = await self._file(file_id, owner)
         batch_id = await self._storage(BatchStore.uses, record.id)
@@ -286,9 +286,9 @@ class BatchApi:
             )
         await self._storage.file_call(self._storage.contents.delete, record.id)
         await self._storage(BatchStore.delete_file, record.id)
-        incoming.respond_json({"id": file_id, "object": "file", "deleted": True})
+        request.respond_json({"id": file_id, "object": "file", "deleted": True})
 
-    async def send_contents(self, incoming: Request, owner: BatchOwner, file_id: str) -> None:
+    async def send_contents(self, request: Request, owner: BatchOwner, file_id: str) -> None:
         """Send the contents of a file."""
         record = await self._file(file_id, owner)
         try:
@@ -300,26 +300,26 @@ class BatchApi:
             (b"content-length", b"%d" % record.bytes),
         ]
         try:
-            incoming.exchange.start_response(200, headers, incoming.id_lines)
-            remaining = 0 if incoming.method == "HEAD" else record.bytes
+            request.exchange.start_response(200, headers, request.id_lines)
+            remaining = 0 if request.exchange.method == "HEAD" else record.bytes
             while remaining:
                 piece = await self._storage.file_call(file.read, min(_PIECE_BYTES, remaining))
-                if incoming.exchange.disconnected:
+                if request.exchange.disconnected:
                     raise ClientGone("the client closed its connection")
                 if not piece:
                     # Too few bytes for the stated length, so the client notices.
                     raise ClientGone(f"the contents of {record.id} are truncated")
                 remaining -= len(piece)
-                await incoming.write(piece)
-            await incoming.write(b"", ends=True)
+                await request.write(piece)
+            await request.write(b"", ends=True)
         finally:
             await self._storage.file_call(file.close)
 
     # -- batches
 
-    async def create_batch(self, incoming: Request, owner: BatchOwner) -> None:
+    async def create_batch(self, request: Request, owner: BatchOwner) -> None:
         """Create a batch of the requests in a file."""
-        body = await self._reader.document(incoming, BatchBody, _EXAMPLE)
+        body = await self._reader.document(request, BatchBody, _EXAMPLE)
         record = BatchRecord(
             id=new_id("batch_"),
             owner=owner.tenant,
@@ -347,28 +347,28 @@ class BatchApi:
         if record.errors:
             record.enter("failed", time())
         await self._storage(BatchStore.add_batch, record, self._settings.max_open_batches)
-        self._send_changed(incoming, record)
+        self._send_changed(request, record)
 
-    async def list_batches(self, incoming: Request, owner: BatchOwner) -> None:
+    async def list_batches(self, request: Request, owner: BatchOwner) -> None:
         """Send a page of the tenant's batches."""
-        page = _page(_query(incoming), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
+        page = _page(_query(request), _DEFAULT_BATCHES_PAGE, _BATCHES_PAGE)
         now = time()
         found = await self._storage(BatchStore.batches, owner.tenant, page)
-        _send_list(incoming, [record.shown(now) for record in found], page)
+        _send_list(request, [record.shown(now) for record in found], page)
 
-    async def show_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
+    async def show_batch(self, request: Request, owner: BatchOwner, batch_id: str) -> None:
         """Send the description of a batch."""
         record = await self._storage(BatchStore.batch, batch_id, owner.tenant)
-        incoming.respond_json(_existing(record, batch_id).shown(time()))
+        request.respond_json(_existing(record, batch_id).shown(time()))
 
-    async def cancel_batch(self, incoming: Request, owner: BatchOwner, batch_id: str) -> None:
+    async def cancel_batch(self, request: Request, owner: BatchOwner, batch_id: str) -> None:
         """Cancel a batch."""
         record = await self._storage(BatchStore.cancel, batch_id, owner.tenant, time())
-        self._send_changed(incoming, _existing(record, batch_id))
+        self._send_changed(request, _existing(record, batch_id))
 
-    def _send_changed(self, incoming: Request, record: BatchRecord) -> None:
+    def _send_changed(self, request: Request, record: BatchRecord) -> None:
         self._runner.wake()
-        incoming.respond_json(record.shown(time()))
+        request.respond_json(record.shown(time()))
 
 
 BatchHandler = Callable[..., Awaitable[None]]
@@ -414,7 +414,7 @@ def storage_rejection(error: StoreError) -> RequestRejected:
     )
 
 
-def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page) -> None:
+def _send_list(request: Request, found: list[dict[str, Any]], page: Page) -> None:
     """Send a page of a list. `found` has one entry more than the page if a further page exists."""
     limit = page.limit - 1
     data = found[:limit]
@@ -425,11 +425,11 @@ def _send_list(incoming: Request, found: list[dict[str, Any]], page: Page) -> No
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(found) > limit,
     }
-    incoming.respond_json(document)
+    request.respond_json(document)
 
 
-def _query(incoming: Request) -> dict[str, str]:
-    parsed = incoming.query()
+def _query(request: Request) -> dict[str, str]:
+    parsed = request.query()
     return {name: values[-1] for name, values in parsed.items()}
 
 

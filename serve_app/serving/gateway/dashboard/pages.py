@@ -196,30 +196,30 @@ class Dashboard:
         """End all streams."""
         self._frames.close()
 
-    async def _watch(self, incoming: Request) -> None:
-        self._reader.authenticate(incoming).check_admin()
+    async def _watch(self, request: Request) -> None:
+        self._reader.authenticate(request).check_admin()
         if self._frames.watchers >= self._max_watchers:
             message = f"{self._max_watchers} dashboard connections are open, the maximum: close one, or retry"
             raise RequestRejected(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
         try:
-            with incoming.watch(), self._frames:
-                await self._send_frames(incoming)
+            with request.watch(), self._frames:
+                await self._send_frames(request)
         except ClientGone:
             # The usual end of a stream.
             return
 
-    async def _send_frames(self, incoming: Request) -> None:
-        incoming.exchange.start_response(200, _STREAM_HEADERS, incoming.id_lines)
-        while incoming.method != "HEAD" and (frame := await self._frames.next()) is not None:
-            if not self._is_still_admin(incoming):
+    async def _send_frames(self, request: Request) -> None:
+        request.exchange.start_response(200, _STREAM_HEADERS, request.id_lines)
+        while request.exchange.method != "HEAD" and (frame := await self._frames.next()) is not None:
+            if not self._is_still_admin(request):
                 break
-            await incoming.write(data_event(frame))
-        await incoming.write(b"", ends=True)
+            await request.write(data_event(frame))
+        await request.write(b"", ends=True)
 
-    def _is_still_admin(self, incoming: Request) -> bool:
+    def _is_still_admin(self, request: Request) -> bool:
         """Return whether the stream's key is still valid; it may have been revoked since."""
         try:
-            self._reader.authenticate(incoming).check_admin()
+            self._reader.authenticate(request).check_admin()
         except RequestRejected:
             return False
         return True
@@ -234,14 +234,14 @@ class _File:
         self.headers: HeaderList = [(b"content-type", _TYPES[path.suffix]), (b"etag", self.tag), *_HEADERS]
 
 
-def _send_file(file: _File, incoming: Request) -> None:
-    if incoming.headers.get(b"if-none-match") == file.tag:
-        incoming.exchange.start_response(304, file.headers, incoming.id_lines)
-        incoming.exchange.write_chunk(b"", ends=True)
+def _send_file(file: _File, request: Request) -> None:
+    if request.headers.get(b"if-none-match") == file.tag:
+        request.exchange.start_response(304, file.headers, request.id_lines)
+        request.exchange.write_chunk(b"", ends=True)
         return
-    incoming.respond(200, file.headers, file.content)
+    request.respond(200, file.headers, file.content)
 
 
-def _redirect(incoming: Request) -> None:
+def _redirect(request: Request) -> None:
     """Redirect to the path without a slash, because the page refers to its files by relative paths."""
-    incoming.respond(308, [(b"location", b"../dashboard")], b"")
+    request.respond(308, [(b"location", b"../dashboard")], b"")

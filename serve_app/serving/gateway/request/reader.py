@@ -222,15 +222,15 @@ class RequestReader:
         """Maximum length of a body, which may change."""
         return self._settings.max_body_bytes
 
-    def authenticate(self, incoming: Request) -> Caller:
+    def authenticate(self, request: Request) -> Caller:
         """Return the caller of a request.
 
         Raises:
             RequestRejected: the key is missing or not valid.
         """
-        within = incoming.exchange.caller
-        caller = within if isinstance(within, Caller) else self.caller(incoming.headers)
-        incoming.headers = with_own_names(incoming.headers, caller, self._on_ignored_header)
+        within = request.exchange.caller
+        caller = within if isinstance(within, Caller) else self.caller(request.headers)
+        request.headers = with_own_names(request.headers, caller, self._on_ignored_header)
         return caller
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
@@ -249,7 +249,7 @@ class RequestReader:
         """
         return self._keyring.caller_with(key_id)
 
-    async def pieces(self, incoming: Request, max_bytes: int, piece_bytes: int) -> AsyncIterator[bytes]:
+    async def pieces(self, request: Request, max_bytes: int, piece_bytes: int) -> AsyncIterator[bytes]:
         """Yield a body that is too long for the memory, in pieces of about `piece_bytes`.
 
         Raises:
@@ -257,8 +257,8 @@ class RequestReader:
             ClientGone: the client disconnected before it was complete.
         """
         settings, loop = self._settings, asyncio.get_running_loop()
-        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
-        stated = incoming.headers.get(b"content-length", b"0")
+        heads.reject_encoded_body(request.headers.get(b"content-encoding"))
+        stated = request.headers.get(b"content-length", b"0")
         if stated.isdigit() and int(stated) > max_bytes + FORM_BYTES:
             raise _file_too_large(max_bytes)
         pending, size, received_s, is_last = bytearray(), 0, 0.0, False
@@ -266,7 +266,7 @@ class RequestReader:
             began = loop.time()
             try:
                 async with asyncio.timeout(settings.body_grace_s):
-                    piece = await incoming.receive()
+                    piece = await request.receive()
             except TimeoutError as exc:
                 raise _too_slow(settings) from exc
             received_s += loop.time() - began
@@ -275,30 +275,30 @@ class RequestReader:
                 raise _file_too_large(max_bytes)
             if received_s - settings.body_grace_s > size / settings.min_body_bytes_per_s:
                 raise _too_slow(settings)
-            is_last = not incoming.exchange.more_body
+            is_last = not request.exchange.more_body
             pending += piece
             if len(pending) >= piece_bytes or is_last:
                 yield bytes(pending)
                 pending.clear()
 
-    async def body(self, incoming: Request) -> HeldBody:
+    async def body(self, request: Request) -> HeldBody:
         """Receive the whole body; the caller must release it.
 
         Raises:
             RequestRejected: it is too long, too slow or compressed, or the memory budget is exhausted.
             ClientGone: the client disconnected before it was complete.
         """
-        if not incoming.exchange.more_body:
-            return self._whole_body(incoming)
+        if not request.exchange.more_body:
+            return self._whole_body(request)
         limit = self._settings.max_body_bytes
-        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
-        stated = incoming.headers.get(b"content-length", b"0")
+        heads.reject_encoded_body(request.headers.get(b"content-encoding"))
+        stated = request.headers.get(b"content-length", b"0")
         if stated.isdigit() and int(stated) > limit:
             raise _too_large(limit)
         held = HeldBody(self.bodies)
         try:
             async with asyncio.timeout(self._settings.body_grace_s) as deadline:
-                await self._receive(incoming, held, deadline)
+                await self._receive(request, held, deadline)
         except TimeoutError as exc:
             held.release()
             raise _too_slow(self._settings) from exc
@@ -308,7 +308,7 @@ class RequestReader:
         held.received_at = monotonic()
         return held
 
-    async def document(self, incoming: Request, kind: type[T], example: str) -> T:
+    async def document(self, request: Request, kind: type[T], example: str) -> T:
         """Receive a small body of JSON, and return it as an object of this type.
 
         Args:
@@ -318,7 +318,7 @@ class RequestReader:
             RequestRejected: it is not JSON of this type, or cannot be received; see `body`.
             ClientGone: the client disconnected before it was complete.
         """
-        held = await self.body(incoming)
+        held = await self.body(request)
         try:
             check_structure(held.data)
             return msgspec.json.decode(held.data, type=kind)
@@ -330,10 +330,10 @@ class RequestReader:
         finally:
             held.release()
 
-    def _whole_body(self, incoming: Request) -> HeldBody:
+    def _whole_body(self, request: Request) -> HeldBody:
         """Return a body that has arrived."""
-        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
-        data = incoming.exchange.take_body()
+        heads.reject_encoded_body(request.headers.get(b"content-encoding"))
+        data = request.exchange.take_body()
         if len(data) > self._settings.max_body_bytes:
             raise _too_large(self._settings.max_body_bytes)
         held = HeldBody(self.bodies)
@@ -341,17 +341,17 @@ class RequestReader:
         held.data, held.received_at = data, monotonic()
         return held
 
-    async def _receive(self, incoming: Request, held: HeldBody, deadline: asyncio.Timeout) -> None:
+    async def _receive(self, request: Request, held: HeldBody, deadline: asyncio.Timeout) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
         limit, size = settings.max_body_bytes, 0
         pieces: list[bytes | bytearray] = []
         while True:
-            piece = await incoming.receive()
+            piece = await request.receive()
             size += len(piece)
             if size > limit:
                 raise _too_large(limit)
             held.grow(len(piece))
-            is_last = not incoming.exchange.more_body
+            is_last = not request.exchange.more_body
             if is_last and not pieces:
                 held.data = piece
                 return
@@ -361,7 +361,7 @@ class RequestReader:
                 held.data = b"".join(pieces)
                 return
 
-    def read_now(self, incoming: Request) -> bool:
+    def read_now(self, request: Request) -> bool:
         """Read and check a request for a scheduled endpoint, if it need not wait for anything.
 
         Returns:
@@ -371,45 +371,45 @@ class RequestReader:
         Raises:
             RequestRejected: it is invalid or not allowed.
         """
-        if incoming.exchange.more_body:
+        if request.exchange.more_body:
             return False
-        caller = self.authenticate(incoming)
+        caller = self.authenticate(request)
         if caller.key is not None and caller.key.has_budget:
             return False
         try:
-            incoming.body = self._whole_body(incoming)
-            if _is_large(incoming.body.data):
+            request.body = self._whole_body(request)
+            if _is_large(request.body.data):
                 return False
-            self._interpret(incoming, caller)
+            self._interpret(request, caller)
         except BaseException as error:
-            self._abandon(incoming, caller, error)
+            self._abandon(request, caller, error)
             raise
         return True
 
-    async def read(self, incoming: Request) -> None:
+    async def read(self, request: Request) -> None:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
             RequestRejected: it is invalid or not allowed.
             ClientGone: the client disconnected before it was complete.
         """
-        caller = self.authenticate(incoming)
+        caller = self.authenticate(request)
         try:
             if caller.key is not None and caller.key.has_budget:
                 await self._budgets.check(caller.key)
-            if incoming.body is NO_BODY:
-                incoming.body = await self.body(incoming)
-            if _is_large(incoming.body.data):
+            if request.body is NO_BODY:
+                request.body = await self.body(request)
+            if _is_large(request.body.data):
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._large_bodies, self._interpret, incoming, caller)
+                await loop.run_in_executor(self._large_bodies, self._interpret, request, caller)
             else:
-                self._interpret(incoming, caller)
+                self._interpret(request, caller)
         except BaseException as error:
-            self._abandon(incoming, caller, error)
+            self._abandon(request, caller, error)
             raise
 
-    def _abandon(self, incoming: Request, caller: Caller, error: BaseException) -> None:
-        incoming.body.release()
+    def _abandon(self, request: Request, caller: Caller, error: BaseException) -> None:
+        request.body.release()
         if isinstance(error, RequestRejected):
             error.key = caller.key
 
@@ -418,23 +418,23 @@ class RequestReader:
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
         self._keyring.close()
 
-    def _interpret(self, incoming: Request, caller: Caller) -> None:
+    def _interpret(self, request: Request, caller: Caller) -> None:
         """Check a body, and set what it means for the request; for large bodies, this runs on a thread."""
-        held, headers, settings = incoming.body, incoming.headers, self._settings
+        held, headers, settings = request.body, request.headers, self._settings
         body = held.data
-        if (form := FORMS.get(incoming.path)) is not None:
-            parsed = form.parse(body, heads.content_type(incoming.exchange.headers))
+        if (form := FORMS.get(request.path)) is not None:
+            parsed = form.parse(body, heads.content_type(request.exchange.headers))
         else:
             check_structure(body)
-            parsed = SCHEDULED[incoming.path].parse(body)
+            parsed = SCHEDULED[request.path].parse(body)
         fields, spec = parsed.fields, parsed.spec
         found = self._models.find(spec.model, caller)
         tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
         if isinstance(fields, ResponsesFields):
-            incoming.stored = self._stored_response(incoming, caller, fields)
-        stored = incoming.stored
+            request.stored = self._stored_response(request, caller, fields)
+        stored = request.stored
         background = stored is not None and stored.is_background
-        models = found.models if found.route is None else _in_order(found, incoming, fields, tenant)
+        models = found.models if found.route is None else _in_order(found, request, fields, tenant)
         priority = _priority(headers.get(b"x-priority"), caller, fields)
         options, target = heads.queue_options(headers), heads.latency_target(headers)
         if found.route is not None:
@@ -443,12 +443,12 @@ class RequestReader:
         may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
         revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
         if isinstance(fields, UsageOnRequestFields):
-            incoming.hide_usage = not fields.usage_requested
-            incoming.assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
-        assembles = incoming.assembles
+            request.hide_usage = not fields.usage_requested
+            request.assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
+        assembles = request.assembles
         continuable = _continuable(models, parsed, body, is_whole=assembles and revocable)
         if continuable:
-            incoming.continuable = continuable
+            request.continuable = continuable
         hashed = parsed.opening if settings.prefix.enabled else NO_OPENING
         isolated = tenant if settings.prefix.per_tenant else ""
         if assembles:
@@ -456,7 +456,7 @@ class RequestReader:
             spec = replace(spec, streamed=True)
         submissions = [
             Submission(
-                request_id=incoming.request_id,
+                request_id=request.request_id,
                 spec=_spec_for(each, spec),
                 tenant=tenant,
                 priority=priority,
@@ -471,43 +471,43 @@ class RequestReader:
             )
             for each in models
         ]
-        incoming.submission = submissions[0]
+        request.submission = submissions[0]
         if found.route is not None:
             after_s = found.route.fallback_after_s
-            incoming.fallbacks = Fallbacks(found.name, submissions[1:], after_s)
+            request.fallbacks = Fallbacks(found.name, submissions[1:], after_s)
             if len(submissions) > 1:
-                incoming.submission = with_limit(submissions[0], after_s)
+                request.submission = with_limit(submissions[0], after_s)
         held.data = append_fields(body, _added_fields(parsed, body, isolated, assembles=assembles))
-        incoming.forwarded = self.forwarded(incoming)
+        request.forwarded = self.forwarded(request)
         held.form_model = parsed.form_model
-        incoming.queue_form, incoming.requested = options.form, found.name
+        request.queue_form, request.requested = options.form, found.name
 
-    def owner(self, incoming: Request, caller: Caller) -> str:
+    def owner(self, request: Request, caller: Caller) -> str:
         """Return the tenant that owns stored responses; the end user in the body is ignored.
 
         Raises:
             RequestRejected: the caller may not act for the tenant.
         """
-        return caller.tenant(incoming.headers.get(b"x-tenant"), None)
+        return caller.tenant(request.headers.get(b"x-tenant"), None)
 
-    def _stored_response(self, incoming: Request, caller: Caller, fields: ResponsesFields) -> StoredResponse:
+    def _stored_response(self, request: Request, caller: Caller, fields: ResponsesFields) -> StoredResponse:
         return StoredResponse(
             self._holders,
-            self.owner(incoming, caller),
+            self.owner(request, caller),
             previous=fields.previous_response_id,
             is_background=bool(fields.background),
             is_named=bool(memoryview(fields.request_id)),
         )
 
-    def forwarded(self, incoming: Request) -> bytes:
+    def forwarded(self, request: Request) -> bytes:
         """Return the client's header lines that are forwarded to a replica.
 
         Raises:
             RequestRejected: a header contains a line break.
         """
-        is_traced = incoming.trace is not None
-        lines = heads.forwarded(incoming.exchange.headers, incoming.headers, is_traced=is_traced)
-        if self._tracer is None or is_traced or b"traceparent" in incoming.headers:
+        is_traced = request.trace is not None
+        lines = heads.forwarded(request.exchange.headers, request.headers, is_traced=is_traced)
+        if self._tracer is None or is_traced or b"traceparent" in request.headers:
             return lines
         return lines + self._tracer.unsampled_parent()
 
@@ -535,12 +535,12 @@ def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
         pieces.append(bytearray(piece))
 
 
-def _in_order(found: FoundName, incoming: Request, fields: BodyFields, tenant: str) -> tuple[FoundModel, ...]:
+def _in_order(found: FoundName, request: Request, fields: BodyFields, tenant: str) -> tuple[FoundModel, ...]:
     """Return the models of a route that may serve a request, the preferred one first."""
     assert found.route is not None
-    session = session_of(incoming.headers)
-    models = found.order(found.route.subject(session, fields.end_user, tenant, incoming.request_id))
-    if incoming.stored is None or incoming.stored.previous is None:
+    session = session_of(request.headers)
+    models = found.order(found.route.subject(session, fields.end_user, tenant, request.request_id))
+    if request.stored is None or request.stored.previous is None:
         return models
     # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
     names = {model.name for model in models}

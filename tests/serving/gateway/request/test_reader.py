@@ -50,8 +50,8 @@ def reader_of(
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:
     """Return the collected body, and the bytes that the reader holds for it."""
-    reader, incoming = reader_of(sent)
-    buffered = await reader.body(incoming)
+    reader, request = reader_of(sent)
+    buffered = await reader.body(request)
     body, held_bytes = buffered.data, reader.bodies.held_bytes
     buffered.release()
     reader.close()
@@ -98,11 +98,11 @@ async def test_only_slow_bodies_are_parsed_on_a_thread(
         lambda _: threads.append(threading.current_thread()),
     )
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
-    reader, incoming = reader_of([body])
-    await reader.read(incoming)
-    assert incoming.body.data == body
+    reader, request = reader_of([body])
+    await reader.read(request)
+    assert request.body.data == body
     assert (threads == [threading.current_thread()]) is on_the_loop
-    incoming.body.release()
+    request.body.release()
     reader.close()
 
 
@@ -114,10 +114,10 @@ async def test_a_request_to_a_route_has_the_options_of_its_chosen_model(chosen: 
     )
     route = RouteSettings(name="m", models={"short": chosen == "short", "resumed": chosen == "resumed"})
     body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
-    reader, incoming = reader_of([json.dumps(body).encode()], models, (route,))
-    await reader.read(incoming)
-    assert incoming.submission.spec.model == chosen
-    assert incoming.continuable == ({"resumed": 900} if chosen == "resumed" else {})
-    assert incoming.submission.revocable is (chosen == "resumed")
-    incoming.body.release()
+    reader, request = reader_of([json.dumps(body).encode()], models, (route,))
+    await reader.read(request)
+    assert request.submission.spec.model == chosen
+    assert request.continuable == ({"resumed": 900} if chosen == "resumed" else {})
+    assert request.submission.revocable is (chosen == "resumed")
+    request.body.release()
     reader.close()
