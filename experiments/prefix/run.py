@@ -61,7 +61,8 @@ from serve_app.lab.workloads import (
     scale_to_rate,
     stream,
 )
-from serve_app.serving.gateway.request.measure import Opening, prefix_hashes
+from serve_app.serving.gateway.request.fields import CompletionFields
+from serve_app.serving.gateway.request.measure import completion_prompt
 
 _ROUNDS = 5
 _LOOKUPS = 2_000
@@ -76,7 +77,8 @@ _PROMPTS_PER_REPLICA = 60
 def hashing_us(size: int) -> float:
     """Return the microseconds to hash a text of this many bytes."""
     text = "A prompt of some words, and then some more. " * (size // 44 + 1)
-    call = partial(prefix_hashes, Opening(b"text", (text,)), model="m")
+    prompt = completion_prompt(CompletionFields(model="m", prompt=text))
+    call = partial(prompt.prefix_hashes, model="m")
     return _microseconds(call, max(_ROUNDS, _HASHED_BYTES_A_ROUND // size))
 
 

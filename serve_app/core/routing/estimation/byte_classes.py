@@ -14,7 +14,7 @@ Source: ours. The thresholds minimise the variation of bytes per token within a 
 """
 
 import enum
-from typing import AnyStr, NamedTuple
+from typing import AnyStr
 
 import numpy as np
 
@@ -114,18 +114,13 @@ _CODE_SHARE = 0.05
 _TWO_BYTE_CLASSES = slice(ByteClass.LATIN, ByteClass.DEVANAGARI)
 
 
-class TextMeasure(NamedTuple):
-    """Bytes of a text by `ByteClass`, and its category."""
-
-    byte_classes: tuple[int, ...]
-    category: TextCategory
+_EMPTY = (0,) * CLASSES, TextCategory.PROSE
 
 
-_EMPTY = TextMeasure((0,) * CLASSES, TextCategory.PROSE)
+def measure_text(text: str | bytes) -> tuple[tuple[int, ...], TextCategory]:
+    """Return the bytes of a text by `ByteClass`, and its category; an empty text is prose.
 
-
-def measure_text(text: str | bytes) -> TextMeasure:
-    """Measure a text. Costs at most as much as 8 KiB of UTF-8; an empty text is prose.
+    Costs at most as much as 8 KiB of UTF-8.
 
     Args:
         text: UTF-8 bytes, or a string, which is as cheap for ASCII and costs its encoding otherwise.
@@ -144,7 +139,7 @@ def measure_text(text: str | bytes) -> TextMeasure:
     if size > len(sample):
         scale = size / len(sample)
         counts = [round(count * scale) for count in counts]
-    return TextMeasure(tuple(counts), category)
+    return tuple(counts), category
 
 
 def _evenly_spread(text: AnyStr) -> AnyStr:

@@ -15,6 +15,7 @@ next to nothing and use any replica; only the model is read from their bodies.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,20 +38,13 @@ from serve_app.serving.gateway.request.fields import (
     ResponsesFields,
 )
 from serve_app.serving.gateway.request.measure import (
-    NO_OPENING,
-    Opening,
-    PromptMeasure,
-    chat_opening,
-    chat_shape,
-    completion_opening,
-    completion_shape,
-    embedding_shape,
+    Prompt,
+    chat_prompt,
+    completion_prompt,
+    embedding_prompt,
     json_bytes,
-    messages_opening,
-    messages_shape,
-    responses_opening,
-    responses_shape,
-    uncounted_bytes,
+    messages_prompt,
+    responses_prompt,
 )
 
 T = TypeVar("T")
@@ -64,52 +58,42 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         spec: work requested from an engine.
-        opening: beginning of the prompt; empty for embeddings.
-        measure: source of the prompt's shape; None if not needed later.
+        prompt: parts of the prompt, for its prefix hashes; empty if only the size of the body counts.
         form_model: place of the model's name in a form; None for JSON.
     """
 
     fields: BodyFields
     spec: RequestSpec
-    opening: Opening = NO_OPENING
-    measure: PromptMeasure | None = None
+    prompt: Prompt = msgspec.field(default_factory=Prompt)
     form_model: slice | None = None
 
 
-class BodyParser:
-    """Parser for the bodies of one endpoint.
+# The prompt in a body, the output limit, the choices of each prompt, and whether the answer is streamed.
+_Work = tuple[Prompt, int | None, int, bool]
 
-    Args:
-        body_type: fields to decode.
-        read: derives the work from the decoded fields.
+
+def _parse(
+    decoder: msgspec.json.Decoder[BodyFields], read: Callable[[Any], _Work], body: bytes
+) -> ParsedBody:
+    """Parse a body.
+
+    Raises:
+        RequestRejected: the body is not JSON, or a field is missing or of the wrong type.
     """
-
-    def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
-        # Not strict, like vLLM: 5.0 and "5" are accepted for 5, and "true" for true.
-        self._decoder = msgspec.json.Decoder(body_type, strict=False)
-        self._body_type = body_type
-        self._read = read
-
-    def parse(self, body: bytes) -> ParsedBody:
-        """Parse a body.
-
-        Raises:
-            RequestRejected: the body is not JSON, or a field is missing or of the wrong type.
-        """
-        parsed = self._read(_decode(self._decoder, body))
-        shape = parsed.spec.shape
-        # Only chat messages are rendered through a template, which may use further fields of the body.
-        if not shape.messages:
-            return parsed
-        try:
-            uncounted = uncounted_bytes(body, shape, self._body_type, parsed.measure)
-        except RecursionError as exc:
-            raise _nested_too_deeply() from exc
-        if not uncounted:
-            return parsed
-        shape = msgspec.structs.replace(shape, tool_bytes=shape.tool_bytes + uncounted)
-        spec = msgspec.structs.replace(parsed.spec, shape=shape)
-        return msgspec.structs.replace(parsed, spec=spec)
+    fields = _decode(decoder, body)
+    prompt, limit, choices, streamed = read(fields)
+    try:
+        shape = prompt.shape(body, fields)
+    except RecursionError as exc:
+        raise _nested_too_deeply() from exc
+    spec = RequestSpec(
+        model=fields.model,
+        shape=shape,
+        max_output_tokens=limit,
+        choices=choices * shape.prompts,
+        streamed=streamed,
+    )
+    return ParsedBody(fields=fields, spec=spec, prompt=prompt)
 
 
 def parse_model(body: bytes) -> str:
@@ -170,65 +154,31 @@ def _field_rejected(found: str) -> RequestRejected:
 # -- readers ----------------------------------------------------------------------------------------------
 
 
-def _read_chat(body: ChatFields) -> ParsedBody:
+def _read_chat(body: ChatFields) -> _Work:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    measure = PromptMeasure()
-    spec = RequestSpec(
-        model=body.model,
-        shape=chat_shape(body, measure),
-        max_output_tokens=limit,
-        choices=body.n or 1,
-        streamed=bool(body.stream),
-    )
-    return ParsedBody(fields=body, spec=spec, opening=chat_opening(body, measure.utf8), measure=measure)
+    return chat_prompt(body), limit, body.n or 1, bool(body.stream)
 
 
-def _read_completion(body: CompletionFields) -> ParsedBody:
+def _read_completion(body: CompletionFields) -> _Work:
     if body.prompt is None and not memoryview(body.prompt_embeds):
         raise _missing("prompt")
-    shape = completion_shape(body)
-    spec = RequestSpec(
-        model=body.model,
-        shape=shape,
-        max_output_tokens=body.max_tokens,
-        choices=(body.n or 1) * shape.prompts,
-        streamed=bool(body.stream),
-    )
-    return ParsedBody(fields=body, spec=spec, opening=completion_opening(body))
+    return completion_prompt(body), body.max_tokens, body.n or 1, bool(body.stream)
 
 
-def _read_responses(body: ResponsesFields) -> ParsedBody:
-    """Parse a Responses body. Only the new input counts; the length of a stored conversation is unknown."""
-    measure = PromptMeasure()
-    spec = RequestSpec(
-        model=body.model,
-        shape=responses_shape(body, measure),
-        max_output_tokens=body.max_output_tokens,
-        streamed=bool(body.stream),
-    )
-    return ParsedBody(fields=body, spec=spec, opening=responses_opening(body, measure.utf8), measure=measure)
+def _read_responses(body: ResponsesFields) -> _Work:
+    """Read a Responses body. Only the new input counts; the length of a stored conversation is unknown."""
+    return responses_prompt(body), body.max_output_tokens, 1, bool(body.stream)
 
 
-def _read_messages(body: MessagesFields) -> ParsedBody:
-    measure = PromptMeasure()
-    spec = RequestSpec(
-        model=body.model,
-        shape=messages_shape(body, measure),
-        max_output_tokens=body.max_tokens,
-        streamed=bool(body.stream),
-    )
-    return ParsedBody(fields=body, spec=spec, opening=messages_opening(body, measure.utf8), measure=measure)
+def _read_messages(body: MessagesFields) -> _Work:
+    return messages_prompt(body), body.max_tokens, 1, bool(body.stream)
 
 
-def _read_embedding(body: EmbeddingFields) -> ParsedBody:
-    """Parse an embedding body. Nothing is generated, so the prompts alone decide the pool."""
+def _read_embedding(body: EmbeddingFields) -> _Work:
+    """Read an embedding body. Nothing is generated, so the prompts alone decide the pool."""
     if body.input is None and body.messages is None:
         raise _missing("input")
-    shape = embedding_shape(body)
-    spec = RequestSpec(
-        model=body.model, shape=shape, max_output_tokens=0, choices=shape.prompts, streamed=False
-    )
-    return ParsedBody(fields=body, spec=spec)
+    return embedding_prompt(body), 0, 1, False
 
 
 def _missing(name: str) -> RequestRejected:
@@ -372,11 +322,13 @@ class FormRoute(ModelRoute):
 def _scheduled(
     summary: str,
     fields: type[BodyFields],
-    read: Callable[[Any], ParsedBody],
+    read: Callable[[Any], _Work],
     api: ClientApi = OPENAI,
     announced: Announcements | None = None,
 ) -> ScheduledRoute:
-    return ScheduledRoute(summary, fields, api, BodyParser(fields, read).parse, announced)
+    # Not strict, like vLLM: 5.0 and "5" are accepted for 5, and "true" for true.
+    decoder = msgspec.json.Decoder(fields, strict=False)
+    return ScheduledRoute(summary, fields, api, partial(_parse, decoder, read), announced)
 
 
 def _sized(summary: str) -> ScheduledRoute:

@@ -585,13 +585,13 @@ class ChatFields(UsageOnRequestFields, kw_only=True):
 
 
 # Texts or token ids, of one prompt or of several.
-Prompt = str | list[str | int | list[int]]
+Prompts = str | list[str | int | list[int]]
 
 
 class CompletionFields(UsageOnRequestFields, kw_only=True):
     """`/v1/completions`."""
 
-    prompt: Prompt | None = None
+    prompt: Prompts | None = None
     prompt_embeds: msgspec.Raw = ABSENT
     suffix: str | None = None
     max_tokens: TokenLimit | None = COMPLETION_DEFAULT_MAX_TOKENS
@@ -616,7 +616,7 @@ class ResponsesFields(GenerationFields, kw_only=True):
 class EmbeddingFields(BodyFields, kw_only=True):
     """`/v1/embeddings` and `/classify`; vLLM also takes chat messages here."""
 
-    input: Prompt | None = None
+    input: Prompts | None = None
     messages: list[MessageFields] | None = None
 
 

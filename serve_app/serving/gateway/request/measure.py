@@ -4,10 +4,10 @@ Images, audio and files are counted as items. Tool definitions, documents and re
 the bytes of their raw JSON. Token ids are exact.
 
 Chat templates receive whole messages and further fields, and only the engine knows what a field adds to a
-prompt. So every other field counts by the bytes of its JSON unless it is known to be inert
-(`uncounted_bytes`). That takes two more passes over the body, which run only if much of the body is
-unexplained: more than the quotes, names and escapes around the measured parts. Media are excluded from that
-comparison, and an ASCII-only body is compared as if its texts were in UTF-8.
+prompt. So every other field counts by the bytes of its JSON unless it is known to be inert (`_INERT`). That
+takes two more passes over the body, which run only if much of the body is unexplained: more than the quotes,
+names and escapes around the measured parts. Media are excluded from that comparison, and an ASCII-only body
+is compared as if its texts were in UTF-8.
 
 Prefix hashes: identify prompts with a common beginning by leading blocks, without a tokenizer.
 
@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -43,67 +43,22 @@ from serve_app.serving.gateway.request.fields import (
     BodyFields,
     ChatFields,
     CompletionFields,
-    Content,
     EmbeddingFields,
     InputItem,
     MessageFields,
     MessagesFields,
     PartFields,
-    Prompt,
+    Prompts,
     ResponsesFields,
 )
-
-# Length of an escaped character in ASCII-only JSON, such as \u00e9; above U+FFFF there are two.
-_ESCAPED_BYTES = 6
-# Thresholds of UTF-8 bytes: non-ASCII characters, and the first byte of each.
-_NON_ASCII, _FIRST = 0x80, 0xC0
-
-
-class Utf8:
-    """Cache of the UTF-8 of one body's texts. The body must outlive it.
-
-    Each text is encoded at most once, for the size of the prompt and for the hashes of its beginning. ASCII
-    texts are not cached, because their size is known and a copy is cheap. Encoding other characters costs
-    about as much as decoding them did.
-    """
-
-    __slots__ = ("_made",)
-
-    def __init__(self) -> None:
-        # Keyed by identity, which needs no hash of the text and is safe while the body lives.
-        self._made: dict[int, bytes] = {}
-
-    def of(self, text: str) -> bytes:
-        """Return a text in UTF-8."""
-        if text.isascii():
-            return text.encode()
-        made = self._made.get(id(text))
-        if made is None:
-            made = self._made[id(text)] = text.encode()
-        return made
-
-    def escape_bytes(self) -> int:
-        """Return a lower bound of the bytes that ASCII-only JSON adds to the cached texts."""
-        longer = 0
-        for made in self._made.values():
-            data = np.frombuffer(made, np.uint8)
-            longer += _ESCAPED_BYTES * int(np.count_nonzero(data >= _FIRST))
-            longer -= int(np.count_nonzero(data >= _NON_ASCII))
-        return longer
-
-    def known(self, text: str) -> str | bytes:
-        """Return the UTF-8 of a text if it is cached, otherwise the text."""
-        return self._made.get(id(text), text)
-
 
 _NULL = b"null"
 # Bytes of JSON that certainly count as a token, for an element that may be a token id.
 _ID_BYTES = 4
 
 
-def json_bytes(value: msgspec.Raw | memoryview | bytes) -> int:
+def json_bytes(data: bytes) -> int:
     """Return the bytes by which JSON counts: short token ids in it count as much as longer ones."""
-    data = bytes(value)
     return max(len(data), _ID_BYTES * (data.count(b",") + 1))
 
 
@@ -118,174 +73,301 @@ _MEDIA_TYPES = frozenset(
         *("input_video", "file", "input_file"),
     }
 )
+# Separators before messages of the common roles.
+_HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user", "assistant", "tool")}
+# Size of a token id in the hashed bytes.
+_BLOCK_ID_BYTES = 8
+
+# A text in UTF-8. ASCII texts remain strings, because their size is known and copies of long ones take time.
+_Utf8 = str | bytes
 
 
-class PromptMeasure:
-    """Accumulator for the parts of one prompt.
+def _utf8(text: str) -> _Utf8:
+    return text if text.isascii() else text.encode()
+
+
+class Prompt(msgspec.Struct):
+    """Parts of one prompt, collected in one pass over its body, for its size and for its prefix hashes.
+
+    Each text is encoded at most once for both, because encoding costs about as much as decoding it did.
 
     Attributes:
-        texts: texts that the model reads.
-        utf8: cached UTF-8 of the texts.
+        kind: prompts of different kinds never match; empty for prompts without hashes.
+        salt: the client's `cache_salt`.
+        texts: texts that the model reads, in UTF-8.
+        pieces: texts, roles and definitions to hash, in the order in which the model reads them.
+        end: number of pieces before the first part that is not text; None if all are text.
+        ids: the prompt as token ids, instead of pieces.
         media_bytes: bytes of the JSON of images, audio and files, as far as known.
     """
 
-    __slots__ = ("media_bytes", "media_items", "texts", "tool_bytes", "utf8")
+    kind: bytes = b""
+    salt: str | None = None
+    texts: list[_Utf8] = msgspec.field(default_factory=list)
+    pieces: list[_Utf8] = msgspec.field(default_factory=list)
+    end: int | None = None
+    ids: Sequence[int] = ()
+    messages: int = 0
+    prompts: int = 1
+    prompt_tokens: int | None = None
+    tool_bytes: int = 0
+    media_items: int = 0
+    media_bytes: int = 0
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.utf8 = Utf8()
-        self.media_items = self.media_bytes = 0
-        self.tool_bytes = 0
+    def begin(self, role: str) -> None:
+        """Add a role to hash, which also marks the end of the previous message."""
+        self.pieces.append(_HEADS.get(role) or f"\0{role}\0")
 
-    def add_content(self, content: Content) -> None:
+    def add_piece(self, text: _Utf8 | None) -> None:
+        """Add a text to hash; None stands for a part that is not text."""
+        if text is not None:
+            self.pieces.append(text)
+        elif self.end is None:
+            self.end = len(self.pieces)
+
+    def add_content(
+        self, content: str | Iterable[str | PartFields] | None, *, is_hashed: bool = True
+    ) -> None:
         """Add a text or a list of parts."""
-        if isinstance(content, str):
-            self.texts.append(content)
-        elif content is not None:
-            for part in content:
-                self.add_part(part)
+        for part in [content] if isinstance(content, str) else content or ():
+            text = self._measure(part)
+            if is_hashed:
+                self.add_piece(text)
 
-    def add_part(self, part: str | PartFields) -> None:
-        """Add a text or another part."""
+    def _measure(self, part: str | PartFields) -> _Utf8 | None:
+        """Measure a text or another part, and return the text to hash; None for a part without text."""
         if isinstance(part, str):
-            self.texts.append(part)
-            return
+            text = _utf8(part)
+            self.texts.append(text)
+            return text
         # All texts count, because the engine selects by a type that clients choose.
-        texts = [text for text in (part.text, part.refusal, part.thinking) if text is not None]
+        texts = [_utf8(text) for text in (part.text, part.refusal, part.thinking) if text is not None]
         self.texts += texts
         if not texts or part.type in _MEDIA_TYPES:
             self.media_items += 1
             self.media_bytes += sum(len(memoryview(field)) for field in part.media)
+        # An empty refusal is not hashed. Gateways of other versions must compute the same hashes.
+        if part.text is None and not part.refusal:
+            return None if part.thinking is None else texts[-1]
+        return texts[0]
 
-    def add_raw(self, *pieces: msgspec.Raw) -> None:
-        """Count definitions by the bytes of their JSON."""
-        for piece in pieces:
-            if piece is ABSENT:
-                continue
-            view = memoryview(piece)
-            if view and view != _NULL:
-                self.tool_bytes += json_bytes(view)
+    def add_raw(self, *values: msgspec.Raw, is_hashed: bool = True) -> None:
+        """Add definitions by the bytes of their JSON."""
+        for value in values:
+            if value is not ABSENT and (data := bytes(value)) and data != _NULL:
+                self.tool_bytes += json_bytes(data)
+                if is_hashed:
+                    self.pieces += (b"\0", data)
 
-    def add_text(self, *pieces: msgspec.Raw) -> None:
-        """Count strings as text, and other values by the bytes of their JSON."""
-        for piece in pieces:
-            if bytes(memoryview(piece)[:1]) == b'"':
-                self.texts.append(msgspec.json.decode(piece, type=str))
-            else:
-                self.add_raw(piece)
+    def add_message(self, role: str, content: str | Iterable[str | PartFields] | None) -> None:
+        """Add a message."""
+        if len(role) > _ROLE_CHARACTERS:
+            self.texts.append(_utf8(role))
+        if content is None:
+            return
+        self.begin(role)
+        if isinstance(content, str):
+            # As `add_content` does it, without calls: this is most messages.
+            text = _utf8(content)
+            self.texts.append(text)
+            self.pieces.append(text)
+        else:
+            self.add_content(content)
 
-    def add_messages(self, messages: Iterable[MessageFields]) -> None:
+    def add_messages(self, messages: Sequence[MessageFields]) -> None:
         """Add the messages of a chat."""
+        self.messages = len(messages)
         for message in messages:
-            if message.role is not None and len(message.role) > _ROLE_CHARACTERS:
-                self.texts.append(message.role)
-            self.add_content(message.content)
-            if not message.is_plain:
-                self.add_text(message.reasoning, message.reasoning_content)
-                self.add_raw(message.tool_calls, message.function_call)
+            if message.is_plain:
+                self.add_message(message.role or "", message.content)
+                continue
+            texts: list[_Utf8] = []
+            for value in (message.reasoning, message.reasoning_content):
+                if (data := bytes(value))[:1] == b'"':
+                    self.pieces += (b"\0", data)
+                    texts.append(_utf8(msgspec.json.decode(data, type=str)))
+                else:
+                    self.add_raw(value)
+            self.add_message(message.role or "", message.content)
+            self.texts += texts
+            self.add_raw(message.tool_calls, message.function_call)
 
-    def add_items(self, items: Iterable[InputItem]) -> None:
-        """Add the items of a Responses input."""
-        for item in items:
-            if item.role is not None and len(item.role) > _ROLE_CHARACTERS:
-                self.texts.append(item.role)
-            self.add_content(item.content)
-            if item.arguments is not None:
-                self.tool_bytes += len(item.arguments)
-            if isinstance(item.output, PartFields):
-                self.add_part(item.output)
-            else:
-                self.add_content(item.output)
-            self.add_content(list(item.summary) if item.summary else None)
+    def add_prompts(self, prompts: Prompts) -> None:
+        """Measure one text, several texts, or the token ids of one or several prompts."""
+        if isinstance(prompts, str):
+            self.texts.append(_utf8(prompts))
+            return
+        is_one = bool(prompts) and isinstance(prompts[0], int)
+        if is_one and set(map(type, prompts)) == {int}:
+            ids = len(prompts)
+        else:
+            ids = 0
+            for one in prompts:
+                if isinstance(one, str):
+                    self.texts.append(_utf8(one))
+                else:
+                    ids += len(one) if isinstance(one, list) else 1
+        self.prompts = 1 if is_one else max(1, len(prompts))
+        if ids and not (self.texts or self.media_items):
+            self.prompt_tokens = ids + self.tool_bytes // _ID_BYTES
+        else:
+            self.tool_bytes += _ID_BYTES * ids
 
-    def unread_bytes(self, body: bytes) -> int:
-        """Return the bytes of a body that are certainly no text: media, and escapes of an ASCII-only body."""
-        return self.media_bytes + (self.utf8.escape_bytes() if body.isascii() else 0)
+    def shape(self, body: bytes, fields: BodyFields) -> PromptShape:
+        """Return the size of all added parts, and of other fields of a chat.
 
-    def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
-        """Return the shape of all added parts."""
-        text: str | bytes = "".join(self.texts)
-        if not text.isascii():
-            text = b"".join([self.utf8.of(each) for each in self.texts])
-        measured = measure_text(text)
+        Args:
+            body: an object that was parsed as `fields`.
+        """
+        strings = [text for text in self.texts if isinstance(text, str)]
+        if len(strings) == len(self.texts):
+            text: _Utf8 = "".join(strings)
+        else:
+            text = b"".join([text if isinstance(text, bytes) else text.encode() for text in self.texts])
+        byte_classes, category = measure_text(text)
+        # Only chat messages are rendered through a template, which may use further fields of the body.
+        uncounted = self._uncounted_bytes(body, fields, text) if self.messages else 0
         return PromptShape(
             text_bytes=len(text),
-            category=measured.category,
-            byte_classes=measured.byte_classes,
-            messages=messages,
-            tool_bytes=self.tool_bytes,
+            category=category,
+            byte_classes=byte_classes,
+            messages=self.messages,
+            tool_bytes=self.tool_bytes + uncounted,
             media_items=self.media_items,
-            prompt_tokens=prompt_tokens,
-            prompts=prompts,
+            prompt_tokens=self.prompt_tokens,
+            prompts=self.prompts,
         )
 
+    def _uncounted_bytes(self, body: bytes, fields: BodyFields, text: _Utf8) -> int:
+        """Return the bytes of a request's fields that are not measured yet."""
+        explained = len(text) + self.tool_bytes + _MESSAGE_BYTES * self.messages + _ORDINARY_BYTES
+        if _is_ordinary(len(body), explained):
+            return 0
+        # Chats are rare at the endpoint for embeddings, so they are always searched.
+        escaped = escape_bytes(text) if isinstance(text, bytes) and body.isascii() else 0
+        if self.kind and _is_ordinary(len(body) - self.media_bytes - escaped, explained):
+            return 0
+        raw, names = _body_decoder.decode(body), fields.__struct_fields__
+        found = _bytes_besides(raw, _INERT.union(names))
+        for name, inert in _INERT_IN.items():
+            if name in raw and name in names:
+                found += sum(_bytes_besides(each, inert) for each in _objects(raw[name]))
+        return found
 
-def chat_shape(body: ChatFields, measure: PromptMeasure) -> PromptShape:
-    """Return the shape of a chat completion's prompt."""
-    measure.add_messages(body.messages)
-    measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
-    measure.add_raw(body.kv_transfer_params)
-    return measure.shape(messages=len(body.messages))
+    def prefix_hashes(self, *, model: str, tenant: str = "") -> tuple[int, ...]:
+        """Return the 64-bit hashes of the leading blocks, longest last; empty if no block is full.
+
+        Hashes are isolated by tenant, unless it is empty.
+        """
+        if self.ids:
+            bytes_per_token = _BLOCK_ID_BYTES
+            try:
+                data = array("q", self.ids[: BLOCK_ENDS[-1]]).tobytes()
+            except (OverflowError, TypeError):  # ids outside any vocabulary; the engine will reject them
+                return ()
+        else:
+            bytes_per_token = BYTES_PER_TOKEN
+            data = _beginning(self.pieces[: self.end], BLOCK_ENDS[-1] * bytes_per_token)
+        if len(data) < BLOCK_ENDS[0] * bytes_per_token:
+            return ()
+        hasher = blake3(key=_key(self.kind, model, self.salt or "", tenant))
+        view = memoryview(data)
+        hashes, start = [], 0
+        for tokens in BLOCK_ENDS:
+            end = tokens * bytes_per_token
+            if end > len(data):
+                break
+            hasher.update(view[start:end])
+            hashes.append(int.from_bytes(hasher.digest(8), "big"))
+            start = end
+        return tuple(hashes)
 
 
-def completion_shape(body: CompletionFields) -> PromptShape:
-    """Return the shape of a completion's prompt or prompts."""
-    measure = PromptMeasure()
+def _beginning(pieces: Iterable[_Utf8], size: int) -> bytes:
+    """Return the pieces as one, at least up to this size."""
+    found: list[bytes] = []
+    for piece in pieces:
+        found.append(piece if isinstance(piece, bytes) else piece[:size].encode())
+        size -= len(piece)
+        if size <= 0:
+            break
+    return b"".join(found)
+
+
+def chat_prompt(body: ChatFields) -> Prompt:
+    """Return the prompt of a chat completion."""
+    prompt = Prompt(b"chat", body.cache_salt)
+    prompt.add_raw(body.tools, body.functions, body.documents)
+    prompt.add_raw(body.response_format, body.kv_transfer_params, is_hashed=False)
+    prompt.add_messages(body.messages)
+    return prompt
+
+
+def completion_prompt(body: CompletionFields) -> Prompt:
+    """Return the prompt or prompts of a completion; several have no beginning in common."""
+    prompt = Prompt(b"text", body.cache_salt)
     if body.suffix:
-        measure.texts.append(body.suffix)
-    measure.add_raw(body.response_format, body.kv_transfer_params)
+        prompt.texts.append(_utf8(body.suffix))
+    prompt.add_raw(body.response_format, body.kv_transfer_params, is_hashed=False)
     if size := len(memoryview(body.prompt_embeds)):
-        measure.media_items += math.ceil(size / _EMBEDS_BYTES)
-    return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
+        prompt.media_items += math.ceil(size / _EMBEDS_BYTES)
+    one: Any = body.prompt if body.prompt is not None else ""
+    prompt.add_prompts(one)
+    if isinstance(one, list) and len(one) == 1 and not isinstance(one[0], int):
+        one = one[0]
+    if isinstance(one, str):
+        prompt.pieces = prompt.texts[-1:]
+    elif one and isinstance(one[0], int):
+        prompt.kind, prompt.ids = b"ids", one
+    return prompt
 
 
-def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShape:
-    """Return the shape of a Responses input; its items count as messages."""
-    messages = 1
+def responses_prompt(body: ResponsesFields) -> Prompt:
+    """Return the prompt of a Responses request; the items of its input count as messages."""
+    prompt = Prompt(b"responses", body.cache_salt)
+    if body.previous_response_id:
+        # It begins with the conversation stored by the engine, which is unknown here.
+        prompt.end = 0
+    prompt.add_raw(body.tools)
+    prompt.add_raw(body.text, body.kv_transfer_params, is_hashed=False)
+    instructions = _utf8(body.instructions or "")
+    if body.instructions is not None:
+        prompt.begin("system")
+        prompt.pieces.append(instructions)
     if isinstance(body.input, str):
-        measure.texts.append(body.input)
+        prompt.messages = 1
+        prompt.add_message("user", body.input)
     else:
-        messages = len(body.input)
-        measure.add_items(body.input)
-    if body.instructions:
-        messages += 1
-        measure.texts.append(body.instructions)
-    measure.add_raw(body.tools, body.text, body.kv_transfer_params)
-    return measure.shape(messages=messages)
+        prompt.messages = len(body.input)
+        for item in body.input:
+            _add_item(prompt, item)
+    if instructions:
+        prompt.messages += 1
+        prompt.texts.append(instructions)
+    return prompt
 
 
-def embedding_shape(body: EmbeddingFields) -> PromptShape:
-    """Return the shape of an embedding's text or texts."""
-    measure = PromptMeasure()
-    if body.messages is not None:
-        measure.add_messages(body.messages)
-        if body.input is not None:
-            # The engine chooses one of the two.
-            measure.add_raw(msgspec.Raw(msgspec.json.encode(body.input)))
-        return measure.shape(messages=len(body.messages))
-    return _prompts_shape(measure, body.input if body.input is not None else "")
+def _add_item(prompt: Prompt, item: InputItem) -> None:
+    prompt.add_message(item.role or "", item.content)
+    if item.arguments is not None:
+        prompt.tool_bytes += len(item.arguments)
+        prompt.begin("call")
+        prompt.pieces.append(item.arguments)
+    prompt.add_message("output", [item.output] if isinstance(item.output, PartFields) else item.output)
+    prompt.add_content(item.summary, is_hashed=False)
 
 
-def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
-    """Return the shape of one text, several texts, or the token ids of one or several prompts."""
-    if isinstance(prompt, str):
-        measure.texts.append(prompt)
-        return measure.shape()
-    is_one = bool(prompt) and isinstance(prompt[0], int)
-    if is_one and set(map(type, prompt)) == {int}:
-        ids = len(prompt)
-    else:
-        ids = 0
-        for one in prompt:
-            if isinstance(one, str):
-                measure.texts.append(one)
-            else:
-                ids += len(one) if isinstance(one, list) else 1
-    prompts = 1 if is_one else max(1, len(prompt))
-    if ids and not (measure.texts or measure.media_items):
-        return measure.shape(prompts=prompts, prompt_tokens=ids + measure.tool_bytes // _ID_BYTES)
-    measure.tool_bytes += _ID_BYTES * ids
-    return measure.shape(prompts=prompts)
+def embedding_prompt(body: EmbeddingFields) -> Prompt:
+    """Return the prompt or prompts of an embedding, which have no hashes."""
+    prompt = Prompt(end=0)
+    if body.messages is None:
+        prompt.add_prompts(body.input if body.input is not None else "")
+        return prompt
+    prompt.add_messages(body.messages)
+    if body.input is not None:
+        # The engine chooses one of the two.
+        prompt.tool_bytes += json_bytes(msgspec.json.encode(body.input))
+    return prompt
 
 
 # -- Anthropic's Messages ---------------------------------------------------------------------------------
@@ -297,32 +379,40 @@ _MEDIA = frozenset({"image", "document"})
 _MAY_BE_EMPTY = frozenset({"redacted_thinking", "tool_result", "tool_reference"})
 
 
-def messages_shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
-    """Return the shape of a conversation in Anthropic's Messages API."""
-    results = 0
-    for block in blocks_of(body.system):
-        _add_block(measure, block)
+def messages_prompt(body: MessagesFields) -> Prompt:
+    """Return the prompt of a conversation in Anthropic's Messages API."""
+    prompt = Prompt(b"messages", body.cache_salt, messages=len(body.messages) + (body.system is not None))
+    prompt.add_raw(body.tools)
+    prompt.add_raw(body.output_config, is_hashed=False)
+    prompt.begin("system")
+    for block in _blocks_of(body.system):
+        _add_block(prompt, block, in_system=True)
     for message in body.messages:
-        for block in blocks_of(message.content):
-            results += block.type == "tool_result"
-            _add_block(measure, block)
-    measure.add_raw(body.tools, body.output_config)
-    return measure.shape(messages=len(body.messages) + results + (body.system is not None))
+        prompt.begin(message.role)
+        for block in _blocks_of(message.content):
+            prompt.messages += block.type == "tool_result"
+            _add_block(prompt, block)
+    return prompt
 
 
-def _add_block(measure: PromptMeasure, block: BlockFields) -> None:
+def _add_block(prompt: Prompt, block: BlockFields, *, in_system: bool = False) -> None:
     """Add all parts of a block, because the engine selects by a type that clients choose."""
-    texts = [text for text in (block.text, block.thinking) if text is not None]
-    measure.texts += texts
-    measure.add_content(block.content)
-    measure.add_raw(block.input, block.tool)
+    texts = [_utf8(text) for text in (block.text, block.thinking) if text is not None]
+    prompt.texts += texts
+    prompt.add_raw(block.input, is_hashed=not in_system)
+    prompt.add_raw(block.tool, is_hashed=False)
+    if not in_system:
+        prompt.begin(block.name or block.type or "")
+    if block.input is ABSENT and (in_system or block.content is None):
+        prompt.add_piece(texts[0] if texts else None)
+    prompt.add_content(block.content, is_hashed=not in_system)
     is_empty = not texts and block.content is None and block.input is ABSENT and block.tool is ABSENT
     if block.type in _MEDIA or (is_empty and block.type not in _MAY_BE_EMPTY):
-        measure.media_items += 1
-        measure.media_bytes += len(memoryview(block.source))
+        prompt.media_items += 1
+        prompt.media_bytes += len(memoryview(block.source))
 
 
-def blocks_of(content: Blocks | None) -> Iterator[BlockFields]:
+def _blocks_of(content: Blocks | None) -> Iterator[BlockFields]:
     """Yield the blocks of a message that belong to its prompt."""
     if isinstance(content, str):
         content = [BlockFields(type="text", text=content)]
@@ -372,34 +462,25 @@ _body_decoder = msgspec.json.Decoder(_Fields)
 _messages_decoder = msgspec.json.Decoder(list[_Fields])
 
 
-def uncounted_bytes(
-    body: bytes, shape: PromptShape, body_type: type[BodyFields], measure: PromptMeasure | None
-) -> int:
-    """Return the bytes of a request's fields that its shape does not include.
-
-    Args:
-        body: an object that was parsed as `body_type`.
-        measure: source of the shape.
-    """
-    explained = shape.text_bytes + shape.tool_bytes + _MESSAGE_BYTES * shape.messages + _ORDINARY_BYTES
-    if _is_ordinary(len(body), explained):
-        return 0
-    if measure is not None and _is_ordinary(len(body) - measure.unread_bytes(body), explained):
-        return 0
-    fields = _body_decoder.decode(body)
-    found = _bytes_besides(fields, _INERT.union(body_type.__struct_fields__))
-    for name, inert in _INERT_IN.items():
-        if name in fields and name in body_type.__struct_fields__:
-            found += sum(_bytes_besides(each, inert) for each in _objects(fields[name]))
-    return found
-
-
 def _is_ordinary(size: int, explained: int) -> bool:
     return size - explained <= size // _ORDINARY_SHARE
 
 
+# Length of an escaped character in ASCII-only JSON, such as \u00e9; above U+FFFF there are two.
+_ESCAPED_BYTES = 6
+# Thresholds of UTF-8 bytes: non-ASCII characters, and the first byte of each.
+_NON_ASCII, _FIRST = 0x80, 0xC0
+
+
+def escape_bytes(text: bytes) -> int:
+    """Return a lower bound of the bytes that ASCII-only JSON adds to a text in UTF-8."""
+    data = np.frombuffer(text, np.uint8)
+    escaped = _ESCAPED_BYTES * int(np.count_nonzero(data >= _FIRST))
+    return escaped - int(np.count_nonzero(data >= _NON_ASCII))
+
+
 def _bytes_besides(fields: Mapping[str, msgspec.Raw], inert: frozenset[str]) -> int:
-    return sum(len(name) + json_bytes(fields[name]) for name in fields.keys() - inert)
+    return sum(len(name) + json_bytes(bytes(fields[name])) for name in fields.keys() - inert)
 
 
 def _objects(value: msgspec.Raw) -> Iterable[_Fields]:
@@ -410,11 +491,7 @@ def _objects(value: msgspec.Raw) -> Iterable[_Fields]:
         return ()
 
 
-_BLOCK_ID_BYTES = 8
-_MIN_BYTES, _MAX_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))
-
-# Separators before messages of the common roles.
-_HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user", "assistant", "tool")}
+# -- prefix hashes ----------------------------------------------------------------------------------------
 
 
 @settings
@@ -429,42 +506,6 @@ class PrefixSettings:
     # the engines, which receive a `cache_salt` (supported by vLLM, maybe rejected by other servers). It costs
     # the cache hits on text that tenants have in common.
     per_tenant: bool = False
-
-
-class Opening(msgspec.Struct, frozen=True):
-    """Beginning of a prompt, as references into its parsed body; copied only when it is hashed.
-
-    Attributes:
-        kind: prompts of different kinds never match.
-        pieces: texts in the order in which the model reads them.
-        ids: the prompt as token ids, instead of text.
-        salt: the client's `cache_salt`.
-    """
-
-    kind: bytes
-    pieces: tuple[str | bytes, ...] = ()
-    ids: Sequence[int] = ()
-    salt: str = ""
-
-
-NO_OPENING = Opening(b"")
-
-
-def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[int, ...]:
-    """Return the 64-bit hashes of the leading blocks, longest last; empty if no block is full.
-
-    Hashes are isolated by tenant, unless it is empty.
-    """
-    if opening.ids:
-        try:
-            data = array("q", opening.ids).tobytes()
-        except (OverflowError, TypeError):  # ids outside any vocabulary; the engine will reject them
-            return ()
-        return _block_hashes(data, _BLOCK_ID_BYTES, _key(opening.kind, model, opening.salt, tenant))
-    data = _joined(opening.pieces)
-    if len(data) < _MIN_BYTES:
-        return ()
-    return _block_hashes(data, BYTES_PER_TOKEN, _key(opening.kind, model, opening.salt, tenant))
 
 
 # Most requests repeat the arguments of a recent one.
@@ -482,137 +523,3 @@ def engine_salt(tenant: str, client_salt: str) -> str:
     """Return the `cache_salt` that isolates a tenant in an engine; clients cannot reproduce another's."""
     both = _length_prefixed(tenant.encode(), client_salt.encode())
     return blake2b(both, digest_size=16).hexdigest()
-
-
-def chat_opening(body: ChatFields, utf8: Utf8 | None = None) -> Opening:
-    """Return the beginning of a chat."""
-    pieces = OpeningPieces(utf8)
-    pieces.add_raw(body.tools, body.functions, body.documents)
-    pieces.add_messages(body.messages)
-    return Opening(b"chat", tuple(pieces.found), salt=body.cache_salt or "")
-
-
-def completion_opening(body: CompletionFields) -> Opening:
-    """Return the beginning of a completion's prompt; several prompts have none in common."""
-    prompt: object = body.prompt
-    salt = body.cache_salt or ""
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return Opening(b"text", (prompt,), salt=salt)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return Opening(b"ids", ids=prompt[: BLOCK_ENDS[-1]], salt=salt)
-    return Opening(b"several", salt=salt)
-
-
-def responses_opening(body: ResponsesFields, utf8: Utf8 | None = None) -> Opening:
-    """Return the beginning of a Responses request's input."""
-    if body.previous_response_id:
-        # It begins with the conversation stored by the engine, which is unknown here.
-        return Opening(b"responses", salt=body.cache_salt or "")
-    pieces = OpeningPieces(utf8)
-    pieces.add_raw(body.tools)
-    pieces.add("system", body.instructions)
-    if isinstance(body.input, str):
-        pieces.add("user", body.input)
-    else:
-        for item in body.input:
-            pieces.add(item.role or "", item.content)
-            pieces.add("call", item.arguments)
-            pieces.add("output", [item.output] if isinstance(item.output, PartFields) else item.output)
-    return Opening(b"responses", tuple(pieces.found), salt=body.cache_salt or "")
-
-
-def messages_opening(body: MessagesFields, utf8: Utf8) -> Opening:
-    """Return the beginning of a conversation in Anthropic's Messages API."""
-    pieces = OpeningPieces(utf8)
-    pieces.add_raw(body.tools)
-    pieces.add("system", _parts_of(blocks_of(body.system)))
-    for message in body.messages:
-        pieces.add(message.role, "")
-        for block in blocks_of(message.content):
-            pieces.add_raw(block.input)
-            content = _parts_of([block]) if block.content is None else block.content
-            pieces.add(block.name or block.type or "", content)
-    return Opening(b"messages", tuple(pieces.found), salt=body.cache_salt or "")
-
-
-def _parts_of(blocks: Iterable[BlockFields]) -> Content:
-    """Convert blocks to the parts of a chat message; blocks without text end the comparison as media."""
-    return [PartFields(text=block.text, thinking=block.thinking) for block in blocks if block.input is ABSENT]
-
-
-class OpeningPieces:
-    """Accumulator for the text of a prompt, up to the first part that is not text."""
-
-    __slots__ = ("_ended", "_utf8", "found")
-
-    def __init__(self, utf8: Utf8 | None = None) -> None:
-        self.found: list[str | bytes] = []
-        self._utf8 = utf8 or Utf8()
-        self._ended = False
-
-    def add_messages(self, messages: Iterable[MessageFields]) -> None:
-        """Add the messages of a chat."""
-        for message in messages:
-            if message.is_plain:
-                self.add(message.role or "", message.content)
-            else:
-                self.add_raw(message.reasoning, message.reasoning_content)
-                self.add(message.role or "", message.content)
-                self.add_raw(message.tool_calls, message.function_call)
-            if self._ended:
-                return
-
-    def add(self, role: str, content: Content) -> None:
-        """Add a message; its role also marks the end of the previous one."""
-        if content is None or self._ended:
-            return
-        self.found.append(_HEADS.get(role) or f"\0{role}\0")
-        for part in [content] if isinstance(content, str) else content:
-            text = part if isinstance(part, str) else _text_of(part)
-            if text is None:
-                self._ended = True
-                return
-            self.found.append(self._utf8.known(text))
-
-    def add_raw(self, *values: msgspec.Raw) -> None:
-        """Add definitions by the bytes of their JSON."""
-        for value in values:
-            if value is ABSENT:
-                continue
-            piece = bytes(value)
-            if piece and piece != _NULL and not self._ended:
-                self.found += ("\0", piece)
-
-
-def _text_of(part: PartFields) -> str | None:
-    return part.text if part.text is not None else part.refusal or part.thinking
-
-
-def _joined(pieces: Iterable[str | bytes]) -> bytes:
-    """Return the UTF-8 of the pieces, at least up to the last block end."""
-    encoded: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        # A character has at least one byte.
-        data = piece if isinstance(piece, bytes) else piece[:_MAX_BYTES].encode()
-        encoded.append(data)
-        size += len(data)
-        if size >= _MAX_BYTES:
-            break
-    return b"".join(encoded)
-
-
-def _block_hashes(data: bytes, bytes_per_token: int, key: bytes) -> tuple[int, ...]:
-    hasher = blake3(key=key)
-    view = memoryview(data)
-    hashes, start = [], 0
-    for tokens in BLOCK_ENDS:
-        end = tokens * bytes_per_token
-        if end > len(data):
-            break
-        hasher.update(view[start:end])
-        hashes.append(int.from_bytes(hasher.digest(8), "big"))
-        start = end
-    return tuple(hashes)

@@ -58,7 +58,7 @@ from serve_app.serving.gateway.request.fields import (
     UsageOnRequestFields,
     with_own_names,
 )
-from serve_app.serving.gateway.request.measure import NO_OPENING, engine_salt, prefix_hashes
+from serve_app.serving.gateway.request.measure import Prompt, engine_salt
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import RequestTracer
 
@@ -449,7 +449,7 @@ class RequestReader:
         continuable = _continuable(models, parsed, body, is_whole=assembles and revocable)
         if continuable:
             request.continuable = continuable
-        hashed = parsed.opening if settings.prefix.enabled else NO_OPENING
+        prompt = parsed.prompt if settings.prefix.enabled else Prompt()
         isolated = tenant if settings.prefix.per_tenant else ""
         if assembles:
             # To the scheduler, an assembled answer is a stream, because its first token is observed.
@@ -463,7 +463,7 @@ class RequestReader:
                 queue_timeout_s=options.timeout_s,
                 no_wait=options.no_wait,
                 # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
-                prefix=prefix_hashes(hashed, model=each.name, tenant=isolated),
+                prefix=prompt.prefix_hashes(model=each.name, tenant=isolated),
                 key=caller.terms(tenant),
                 program=program_hint(headers, fields),
                 revocable=revocable or each.model.name in continuable,

@@ -18,12 +18,12 @@ UUIDS = "\n".join(str(uuid.UUID(int=RNG.getrandbits(128))) for _ in range(60)).e
 
 
 def classify(text: str | bytes) -> TextCategory:
-    return measure_text(text).category
+    return measure_text(text)[1]
 
 
 def counted(text: str | bytes) -> dict[ByteClass, int]:
     """Return the classes that occur."""
-    counts = measure_text(text).byte_classes
+    counts, _ = measure_text(text)
     assert len(counts) == CLASSES
     return {ByteClass(index): count for index, count in enumerate(counts) if count}
 

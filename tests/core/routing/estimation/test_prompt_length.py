@@ -27,10 +27,8 @@ HISTORY = st.lists(st.tuples(SHAPES, st.floats(-5, 1e9) | st.just(math.nan)), ma
 def shape(text: bytes, times: float = 1, **changes: int) -> PromptShape:
     text = text * math.ceil(times)
     text = text[: round(len(text) * times / math.ceil(times))]
-    measured = measure_text(text)
-    return PromptShape(
-        text_bytes=len(text), category=measured.category, byte_classes=measured.byte_classes, **changes
-    )
+    byte_classes, category = measure_text(text)
+    return PromptShape(text_bytes=len(text), category=category, byte_classes=byte_classes, **changes)
 
 
 def learned(margin_deviations: float = 1.0) -> PromptLength:

@@ -5,7 +5,6 @@ from typing import Any
 
 from serve_app.request import PromptShape
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
-from serve_app.serving.gateway.request.measure import prefix_hashes
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 9_000}}
 TOOL = {"name": "read_file", "description": "reads", "input_schema": {"type": "object"}}
@@ -58,8 +57,7 @@ def test_the_user_is_the_one_that_the_metadata_name() -> None:
 def test_turns_of_a_conversation_share_a_prefix() -> None:
     def hashes(billing: str, *messages: Any) -> tuple[int, ...]:
         system = [text(f"x-anthropic-billing-header: {billing}"), text("You are an agent. " * 90)]
-        parsed = parse(*messages, system=system, tools=[TOOL])
-        return prefix_hashes(parsed.opening, model="m")
+        return parse(*messages, system=system, tools=[TOOL]).prompt.prefix_hashes(model="m")
 
     first = user(text("Read the file. " * 60))
     answer = {"role": "assistant", "content": [{"type": "tool_use", "name": "read_file", "input": {}}]}

@@ -8,7 +8,6 @@ import pytest
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
 from serve_app.serving.gateway.request.fields import UsageOnRequestFields
-from serve_app.serving.gateway.request.measure import prefix_hashes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
@@ -191,8 +190,8 @@ def test_values_that_vllm_coerces_are_taken() -> None:
 
 def test_a_prompt_that_begins_with_a_stored_response_has_no_known_beginning() -> None:
     text = "word " * 400
-    alone = parse(RESPONSES, input=text, cache_salt="s").opening
-    goes_on = parse(RESPONSES, input=text, cache_salt="s", previous_response_id="resp_1").opening
-    assert prefix_hashes(alone, model="m")
-    assert not prefix_hashes(goes_on, model="m")
+    alone = parse(RESPONSES, input=text, cache_salt="s").prompt
+    goes_on = parse(RESPONSES, input=text, cache_salt="s", previous_response_id="resp_1").prompt
+    assert alone.prefix_hashes(model="m")
+    assert not goes_on.prefix_hashes(model="m")
     assert goes_on.salt == "s"

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from serve_app.serving.gateway.request.fields import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.measure import (
-    chat_opening,
-    completion_opening,
+    chat_prompt,
+    completion_prompt,
     engine_salt,
-    prefix_hashes,
-    responses_opening,
+    responses_prompt,
 )
 
 SYSTEM = {"role": "system", "content": "You answer in rhymes. " * 60}  # 1,320 bytes
@@ -24,21 +23,21 @@ ANSWER = {"role": "assistant", "content": "It is because of you. " * 40}
 def chat(*messages: dict[str, Any], tenant: str = "", model: str = "m", **fields: Any) -> tuple[int, ...]:
     body = {"model": model, "messages": messages, **fields}
     read = msgspec.json.decode(json.dumps(body).encode(), type=ChatFields)
-    return prefix_hashes(chat_opening(read), model=model, tenant=tenant)
+    return chat_prompt(read).prefix_hashes(model=model, tenant=tenant)
 
 
 def completion(prompt: object, **fields: Any) -> tuple[int, ...]:
     read = msgspec.json.decode(
         json.dumps({"model": "m", "prompt": prompt, **fields}).encode(), type=CompletionFields
     )
-    return prefix_hashes(completion_opening(read), model="m")
+    return completion_prompt(read).prefix_hashes(model="m")
 
 
 def responses(input_: object, **fields: Any) -> tuple[int, ...]:
     read = msgspec.json.decode(
         json.dumps({"model": "m", "input": input_, **fields}).encode(), type=ResponsesFields
     )
-    return prefix_hashes(responses_opening(read), model="m")
+    return responses_prompt(read).prefix_hashes(model="m")
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
