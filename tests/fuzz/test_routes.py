@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from serve_app.serving.gateway.admin import ENDPOINTS_PATH, KEYS_PATH, MODE_PATH, EndpointChange, ModeChange
 from serve_app.serving.gateway.answer.responses import ANTHROPIC
 from serve_app.serving.gateway.batches.api import BATCHES_PATH, FILES_PATH, BatchBody
-from serve_app.serving.gateway.request.endpoints import APIS, FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.request.endpoints import ENDPOINTS, FORMS, OTHER, QUERY_ROUTES
 from tests.fuzz.threaded_gateway import gateway_in_a_thread
 from tests.serving.gateway.builders import FakeDispatcher, gateway
 
@@ -32,7 +32,7 @@ _CHECKS = [
 ]
 _ENDINGS = (200, 400, 401, 403, 404, 409, 413, 415, 429, 501, 502, 503, 504, 507, 529)
 _BODIES: Mapping[str, type] = {
-    **{path: route.fields for path, route in {**SCHEDULED, **FORMS, **UNSCHEDULED}.items()},
+    **{path: endpoint.fields for path, endpoint in ENDPOINTS.items()},
     ENDPOINTS_PATH: EndpointChange,
     MODE_PATH: ModeChange,
     BATCHES_PATH: BatchBody,
@@ -92,7 +92,7 @@ def _responses(path: str) -> dict[str, Any]:
         "properties": {"message": _TEXT, "type": _TEXT},
     }
     body = {"type": "object", "required": ["error"], "properties": {"error": error}}
-    if APIS.get(path) is ANTHROPIC:
+    if ENDPOINTS.get(path, OTHER).api is ANTHROPIC:
         body = {**body, "required": ["type", "error"]}
         body["properties"] = {"error": error, "type": {"const": "error"}}
     else:

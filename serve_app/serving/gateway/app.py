@@ -52,13 +52,7 @@ from serve_app.serving.gateway.metrics_page import MetricsEndpoint
 from serve_app.serving.gateway.models import ServedModels
 from serve_app.serving.gateway.path import Request, Services, observe
 from serve_app.serving.gateway.request.body import append_fields, check_structure, model_field
-from serve_app.serving.gateway.request.endpoints import (
-    FORMS,
-    QUERY_ROUTES,
-    SCHEDULED,
-    UNSCHEDULED,
-    parse_model,
-)
+from serve_app.serving.gateway.request.endpoints import ENDPOINTS, QUERY_ROUTES, parse_model
 from serve_app.serving.gateway.request.fields import response_headers, upstream_head
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import Cors, HttpRoute, Router
@@ -274,10 +268,9 @@ class Gateway:
         logger.info("event=audit action=settings_changed by=deploy settings=%s", ",".join(differing))
 
     def _routes(self, watchers: Mapping[tuple[str, str], PoolWatcher]) -> Iterator[HttpRoute]:
-        for path, route in (*SCHEDULED.items(), *FORMS.items()):
-            yield HttpRoute("POST", path, self._scheduled, route.summary)
-        for path, unscheduled in UNSCHEDULED.items():
-            yield HttpRoute("POST", path, self._forward_unscheduled, unscheduled.summary)
+        for path, endpoint in ENDPOINTS.items():
+            handler = self._scheduled if endpoint.is_scheduled else self._forward_unscheduled
+            yield HttpRoute("POST", path, handler, endpoint.summary)
         for path, summary in QUERY_ROUTES.items():
             yield HttpRoute("GET", path, self._forward_query, summary)
         engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)

@@ -66,9 +66,7 @@ from serve_app.serving.gateway.answer.assembly import (
 )
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
-    OPENAI,
     STOPPING_CODE,
-    ClientApi,
     ClientExchange,
     ClientGone,
     EngineTimedOut,
@@ -91,7 +89,7 @@ from serve_app.serving.gateway.answer.stream import (
     stream_outcome,
 )
 from serve_app.serving.gateway.request.body import NO_BODY, HeldBody, body_for
-from serve_app.serving.gateway.request.endpoints import APIS, SCHEDULED
+from serve_app.serving.gateway.request.endpoints import ENDPOINTS, OTHER
 from serve_app.serving.gateway.request.fields import (
     RECEIPT_HEADER,
     SERVED_MODEL_HEADER,
@@ -316,6 +314,7 @@ class Request(ChannelRequest):
     Attributes:
         exchange: the server's side of the request.
         path: its path at the gateway.
+        endpoint: how its path is treated.
         api: API in which it is answered.
         headers: headers by name in lower case; of repeated ones the last.
         request_id: the gateway's id, unique among all gateways.
@@ -384,7 +383,8 @@ class Request(ChannelRequest):
         self.services = services
         self.exchange = exchange
         self.path = path = exchange.path
-        self.api: ClientApi = APIS.get(path, OPENAI)
+        self.endpoint = endpoint = ENDPOINTS.get(path, OTHER)
+        self.api = endpoint.api
         self.headers: Mapping[bytes, bytes] = dict(exchange.headers)
         self.request_id = own_id
         self.client_request_id = request_id(self.headers.get(b"x-request-id"), own_id)
@@ -549,8 +549,7 @@ class Request(ChannelRequest):
         # Clients of background work need its id at once.
         if self.stored is not None and self.stored.is_background:
             return None
-        route = SCHEDULED.get(self.path)
-        return None if route is None else route.announced
+        return self.endpoint.announced
 
     @property
     def is_granted(self) -> bool:

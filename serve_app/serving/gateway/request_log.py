@@ -458,8 +458,8 @@ class GenAiMetrics:
 
     def observe(self, record: ConcludedRequest) -> None:
         """Add a request to a model that has ended."""
-        operation = request_trace.OPERATIONS.get(record.endpoint)
-        if operation is None:
+        operation = record.request.endpoint.operation
+        if not operation:
             return
         values = (
             operation,

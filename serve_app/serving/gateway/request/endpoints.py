@@ -1,9 +1,10 @@
 """Endpoints that engines answer: the fields read from each request, and the treatment of its answer.
 
-For each scheduled endpoint, the tables at the end define:
+For each endpoint, the tables at the end define:
 - the fields that are read, for the size of the prompt and the output limit; together they decide the pool;
 - the events that begin a stream before any token, so that they do not count as the first token;
-- the API whose error format is used.
+- the API whose error format is used;
+- its name in traces and metrics.
 
 Models that score, rank, pool or transcribe split their input into pieces of limited length, each a sequence
 of the engine. For these, the size of the body is a sufficient estimate (`ByteEstimate`).
@@ -73,7 +74,7 @@ _Work = tuple[Prompt, int | None, int, bool]
 
 
 def _parse(
-    decoder: msgspec.json.Decoder[BodyFields], read: Callable[[Any], _Work], body: bytes
+    decoder: msgspec.json.Decoder[BodyFields], read: Callable[[Any], _Work], body: bytes, _type: bytes = b""
 ) -> ParsedBody:
     """Parse a body.
 
@@ -224,7 +225,7 @@ AUDIO = ByteEstimate(bytes_per_piece=120_000, prompt_tokens=4, output_tokens=120
 _sized_decoder = msgspec.json.Decoder(BodyFields, strict=False)
 
 
-def _read_sized(body: bytes) -> ParsedBody:
+def _read_sized(body: bytes, _type: bytes = b"") -> ParsedBody:
     fields = _decode(_sized_decoder, body)
     return ParsedBody(fields=fields, spec=TEXTS.spec(fields.model, json_bytes(body)))
 
@@ -282,91 +283,96 @@ _CHAT_BEGINS = Announcements()
 _MESSAGES_BEGIN = Announcements("message_start", "ping")
 
 
+def _not_scheduled(_body: bytes, _type: bytes = b"") -> ParsedBody:
+    raise AssertionError("the requests of this endpoint are not scheduled")
+
+
 @dataclass(frozen=True, slots=True)
-class ModelRoute:
-    """An endpoint whose requests name a model.
+class Endpoint:
+    """How the gateway treats the requests and answers of a path.
 
     Attributes:
         summary: description of the answer.
         fields: fields that are read from the body.
-    """
-
-    summary: str
-    fields: type[msgspec.Struct]
-    api: ClientApi
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRoute(ModelRoute):
-    """A scheduled endpoint with JSON bodies.
-
-    Attributes:
-        parse: parses a body; raises `RequestRejected`.
+        parse: parses a body and its content type; raises `RequestRejected`.
+        is_form: bodies are forms with a file, which are passed to the engine unchanged.
         announced: events that begin a stream before its first token, if any.
+        operation: its name in OpenTelemetry's conventions, which do not define all of them; empty if it is
+            not scheduled.
     """
 
-    parse: Callable[[bytes], ParsedBody]
-    announced: Announcements | None
+    summary: str = ""
+    fields: type[msgspec.Struct] = BodyFields
+    api: ClientApi = OPENAI
+    parse: Callable[..., ParsedBody] = _not_scheduled
+    is_form: bool = False
+    announced: Announcements | None = None
+    operation: str = ""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the scheduler grants its requests."""
+        return bool(self.operation)
 
 
-@dataclass(frozen=True, slots=True)
-class FormRoute(ModelRoute):
-    """A scheduled endpoint for forms with a file, which are passed to the engine unchanged.
-
-    `parse` needs the body and its content type, and raises `RequestRejected`.
-    """
-
-    parse: Callable[[bytes, bytes], ParsedBody]
+OTHER = Endpoint()
+"""A path that no engine answers."""
 
 
 def _scheduled(
     summary: str,
+    operation: str,
     fields: type[BodyFields],
     read: Callable[[Any], _Work],
     api: ClientApi = OPENAI,
     announced: Announcements | None = None,
-) -> ScheduledRoute:
+) -> Endpoint:
     # Not strict, like vLLM: 5.0 and "5" are accepted for 5, and "true" for true.
     decoder = msgspec.json.Decoder(fields, strict=False)
-    return ScheduledRoute(summary, fields, api, partial(_parse, decoder, read), announced)
+    parse = partial(_parse, decoder, read)
+    return Endpoint(summary, fields, api, parse, announced=announced, operation=operation)
 
 
-def _sized(summary: str) -> ScheduledRoute:
-    return ScheduledRoute(summary, BodyFields, OPENAI, _read_sized, None)
+def _sized(summary: str, operation: str) -> Endpoint:
+    return Endpoint(summary, parse=_read_sized, operation=operation)
 
 
-SCHEDULED: Mapping[str, ScheduledRoute] = {
-    "/v1/chat/completions": _scheduled("chat completion", ChatFields, _read_chat, announced=_CHAT_BEGINS),
-    "/v1/completions": _scheduled("text completion", CompletionFields, _read_completion),
+def _form(summary: str, operation: str) -> Endpoint:
+    return Endpoint(summary, FormFields, parse=read_form, is_form=True, operation=operation)
+
+
+SCHEDULED: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": _scheduled(
+        "chat completion", "chat", ChatFields, _read_chat, announced=_CHAT_BEGINS
+    ),
+    "/v1/completions": _scheduled("text completion", "text_completion", CompletionFields, _read_completion),
     "/v1/responses": _scheduled(
-        "response of the Responses API", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN
+        "response of the Responses API", "chat", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN
     ),
     "/v1/messages": _scheduled(
-        "message of the Messages API", MessagesFields, _read_messages, ANTHROPIC, _MESSAGES_BEGIN
+        "message of the Messages API", "chat", MessagesFields, _read_messages, ANTHROPIC, _MESSAGES_BEGIN
     ),
-    "/v1/embeddings": _scheduled("embeddings", EmbeddingFields, _read_embedding),
-    "/v2/embed": _sized("embeddings in Cohere's format"),
-    "/pooling": _sized("pooling outputs"),
-    "/classify": _sized("classes of texts"),
-    **dict.fromkeys(("/v1/score", "/score"), _sized("similarity scores of text pairs")),
+    "/v1/embeddings": _scheduled("embeddings", "embeddings", EmbeddingFields, _read_embedding),
+    "/v2/embed": _sized("embeddings in Cohere's format", "embeddings"),
+    "/pooling": _sized("pooling outputs", "pooling"),
+    "/classify": _sized("classes of texts", "classify"),
+    **dict.fromkeys(("/v1/score", "/score"), _sized("similarity scores of text pairs", "score")),
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"),
-        _sized("documents ranked by relevance to a query"),
+        _sized("documents ranked by relevance to a query", "rerank"),
     ),
 }
 
-FORMS: Mapping[str, FormRoute] = {
-    "/v1/audio/transcriptions": FormRoute("transcription of audio", FormFields, OPENAI, read_form),
-    "/v1/audio/translations": FormRoute("English translation of audio", FormFields, OPENAI, read_form),
+FORMS: Mapping[str, Endpoint] = {
+    "/v1/audio/transcriptions": _form("transcription of audio", "transcription"),
+    "/v1/audio/translations": _form("English translation of audio", "translation"),
 }
 
 # Any replica of the model in the body answers these.
-UNSCHEDULED: Mapping[str, ModelRoute] = {
-    "/tokenize": ModelRoute("token ids of a text or chat", ModelOnly, OPENAI),
-    "/detokenize": ModelRoute("text of token ids", ModelOnly, OPENAI),
-    "/v1/messages/count_tokens": ModelRoute(
-        "number of tokens of a conversation", CountTokensFields, ANTHROPIC
-    ),
+UNSCHEDULED: Mapping[str, Endpoint] = {
+    "/tokenize": Endpoint("token ids of a text or chat", ModelOnly),
+    "/detokenize": Endpoint("text of token ids", ModelOnly),
+    "/v1/messages/count_tokens": Endpoint("number of tokens of a conversation", CountTokensFields, ANTHROPIC),
 }
 # Any replica of the model in the query string answers these, or of the first model.
 QUERY_ROUTES: Mapping[str, str] = {
@@ -375,5 +381,5 @@ QUERY_ROUTES: Mapping[str, str] = {
 }
 
 
-APIS: Mapping[str, ClientApi] = {path: route.api for path, route in {**SCHEDULED, **UNSCHEDULED}.items()}
-"""API of a path; unknown paths use OpenAI's."""
+ENDPOINTS: Mapping[str, Endpoint] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
+"""Those with bodies for engines, by path."""

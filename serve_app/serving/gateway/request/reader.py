@@ -48,7 +48,7 @@ from serve_app.serving.gateway.request.body import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody
+from serve_app.serving.gateway.request.endpoints import ParsedBody
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
     BodyFields,
@@ -422,11 +422,10 @@ class RequestReader:
         """Check a body, and set what it means for the request; for large bodies, this runs on a thread."""
         held, headers, settings = request.body, request.headers, self._settings
         body = held.data
-        if (form := FORMS.get(request.path)) is not None:
-            parsed = form.parse(body, heads.content_type(request.exchange.headers))
-        else:
+        endpoint = request.endpoint
+        if not endpoint.is_form:
             check_structure(body)
-            parsed = SCHEDULED[request.path].parse(body)
+        parsed = endpoint.parse(body, heads.content_type(request.exchange.headers))
         fields, spec = parsed.fields, parsed.spec
         found = self._models.find(spec.model, caller)
         tenant = caller.tenant(headers.get(b"x-tenant"), fields.end_user)
@@ -440,7 +439,9 @@ class RequestReader:
         if found.route is not None:
             target = completed(target, found.route.latency_target.limits)
         # Whether it generates text of which its client receives nothing before the end.
-        may_restart = not spec.streamed and not background and spec.max_output_tokens != 0 and form is None
+        may_restart = (
+            not spec.streamed and not background and spec.max_output_tokens != 0 and not endpoint.is_form
+        )
         revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
         if isinstance(fields, UsageOnRequestFields):
             request.hide_usage = not fields.usage_requested

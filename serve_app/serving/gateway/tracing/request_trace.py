@@ -71,22 +71,6 @@ DISPATCHED_EVENT = "ewsjf.dispatched"
 PUT_BACK_EVENT = "ewsjf.put_back"
 FIRST_CHUNK_EVENT = "ewsjf.first_chunk"
 
-# Operation of each scheduled path; the conventions do not define the last ones.
-OPERATIONS: Mapping[str, str] = {
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    "/v2/embed": "embeddings",
-    "/pooling": "pooling",
-    "/classify": "classify",
-    **dict.fromkeys(("/v1/score", "/score"), "score"),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "rerank"),
-    "/v1/audio/transcriptions": "transcription",
-    "/v1/audio/translations": "translation",
-}
-
 
 class RequestTracer(Protocol):
     """Sampler of requests."""

@@ -326,9 +326,8 @@ class GatewayTracer:
 
     def begin(self, request: Request) -> None:
         """Set the trace of a request that is sampled."""
-        path = request.path
-        operation = request_trace.OPERATIONS.get(path)
-        if operation is None:
+        operation = request.endpoint.operation
+        if not operation:
             return
         parent = trace_parent(request.headers)
         if parent is None:
@@ -350,7 +349,7 @@ class GatewayTracer:
                 request_trace.OPERATION_NAME: operation,
                 request_trace.PROVIDER_NAME: request_trace.PROVIDER,
                 request_trace.HTTP_REQUEST_METHOD: "POST",
-                request_trace.HTTP_ROUTE: path,
+                request_trace.HTTP_ROUTE: request.path,
             },
             start_time=ahead_ns + int(request.arrived_at * NANOSECONDS),
         )
