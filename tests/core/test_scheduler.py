@@ -1,14 +1,31 @@
-"""The scheduler by events and commands: routing, dispatch, rejections and time."""
+"""The scheduler by events and commands: routing, dispatch, rejections, losses, learning and time."""
+
+import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.core.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.events import Finished, FirstToken, Woke
+from serve_app.core.events import (
+    Arrived,
+    Cancelled,
+    DispatchFailed,
+    DispatchFailure,
+    Finished,
+    FirstToken,
+    GatewayLost,
+    ReplicaLost,
+    Resumed,
+    Woke,
+)
 from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PromptShape, Usage
 from tests.builders import (
+    ONE_POOL,
     ManualDriver,
     concluded,
     dispatched,
@@ -16,6 +33,7 @@ from tests.builders import (
     one_replica,
     only_conclusion,
     request,
+    requests_in_memory,
     retry_after_s,
     two_pools,
 )
@@ -235,3 +253,279 @@ def test_a_server_that_counts_no_prompt_tokens_teaches_nothing() -> None:
     estimate = driver.scheduler.estimator.estimate(request("x", shape=text))
     assert estimate.expected_prompt_tokens == before
     assert estimate.expected_output_tokens > 0
+
+
+# -- cancelled requests, lost replicas and gateways, and the state given to a new scheduler ---------------
+
+
+@pytest.fixture
+def driver() -> ManualDriver:
+    return two_pools()
+
+
+def test_a_cancelled_request_returns_its_tokens(driver: ManualDriver) -> None:
+    fill(driver)
+    assert concluded(driver.feed(Cancelled("f0"))) == [("f0", "cancelled")]
+    assert driver.scheduler.ledger["s1"].in_flight == 2
+    assert driver.feed(Cancelled("f0")) == []
+
+
+def test_requests_that_have_left_the_queue_use_no_memory() -> None:
+    rng, driver, present = random.Random(5), one_replica(), list[str]()
+    fill(driver)
+    before = requests_in_memory()
+    for number in range(2_000):
+        if present and rng.random() < 0.48:
+            driver.feed(Cancelled(present.pop(rng.randrange(len(present)))))
+        else:
+            present.append(f"r{number}")
+            driver.arrive(present[-1], tenant=f"t{rng.randrange(3)}", prompt_tokens=rng.randrange(1, 900))
+    assert requests_in_memory() - before < len(present) + 100
+    for name in present[1:]:
+        driver.feed(Cancelled(name))
+    assert requests_in_memory() - before < 100
+
+
+def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) -> None:
+    fill(driver)
+    fill(driver, "long", prompt_tokens=2_000)
+    driver.arrive("waiting")
+    driver.feed(ReplicaLost("s1"))
+    assert driver.feed(DispatchFailed("f1", "s1", DispatchFailure.UNREACHABLE)) == []
+    driver.feed(DispatchFailed("f2", "s1", DispatchFailure.UNREACHABLE))
+    for number, following in enumerate(["f1", "f2", "waiting"]):
+        assert dispatched(driver.feed(FirstToken(f"long{number}"))) == [(following, "l1")]
+
+
+def test_a_lost_gateway_releases_queued_requests_and_running_ones_retain_holds(driver: ManualDriver) -> None:
+    for number in range(40):
+        driver.arrive(f"r{number}", prompt_tokens=2_000, gateway_id="g2")
+    running = {
+        r.request.request_id for r in driver.scheduler.requests.of_gateway("g2") if r.replica_id is not None
+    }
+    assert 0 < len(running) < 40
+    commands = driver.feed(GatewayLost("g2"))
+    assert {request_id for request_id, _ in concluded(commands)} == {f"r{n}" for n in range(40)} - running
+    assert {outcome for _, outcome in concluded(commands)} == {"cancelled"}
+    assert driver.scheduler.ledger["l1"].in_flight == len(running)
+    for request_id in running:
+        driver.feed(Cancelled(request_id))
+    assert driver.scheduler.ledger["l1"].in_flight == len(driver.scheduler) == 0
+
+
+def test_a_new_scheduler_receives_running_requests_before_their_replica_joins() -> None:
+    driver = ManualDriver()
+    driver.feed(Resumed(request("r"), "s1", started=True))
+    assert driver.scheduler.ledger["s1"].held_tokens > 0
+    driver.join("s1", "short")
+    assert driver.scheduler.ledger["s1"].in_flight == 1
+    assert concluded(driver.feed(Finished("r", Outcome.COMPLETED))) == [("r", "completed")]
+    assert driver.scheduler.ledger["s1"].held_tokens == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_running_request_retains_its_deadline_and_put_backs_in_a_new_scheduler(lost: bool) -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    running = request("r", expires_at=1.0, attempts=7)
+    driver.feed(Resumed(replace(running, lost=lost), "s1", started=False))
+    commands = driver.feed(DispatchFailed("r", "s1", DispatchFailure.LOST))
+    if lost:
+        assert concluded(commands) == [("r", "failed")]
+        return
+    scheduled = driver.find("r")
+    assert (scheduled.put_backs, scheduled.losses) == (8, 1)
+    driver.join("s2", "only")
+    assert concluded(driver.feed(Woke(), after_s=1.0)) == [("r", "expired")]
+
+
+def test_a_running_request_is_classified_by_a_new_scheduler() -> None:
+    driver = ManualDriver(routing=ONE_POOL, policy="ewsjf")
+    driver.feed(Resumed(request("r", prompt_tokens=50_000), "s1", started=False))
+    assert driver.find("r").prefill_class is PrefillClass.LONGEST
+
+
+def test_a_request_that_an_earlier_scheduler_had_dispatched_is_queued_at_the_front() -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    driver.arrive("new")
+    driver.feed(Arrived(request("back", attempts=1, arrived_at=1.0)), after_s=1.0)
+    assert dispatched(driver.join("s1", "only")) == [("back", "s1"), ("new", "s1")]
+
+
+def test_a_request_submitted_twice_is_admitted_once(driver: ManualDriver) -> None:
+    assert len(driver.arrive("r")) == 1
+    assert driver.arrive("r") == []
+    assert len(driver.scheduler) == 1
+
+
+def test_the_gateway_is_authoritative_about_where_a_request_runs(driver: ManualDriver) -> None:
+    driver.arrive("r")
+    driver.feed(Resumed(request("r"), "l1", started=False))
+    assert driver.scheduler.ledger["s1"].in_flight == 0
+    assert driver.scheduler.ledger["l1"].in_flight == 1
+
+
+def test_events_about_ended_requests_are_ignored(driver: ManualDriver) -> None:
+    assert driver.feed(FirstToken("x")) == []
+    assert driver.feed(Finished("x", Outcome.COMPLETED)) == []
+    assert driver.feed(DispatchFailed("x", "s1", DispatchFailure.LOST)) == []
+    driver.arrive("r")
+    assert driver.feed(DispatchFailed("r", "l1", DispatchFailure.LOST)) == []
+
+
+def lose_all(driver: ManualDriver, *names: str) -> list[str]:
+    """Lose these replicas and the requests on them, and return the requests that failed."""
+    failed = []
+    for name in names:
+        driver.feed(ReplicaLost(name))
+    for running in list(driver.scheduler.requests):
+        if running.replica_id in names:
+            lost = DispatchFailed(running.request.request_id, running.replica_id, DispatchFailure.LOST)
+            failed += [request_id for request_id, _ in concluded(driver.feed(lost))]
+    return failed
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_survives_its_second_loss_if_many_replicas_are_lost_at_once(at_once: bool) -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    names = [f"s{number}" for number in range(8)]
+    for name in names:
+        driver.join(name, "only")
+        driver.report(name)
+    for name in names:
+        driver.arrive(f"r-{name}")
+    first = [driver.find(f"r-s{number}").replica_id for number in range(3)]
+    dead = [name for name in first if name is not None][: 3 if at_once else 1]
+    assert lose_all(driver, *dead) == []
+    if not at_once:
+        driver.now += 60.0
+        for name in names:
+            driver.report(name)
+    second = driver.find("r-s0").replica_id
+    assert second is not None
+    # A request that was lost twice is the cause, unless replicas are lost for another reason.
+    assert lose_all(driver, second) == ([] if at_once else ["r-s0"])
+
+
+# -- learning from events, observed in later decisions ----------------------------------------------------
+
+ROOMY = {"max_model_len": 8_000, "kv_tokens": 1_000_000}
+
+
+def answered(
+    driver: ManualDriver, request_id: str, *, first_token_s: float, usage: Usage | None = None, **fields: Any
+) -> list[Command]:
+    """Run one request on an idle replica, from arrival to end."""
+    driver.report("r1")
+    commands = driver.arrive(request_id, **fields)
+    driver.feed(FirstToken(request_id), after_s=first_token_s)
+    driver.feed(Finished(request_id, Outcome.COMPLETED, usage))
+    return commands
+
+
+def estimated(commands: list[Command]) -> int:
+    (command,) = commands
+    assert isinstance(command, Dispatch)
+    return command.estimated_tokens
+
+
+def test_the_prefill_cost_is_learned_from_single_prefills() -> None:
+    driver = one_replica(limits=ROOMY)
+    cost = driver.scheduler.prefill_costs.of("only")
+    assert cost.seconds(1_000) == pytest.approx(0.13), "the prior"
+    for number in range(100):
+        tokens = 500 + 1_000 * (number % 2)
+        answered(driver, f"r{number}", first_token_s=1e-3 * tokens, prompt_tokens=tokens)
+    cost = driver.scheduler.prefill_costs.of("only")
+    assert cost.observations == 100
+    assert cost.seconds(1_000) == pytest.approx(1.0, rel=0.1)
+
+
+def test_concurrent_prefills_are_not_learned_from() -> None:
+    driver = one_replica(limits=ROOMY)
+    for number in range(20):
+        for name in ("a", "b"):
+            driver.arrive(f"{name}{number}", prompt_tokens=500)
+        for name in ("a", "b"):
+            driver.feed(FirstToken(f"{name}{number}"), after_s=3.0)
+            driver.feed(Finished(f"{name}{number}", Outcome.COMPLETED))
+    assert driver.scheduler.prefill_costs.shared.observations == 0
+
+
+def test_an_engine_that_proves_slow_makes_the_same_wait_count_for_less() -> None:
+    # A head of 190 tokens has waited two seconds when one of 100 arrives. At the prior's speed that is 40
+    # times its own prefill, enough to go first; on slow engines it is little.
+    first = {}
+    for name, seconds_per_token in (("fast", 1e-4), ("slow", 1e-2)):
+        driver = one_replica(limits={**ROOMY, "max_num_seqs": 1}, policy="ewsjf-paper")
+        for number in range(40):
+            tokens = 500 + 1_000 * (number % 2)
+            seconds = 0.03 + seconds_per_token * tokens
+            answered(driver, f"t{number}", first_token_s=seconds, prompt_tokens=tokens)
+        driver.report("r1")
+        # One in the batch and three in the engine's queue.
+        assert all(dispatched(driver.arrive(f"f{number}", prompt_tokens=10)) for number in range(4))
+        driver.arrive("older", prompt_tokens=190)
+        driver.report("r1", running=3, after_s=2.0)
+        driver.arrive("fresh", prompt_tokens=100)
+        ((first[name], _),) = dispatched(driver.feed(Finished("f0", Outcome.COMPLETED)))
+    assert first == {"fast": "older", "slow": "fresh"}
+
+
+def test_answer_lengths_are_learned_from_completed_answers() -> None:
+    driver = one_replica(limits=ROOMY)
+    fields: dict[str, Any] = {"prompt_tokens": 100, "max_output_tokens": None}
+    before = estimated(answered(driver, "first", first_token_s=0.1, **fields))
+    for number in range(300):
+        usage = Usage(prompt_tokens=100, output_tokens=20)
+        answered(driver, f"r{number}", first_token_s=0.1, usage=usage, **fields)
+    after = estimated(driver.arrive("last", **fields))
+    assert after < before / 2
+    assert 120 <= after < 200
+
+
+def test_bytes_per_token_are_learned_from_completed_answers() -> None:
+    driver = one_replica(limits=ROOMY)
+    text = PromptShape(text_bytes=4_000)
+    before = estimated(answered(driver, "first", first_token_s=0.1, shape=text))
+    for number in range(300):
+        usage = Usage(prompt_tokens=2_000, output_tokens=10)
+        answered(driver, f"r{number}", first_token_s=0.1, usage=usage, shape=text)
+    after = estimated(driver.arrive("last", shape=text))
+    assert before < 1_500
+    assert 1_900 < after < 2_500
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_nothing_is_learned_from_an_interrupted_answer(outcome: Outcome) -> None:
+    driver = one_replica(limits=ROOMY)
+    fields: dict[str, Any] = {"prompt_tokens": 100, "max_output_tokens": None}
+    before = driver.scheduler.estimator.state()
+    for number in range(300):
+        driver.arrive(f"r{number}", **fields)
+        driver.feed(FirstToken(f"r{number}"))
+        driver.feed(Finished(f"r{number}", outcome, Usage(prompt_tokens=100, output_tokens=1)))
+    assert driver.scheduler.estimator.state() == before
+
+
+@pytest.mark.parametrize(("earlier", "most"), [(100, 1.3), (0, 6.0)])
+def test_a_tenants_odd_prompts_teach_others_within_bounds(earlier: int, most: float) -> None:
+    driver = one_replica(limits=ROOMY)
+    prose, tiny = PromptShape(text_bytes=8_000, messages=1), PromptShape(text_bytes=40, messages=1)
+    before = estimated(answered(driver, "before", first_token_s=0.1, shape=prose, tenant="other"))
+
+    def ask(tenant: str, size: PromptShape, tokens: int, number: int) -> None:
+        usage = Usage(prompt_tokens=tokens, output_tokens=10)
+        answered(driver, f"{tenant}{number}", first_token_s=0.1, usage=usage, shape=size, tenant=tenant)
+
+    for number in range(earlier):
+        ask("other", prose, 1_900, number)
+    for number in range(300):
+        # Its prompts are where no gateway sees them.
+        ask("odd", tiny, 10_000, number)
+        ask("odd", prose, 30_000, 1_000 + number)
+    after = estimated(driver.arrive("after", shape=prose, tenant="other"))
+    assert before * 0.8 < after < before * most
+    # Where the odd ones came first, one ordinary prompt corrects them, however many they were.
+    ask("other", prose, 1_900, 1_000)
+    ask("odd", prose, 30_000, 2_000)
+    assert before * 0.8 < estimated(driver.arrive("again", shape=prose, tenant="other")) < before * 1.3

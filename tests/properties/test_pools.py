@@ -22,8 +22,7 @@ from serve_app.core.routing.replica import UNREPORTED_CONTEXT
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from tests.builders import ManualDriver, concluded, dispatched, request
-from tests.core.routing.test_pools import estimate
-from tests.core.routing.test_two_pools import as_two_pools_were_routed
+from tests.core.routing.test_pools import as_two_pools_were_routed, estimate
 
 OUTPUT = 10
 # Requests that a replica accepts before its next report.

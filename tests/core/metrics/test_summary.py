@@ -1,4 +1,7 @@
+"""Summaries of request records, SLO attainment, and confidence intervals."""
+
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,14 +10,20 @@ from hypothesis import strategies as st
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import (
+    ClassTarget,
+    ClassTargets,
     Distribution,
+    Miss,
     Slo,
     SummaryRules,
+    interval_95,
     jain_index,
     jain_of_tenants,
     max_min_shares,
     percentile,
+    slo_attainment_ratio,
     summarise,
+    t_95,
     tokens_served,
 )
 from serve_app.errors import Outcome
@@ -206,3 +215,103 @@ def test_service_is_counted_as_the_engine_processes_it() -> None:
     whole = record(first_token_at=None, finished_at=20.0)
     assert tokens_served(whole, until=19.9) == 0
     assert tokens_served(whole, until=20.0) == 111
+
+
+# -- SLO attainment ---------------------------------------------------------------------------------------
+
+
+def test_a_request_must_meet_every_limit() -> None:
+    assert Slo(ttft_s=2.0, tpot_s=0.11, e2e_s=3.0).met_by(record())
+    assert not Slo(ttft_s=1.9, tpot_s=0.11).met_by(record())
+    assert not Slo(ttft_s=2.0, tpot_s=0.09).met_by(record())
+    assert not Slo(ttft_s=None, tpot_s=None, e2e_s=2.9).met_by(record())
+
+
+def test_a_fast_failure_meets_no_slo() -> None:
+    assert not Slo(ttft_s=None, tpot_s=None).met_by(record(outcome=Outcome.FAILED))
+
+
+def test_a_one_token_answer_is_judged_by_its_ttft_alone() -> None:
+    assert Slo(ttft_s=2.0, tpot_s=0.001).met_by(record(output_tokens=1))
+
+
+def test_attainment_counts_rejected_requests_as_missed() -> None:
+    records = [record(), record(outcome=Outcome.REJECTED_QUEUE_FULL)]
+    assert slo_attainment_ratio(records, Slo(tpot_s=1.0)) == 0.5
+    assert slo_attainment_ratio([], Slo()) is None
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_nothing_can_meet_is_rejected_by_name_and_value(limit: float) -> None:
+    with pytest.raises(ValueError, match=rf"ttft_s must be positive, got {limit}"):
+        Slo(ttft_s=limit)
+
+
+TARGETS = ClassTargets(default=ClassTarget(ttft_s=1.0, long_ttft_s=10.0, tpot_s=0.1))
+
+
+class_record = partial(
+    record, arrived_at=0.0, first_token_at=0.5, finished_at=1.4, prompt_tokens=10, output_tokens=10
+)
+
+
+def test_a_request_may_miss_both_latencies() -> None:
+    assert TARGETS.missed_by(class_record()) == ()
+    assert TARGETS.missed_by(class_record(first_token_at=1.1, finished_at=1.5)) == (Miss.TTFT,)
+    assert TARGETS.missed_by(class_record(finished_at=2.0)) == (Miss.TPOT,)
+    assert TARGETS.missed_by(class_record(first_token_at=2.0, finished_at=9.0)) == (Miss.TTFT, Miss.TPOT)
+    # A long prompt has a longer limit, and an answer in one piece has neither latency.
+    assert TARGETS.missed_by(class_record(first_token_at=2.0, finished_at=2.5, prompt_tokens=9_999)) == ()
+    assert TARGETS.missed_by(class_record(first_token_at=None, finished_at=60.0)) == ()
+
+
+def test_an_unanswered_request_misses_by_its_outcome() -> None:
+    kinds = {
+        Outcome.EXPIRED: Miss.EXPIRED,
+        Outcome.FAILED: Miss.FAILED,
+        Outcome.CANCELLED: Miss.ABANDONED,
+        Outcome.REJECTED_QUEUE_FULL: Miss.REJECTED,
+        Outcome.REJECTED_NO_REPLICA: Miss.REJECTED,
+    }
+    for outcome, kind in kinds.items():
+        assert TARGETS.missed_by(class_record(outcome=outcome)) == (kind,)
+
+
+def test_outcomes_that_no_scheduling_could_change_are_not_attributable() -> None:
+    for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_UNKNOWN_RESPONSE):
+        assert not TARGETS.is_attributable(class_record(outcome=outcome))
+    assert not TARGETS.is_attributable(
+        class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=0.9)
+    )
+    assert TARGETS.is_attributable(
+        class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=1.1)
+    )
+    assert TARGETS.is_attributable(class_record(outcome=Outcome.EXPIRED))
+
+
+# -- confidence intervals ---------------------------------------------------------------------------------
+
+
+def test_the_interval_of_a_known_sample() -> None:
+    interval = interval_95([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert interval.mean == 3.0
+    # Standard deviation sqrt(2.5), n 5, t(4) = 2.776: half width 1.963.
+    assert interval.low == pytest.approx(1.037, abs=1e-3)
+    assert interval.high == pytest.approx(4.963, abs=1e-3)
+
+
+def test_one_seed_gives_a_mean_without_bounds() -> None:
+    interval = interval_95([7.0])
+    assert interval.as_json() == {"mean": 7.0, "low": None, "high": None, "n": 1}
+
+
+def test_no_runs_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        interval_95([])
+
+
+def test_t_falls_with_the_degrees_of_freedom_towards_the_normal() -> None:
+    points = [t_95(n) for n in range(1, 200)]
+    assert points == sorted(points, reverse=True)
+    assert t_95(60) == pytest.approx(2.000, abs=1e-3)
+    assert t_95(10**6) == pytest.approx(1.960, abs=1e-3)

@@ -1,8 +1,12 @@
+"""Prefill costs, and speeds of replicas."""
+
 import random
 
 import pytest
 
-from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
+from serve_app.core.routing.prefill_cost import DecayingRate, PrefillCost, PrefillCosts, Speeds
+from serve_app.core.routing.replica_state import ReplicaState
+from tests.builders import spec
 
 
 def test_the_prior_applies_before_the_first_observation() -> None:
@@ -61,3 +65,96 @@ def test_a_pool_with_few_observations_uses_the_cost_of_all_pools() -> None:
     costs.observe("long", 1_000, 0.1)
     assert costs.of("long") is costs.of("another") is costs.shared
     assert costs.of("short") is not costs.shared
+
+
+# -- speeds of replicas, and the expected completion of a request on each ---------------------------------
+
+
+def pool_of(*seconds: float | None) -> tuple[Speeds, list[ReplicaState]]:
+    """Return replicas that took so long for each of three requests of 1,000 tokens; None for no request."""
+    found = [ReplicaState(spec(f"s{n}"), n, DecayingRate(1.0, 0.0), kv_budget=1) for n in range(len(seconds))]
+    for replica, took_s in zip(found, seconds, strict=True):
+        for _ in range(3 if took_s is not None else 0):
+            replica.speed.record(took_s or 0.0, 1_000.0, 0.0)
+    speeds = Speeds()
+    speeds.compare("short", found, 0.0)
+    return speeds, found
+
+
+def ratios(replicas: list[ReplicaState]) -> list[float]:
+    return [round(each.speed.ratio, 2) for each in replicas]
+
+
+def test_replicas_that_differ_by_chance_are_alike() -> None:
+    speeds, replicas = pool_of(1.0, 1.4)
+    assert not speeds.are_unlike("short")
+    assert ratios(replicas) == [1.0, 1.0]
+
+
+def test_slowness_is_relative_to_the_fastest_and_an_unknown_replica_counts_as_fast() -> None:
+    speeds, replicas = pool_of(2.0, 1.0, None, 5.0)
+    assert speeds.are_unlike("short")
+    assert ratios(replicas) == [2.0, 1.0, 1.0, 5.0]
+
+
+def test_one_outlier_of_three_answers_does_not_count() -> None:
+    speeds, replicas = pool_of(1.0, 1.0)
+    replicas[1].speed.record(90.0, 1_000.0, 1.0)
+    speeds.compare("short", replicas, 2.0)
+    assert not speeds.are_unlike("short")
+
+
+def test_replicas_that_become_alike_are_chosen_by_load_again() -> None:
+    speeds, replicas = pool_of(1.0, 3.0)
+    for _ in range(16):
+        replicas[1].speed.record(1.0, 1_000.0, 1.0)
+    speeds.compare("short", replicas, 2.0)
+    assert not speeds.are_unlike("short")
+    assert ratios(replicas) == [1.0, 1.0]
+
+
+def test_the_completion_weighs_speed_against_load() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    args = (100, 50, 1.0)
+    assert speeds.completion(fast, *args) < speeds.completion(slow, *args)
+    fast.pending_prefill_tokens = 50_000
+    assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
+    fast.pending_prefill_tokens, fast.in_flight = 0, 200
+    assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
+
+
+def test_pending_prefills_count_more_on_a_replica_with_many_requests() -> None:
+    speeds, (one, other) = pool_of(1.0, 2.0)
+    one.pending_prefill_tokens = other.pending_prefill_tokens = 10_000
+    alone = speeds.completion(one, 100, 50, 1.0)
+    one.in_flight = 8
+    # Twice the pending tokens, and a decode step that is longer by the eight.
+    assert speeds.completion(one, 100, 50, 1.0) - alone == 10_000 + 50 * 8 * 2
+
+
+def test_the_cost_is_that_of_like_replicas_times_the_slowness() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    for each in (fast, slow):
+        each.pending_prefill_tokens, each.in_flight = 400, 3
+    assert (speeds.cost(fast, 100, 1.0), speeds.cost(slow, 100, 1.0)) == (2_000, 4_000)
+
+
+def test_an_idle_slow_replica_is_tried_again_after_a_while() -> None:
+    speeds, (fast, slow) = pool_of(1.0, 2.0)
+    args = (100, 50)
+    assert speeds.completion(slow, *args, 239.0) > speeds.completion(fast, *args, 239.0)
+    assert speeds.completion(slow, *args, 241.0) == speeds.completion(fast, *args, 241.0)
+    # Only one request at a time.
+    slow.in_flight = 1
+    assert speeds.completion(slow, *args, 241.0) > 2 * speeds.completion(fast, *args, 241.0)
+
+
+def test_replicas_whose_answers_overlap_are_alike() -> None:
+    speeds, (one, other) = pool_of(None, None)
+    # Medians differ by a factor of two, and three such samples in a hundred do so by chance.
+    for seconds in (0.5, 1.0, 3.0, 3.5):
+        one.speed.record(seconds, 1_000.0, 0.0)
+    for seconds in (0.6, 2.0, 4.0, 9.0):
+        other.speed.record(seconds, 1_000.0, 0.0)
+    speeds.compare("short", [one, other], 2.0)
+    assert not speeds.are_unlike("short")

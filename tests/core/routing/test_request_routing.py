@@ -1,15 +1,95 @@
-"""Requests bound to the replica that stores their data: they run there or are rejected."""
+"""Routing of requests: again after changes of the fleet, bound to a replica, and with an adapter."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
+from serve_app.core.events import (
+    Cancelled,
+    DispatchFailed,
+    DispatchFailure,
+    Finished,
+    ReplicaJoined,
+    ReplicaLost,
+    Resumed,
+    Woke,
+)
 from serve_app.core.isolation import IsolationSettings
+from serve_app.core.routing.request_routing import RequestRouting
 from serve_app.errors import Outcome
-from serve_app.request import PriorityClass
-from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, only_conclusion, request
+from serve_app.request import PriorityClass, Request
+from tests.builders import (
+    ManualDriver,
+    concluded,
+    dispatched,
+    fill,
+    one_replica,
+    only_conclusion,
+    request,
+    spec,
+    two_pools,
+)
+
+Routed = list[str]
+
+
+@pytest.fixture
+def driver() -> ManualDriver:
+    """Return two full pools, where every arrival waits."""
+    made = two_pools()
+    fill(made, "s")
+    fill(made, "l", prompt_tokens=2_000)
+    return made
+
+
+def routed_again(driver: ManualDriver, act: Callable[[], object]) -> Routed:
+    """Return the waiting requests that are routed again during an action."""
+    found, route = Routed(), RequestRouting.route
+
+    def note(routing: RequestRouting, request: Request, *more: Any) -> Any:
+        found.append(request.request_id)
+        return route(routing, request, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestRouting, "route", note)
+        act()
+    return sorted(found)
+
+
+def join(driver: ManualDriver, replica_id: str, pool: str, max_model_len: int) -> list[Command]:
+    return driver.feed(ReplicaJoined(spec(replica_id, pool, max_model_len=max_model_len)))
+
+
+def test_one_more_replica_like_the_others_reroutes_no_request(driver: ManualDriver) -> None:
+    driver.arrive("a")
+    # The outages of the start end, once.
+    assert routed_again(driver, lambda: join(driver, "s2", "short", 1_000)) == ["a"]
+    assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
+    assert routed_again(driver, lambda: driver.feed(ReplicaLost("s3"))) == []
+
+
+def test_a_request_that_no_longer_fits_any_pool_is_rejected_and_others_remain_queued(
+    driver: ManualDriver,
+) -> None:
+    driver.arrive("a")
+    driver.arrive("b", prompt_tokens=3_000)
+    assert concluded(join(driver, "l2", "long", 2_000)) == [("b", "rejected_too_long")]
+    assert driver.find("a").queued
+
+
+def test_while_a_request_is_particular_each_change_of_the_fleet_routes_again(driver: ManualDriver) -> None:
+    join(driver, "s2", "short", 1_000)
+    driver.arrive("a")
+    driver.arrive("bound", bound_to="s2")
+    assert routed_again(driver, lambda: driver.feed(ReplicaLost("s2"))) == ["a", "bound"]
+    driver.feed(Cancelled("bound"))
+    assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
+
+
+# -- requests bound to the replica that stores their data: they run there or are rejected -----------------
 
 GRACE_S = 5.0
 
@@ -170,3 +250,58 @@ def test_a_lost_replica_of_a_pool_that_is_no_longer_configured_is_not_waited_for
     assert concluded(driver.arrive("r", bound_to="old")) == [("r", "rejected_unknown_response")]
     commands = driver.feed(DispatchFailed("put back", "old", DispatchFailure.LOST))
     assert concluded(commands) == [("put back", "rejected_unknown_response")]
+
+
+# -- LoRA adapter requests: placed on replicas that list the adapter, preferably where it ran last --------
+
+
+def fleet(**adapters: tuple[str, ...]) -> ManualDriver:
+    driver = ManualDriver()
+    for replica_id, names in adapters.items():
+        driver.join(replica_id, adapters=names)
+    return driver
+
+
+def test_it_is_sent_only_to_replicas_that_list_the_adapter() -> None:
+    driver = fleet(s1=("a",), s2=())
+    for number in range(3):
+        assert dispatched(driver.arrive(f"a{number}", adapter="a")) == [(f"a{number}", "s1")]
+    assert driver.arrive("waits", adapter="a") == []
+    assert driver.wait_reasons("waits") == "short: no replica with the adapter a accepts requests now"
+    assert dispatched(driver.arrive("base")) == [("base", "s2")]
+    assert dispatched(driver.feed(Finished("a0", Outcome.COMPLETED))) == [("waits", "s1")]
+
+
+def test_a_replica_that_recently_ran_the_adapter_is_preferred_unless_clearly_busier() -> None:
+    driver = fleet(s1=("a", "b"), s2=("a", "b"))
+    driver.feed(Finished("x", Outcome.COMPLETED))
+    (first,) = dispatched(driver.arrive("a0", adapter="a"))
+    assert dispatched(driver.arrive("a1", adapter="a")) == [("a1", first[1])]
+    (other,) = dispatched(driver.arrive("b0", adapter="b"))
+    assert other[1] != first[1]
+    # The engine's queue is full there.
+    assert dispatched(driver.arrive("a2", adapter="a")) == [("a2", first[1])]
+    assert dispatched(driver.arrive("a3", adapter="a")) == [("a3", other[1])]
+
+
+def test_a_pool_that_does_not_list_it_is_none_of_its_pools() -> None:
+    driver = fleet(s1=())
+    driver.join("l1", "long", adapters=("a",))
+    assert dispatched(driver.arrive("r", adapter="a")) == [("r", "l1")]
+
+
+def test_one_that_is_listed_nowhere_waits_for_the_grace_and_is_unknown_then() -> None:
+    driver = fleet(s1=())
+    assert driver.arrive("r", adapter="a") == []
+    assert dispatched(driver.join("s2", adapters=("a",))) == [("r", "s2")]
+    driver.arrive("gone", adapter="b")
+    driver.report("s1", after_s=4.9)
+    assert driver.scheduler.find("gone") is not None
+    assert concluded(driver.feed(Woke(), after_s=0.1)) == [("gone", "rejected_unknown_model")]
+
+
+def test_an_unloaded_adapter_receives_no_requests() -> None:
+    driver = fleet(s1=("a",), s2=("a",))
+    driver.join("s1")
+    for number in range(3):
+        assert dispatched(driver.arrive(f"r{number}", adapter="a")) == [(f"r{number}", "s2")]
