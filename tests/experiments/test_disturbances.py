@@ -6,8 +6,7 @@ import pytest
 from experiments.policies.disturbances import LengthNoise, with_flipped_mix
 from serve_app.lab.simulation.run import simulate
 from serve_app.lab.workloads import TraceError
-from tests.lab.simulation.test_run import settings
-from tests.lab.simulation.test_workload import TRACE, rng
+from tests.lab.simulation.test_run import TRACE, rng, settings
 
 
 def test_noise_changes_what_the_scheduler_sees_and_nothing_that_engines_do() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from serve_app.lab.workloads import _FILES, DOWNLOAD_FOLDER
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "fetch_traces"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fetch_traces"
 CONTENT = b"arrival_s,prompt_tokens,output_tokens\n0,1,1\n"
 
 
