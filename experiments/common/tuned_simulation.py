@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from serve_app.core import SchedulerSettings
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
-from serve_app.core.events import Arrived, Retuned
+from serve_app.core.events import Arrived, FirstToken, Retuned
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.retuning import checked_retuning
 from serve_app.lab.simulation.simulation import (
@@ -26,9 +27,9 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
     SimulationSettings,
 )
+from serve_app.serving.scheduler.journal import Entry, Journal, RequestHistory
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, search_twin
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.objective import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import Values, with_values
@@ -106,7 +107,10 @@ class TunedSimulation:
     simulation: Simulation = field(init=False)
     loop: ParameterLoop = field(init=False)
     orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
-    _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
+    # The live scheduler's history of requests, of which the tuner pulls the outcomes.
+    _history: RequestHistory = field(init=False)
+    _journal: Journal = field(init=False)
+    _ends: int = field(init=False, default=0)
     _permanent: SchedulerSettings = field(init=False)
     # The result of the current work, and its end beside a live scheduler.
     _ending: tuple[float, Result, float] | None = field(init=False, default=None)
@@ -116,6 +120,10 @@ class TunedSimulation:
         self.simulation = Simulation(
             self.scheduler_settings, self.plans, self.settings, self._on_decision, self.learner
         )
+        self._history = RequestHistory(lambda _pool, _tokens: 0.0)
+        self._history.is_pulled = True
+        self._journal = Journal(on_error=_fail)
+        self._journal.subscribe(self._history)
         self._permanent = self.scheduler_settings
         # Like a live loop, it begins with its first observation.
         self.loop = ParameterLoop(self._permanent, self.tuning, OBSERVATION_INTERVAL_S)
@@ -128,12 +136,9 @@ class TunedSimulation:
 
     def _on_decision(self, decision: Decision) -> None:
         """Note an event that the scheduler has handled; its commands follow."""
-        event = decision.event
-        if isinstance(event, Arrived):
-            scheduled = self.simulation.scheduler.find(event.request.request_id)
-            if scheduled is not None:
-                self._outcomes.on_arrival(scheduled)
-        self._outcomes.on_event(event, list(decision.commands), decision.now)
+        # Others concern no request. They include the first ones, before there is a simulation.
+        if decision.commands or isinstance(decision.event, Arrived | FirstToken):
+            self._journal.append(_entry(self.simulation.scheduler, decision))
         if self.on_decision is not None:
             self.on_decision(decision)
 
@@ -146,11 +151,12 @@ class TunedSimulation:
         now = self.simulation.timeline.now
         observation = Observation(
             at=now,
-            completed_until=self._outcomes.completed_until(now),
-            records=[record_of(row) for row in self._outcomes.take()],
+            completed_until=self._history.completed_until(now),
+            records=self._history.outcomes_after(self._ends),
             replicas=[plan.spec for plan in self.plans],
             frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",
         )
+        self._ends = self._history.ends
         self._carry_out(self.loop.observe(observation))
         if self._ending is not None and now >= self._ending[0]:
             (_, result, cpu_s), self._ending = self._ending, None
@@ -181,3 +187,20 @@ class TunedSimulation:
         """Restore the permanent values, unless another order arrived since."""
         if count == len(self.orders):
             self.simulation.feed(Retuned(self._permanent))
+
+
+def _entry(core: Scheduler, decision: Decision) -> Entry:
+    """Return the journal's entry of a decision that the scheduler has just made."""
+    event, commands = decision.event, list(decision.commands)
+    arrived = core.find(event.request.request_id) if isinstance(event, Arrived) else None
+    requests = [
+        core.ended.get(each.request_id) or core.find(each.request_id)
+        if isinstance(each, Dispatch | Conclude)
+        else None
+        for each in commands
+    ]
+    return Entry(core, decision.now, event, commands, arrived, requests)
+
+
+def _fail(observer: str) -> None:
+    raise RuntimeError(f"{observer} failed")

@@ -30,13 +30,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.core import SchedulerSettings
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.objective import record_of
 from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, Work, carry_out
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.settings import ParameterTuningSettings, TunerSettings
@@ -149,7 +150,7 @@ class ParameterTuner:
         observation = Observation(
             at=observed.at,
             completed_until=observed.completed_until,
-            records=[record_of(row) for row in observed.outcomes],
+            records=msgspec.msgpack.decode(observed.outcomes, type=list[RequestRecord]),
             replicas=observed.replicas,
             frozen=observed.frozen or self.freeze_due,
         )

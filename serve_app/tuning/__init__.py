@@ -3,8 +3,7 @@
 In reading order:
 
 - `strategic_loop` learns length queues from prompt lengths (Refine-and-Prune), and decides when to relearn.
-- `objective` is the reward: one number for how well an interval of traffic was served. It also collects
-  outcomes in the scheduler.
+- `objective` is the reward: one number for how well an interval of traffic was served.
 - `search_space` defines the tunable settings and proposes candidates (TPE), and `study` compares candidates
   on windows of traffic until one wins or the budget is spent.
 - `digital_twin` stores outcomes, plays windows of them on simulated engines, and has presets as candidates.

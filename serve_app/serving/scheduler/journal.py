@@ -2,7 +2,7 @@
 
 The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
 log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
-outcomes. Each names a handler for every class of event and command that it records.
+prompt lengths. Each names a handler for every class of event and command that it records.
 Handlers of the event precede those of its commands. Handlers of one class are called in the order of
 subscription. They must not feed the core.
 
@@ -11,8 +11,8 @@ are counted by subscriber, and the first of each kind is logged.
 
 History of one scheduler's requests: one record each, while it is open and ten minutes after its end.
 
-A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures and
-counts of served requests are derived from these records on demand.
+A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures,
+counts of served requests and the tuner's outcomes are derived from these records on demand.
 
 The last minutes of one model in slots of five seconds: outcomes, times to first token, service of tenants.
 
@@ -29,7 +29,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from time import time
 from typing import Annotated, Any, NamedTuple, Protocol, TextIO
@@ -49,6 +49,7 @@ from serve_app.core.commands import (
 )
 from serve_app.core.decision_log import Decision, RunHeader, encode_decision, encode_end, encode_header
 from serve_app.core.events import Arrived, Event, Finished, FirstToken, Resumed
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.core.settings_base import ADVANCED, at_least, settings
@@ -174,6 +175,10 @@ class ChangeLog:
 RETENTION_S = 600.0
 # About 30 MB.
 MAX_ENDED = 20_000
+# Ended requests of one pull of the tuner: ten seconds at 1,000 requests/s. Their records take 20 ms.
+_MAX_PULLED = 10_000
+# Age of an open request from which the outcomes since its arrival count as complete.
+_OLDEST_S = 60.0
 _NO_BREAKDOWN = WaitBreakdown()
 
 
@@ -188,6 +193,7 @@ class Attempt:
         prompt_tokens, output_tokens: estimates.
         prefill_s: learned duration of its prefill on an otherwise idle engine.
         predicted_wait_s: prediction of its whole wait, made at arrival.
+        first_token_at: time of its first token; None before it, and for answers that are not streamed.
     """
 
     number: int
@@ -199,6 +205,7 @@ class Attempt:
     output_tokens: float
     prefill_s: float
     predicted_wait_s: float | None
+    first_token_at: float | None = None
 
 
 class StallCause(enum.StrEnum):
@@ -235,6 +242,9 @@ class HistoryRecord:
         times: the gateway's times, after its end; for a request that ended in the queue, slightly later.
         target: its latency target; None without one.
         stall: the longest gap of its stream, after its end; None without one.
+        expected_tokens: estimate of its prompt at its admission; None if the tuner does not observe it. It
+            observes no requests from before its first pull, none that an earlier scheduler admitted, and none
+            that were rejected on arrival, because they are retried with other ids.
     """
 
     request: Request
@@ -248,6 +258,7 @@ class HistoryRecord:
     times: RequestTimes | None = None
     target: TargetState | None = None
     stall: Stall | None = None
+    expected_tokens: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -294,6 +305,28 @@ class HistoryRecord:
             return self.attempts[-1].dispatch.queue_wait_s
         return self.waited.wait_s if self.conclude is not None else None
 
+    @property
+    def outcome(self) -> RequestRecord | None:
+        """Its outcome for the tuner, after its end; None if the tuner does not observe it."""
+        if self.conclude is None or self.expected_tokens is None:
+            return None
+        last, usage = self.last, self.usage
+        return RequestRecord(
+            request_id=self.request_id,
+            arrived_at=self.arrived_at,
+            dispatched_at=last.at if last else None,
+            first_token_at=last.first_token_at if last else None,
+            finished_at=self.ended_at,
+            outcome=self.conclude.conclusion.outcome,
+            prompt_tokens=usage.prompt_tokens if usage else self.expected_tokens,
+            output_tokens=usage.output_tokens if usage else 0,
+            tenant=self.request.tenant,
+            priority=self.request.priority,
+            pool=last.dispatch.pool if last else "",
+            replica=last.dispatch.replica_id if last else "",
+            length_queue=last.dispatch.length_queue if last else "",
+        )
+
 
 class RequestHistory:
     """All open requests of a scheduler, and the most recent that have ended.
@@ -306,6 +339,8 @@ class RequestHistory:
 
     Attributes:
         dispatches: number of dispatches so far.
+        ends: number of ended requests so far.
+        is_pulled: whether a tuner pulls outcomes; those of requests that arrive before are not observed.
         complete_since: all requests that ended later are included.
     """
 
@@ -325,7 +360,8 @@ class RequestHistory:
         self._ended_by_id: dict[str, HistoryRecord] = {}
         # Last request with each client-chosen id.
         self._by_client: dict[str, HistoryRecord] = {}
-        self.dispatches = 0
+        self.dispatches = self.ends = 0
+        self.is_pulled = False
         self.complete_since = since
 
     def __repr__(self) -> str:
@@ -333,7 +369,13 @@ class RequestHistory:
 
     def handlers(self) -> Mapping[type, Callable[..., None]]:
         """Return the handlers of the begin, the dispatches and the end of a request."""
-        return {Arrived: self._begin, Resumed: self._begin, Dispatch: self._dispatched, Conclude: self._end}
+        return {
+            Arrived: self._begin,
+            Resumed: self._begin,
+            FirstToken: self._on_first_token,
+            Dispatch: self._dispatched,
+            Conclude: self._end,
+        }
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         """Add the times of a request that ended in the queue; repeated messages are ignored."""
@@ -367,6 +409,26 @@ class RequestHistory:
                 break
             yield known
 
+    def outcomes_after(self, number: int) -> list[RequestRecord]:
+        """Return the observed outcomes without the first `number` ended requests, in order.
+
+        If a tuner has not pulled for long, new outcomes have replaced the oldest ones.
+        """
+        recent = list(islice(reversed(self._ended), min(self.ends - number, _MAX_PULLED)))
+        return [outcome for known in reversed(recent) if (outcome := known.outcome) is not None]
+
+    def completed_until(self, now: float) -> float:
+        """Return the arrival of the oldest observed request that has not ended, or `now` without any.
+
+        Batch work may wait for hours, and an answer may take an hour. Neither delays a judgement.
+        """
+        arrivals = (
+            each.arrived_at
+            for each in self._open.values()
+            if each.expected_tokens is not None and each.request.priority is not PriorityClass.BATCH
+        )
+        return max(min(arrivals, default=now), now - _OLDEST_S)
+
     def attempts_since(self, since: float) -> Iterator[tuple[Attempt, HistoryRecord]]:
         """Yield the dispatches of all requests that had not ended by `since`; allows concurrent changes."""
         ended = self.ended()
@@ -387,9 +449,18 @@ class RequestHistory:
         arrived = self._unix_clock() - (entry.now - request.arrived_at)
         turn = None if scheduled is None else scheduled.turn
         known = HistoryRecord(request, arrived, home, turn)
+        if scheduled is not None and self.is_pulled:
+            known.expected_tokens = scheduled.estimate.expected_prompt_tokens
         self._open[request.request_id] = known
         if request.client_request_id:
             self._by_client[request.client_request_id] = known
+
+    def _on_first_token(self, entry: Entry) -> None:
+        assert isinstance(entry.event, FirstToken)
+        known = self._open.get(entry.event.request_id)
+        # A gateway that reconnects may repeat a first token; only the first report counts.
+        if known is not None and known.last is not None and known.last.first_token_at is None:
+            known.last.first_token_at = entry.now
 
     def _dispatched(self, entry: Entry, dispatch: Dispatch, scheduled: ScheduledRequest) -> None:
         self.dispatches += 1
@@ -422,6 +493,7 @@ class RequestHistory:
         if (submission := known.request.submission).prefix:
             # The hashes take up to some kilobytes and are no longer needed.
             known.request.submission = msgspec.structs.replace(submission, prefix=())
+        self.ends += 1
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known
         while len(self._ended) > self._most or self._ended[0].ended_at < now - RETENTION_S:

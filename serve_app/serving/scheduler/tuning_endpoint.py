@@ -24,6 +24,8 @@ from statistics import median
 from time import time
 from typing import Any, Protocol
 
+import msgspec
+
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.events import ActiveShareChanged, Arrived, Event, FirstToken, PartitionChanged, Retuned
 from serve_app.core.metrics.summary import first_token_figures
@@ -33,9 +35,8 @@ from serve_app.core.routing.observed import compare_kinds
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.gauges import SUM, Figures, figure
-from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.journal import Entry, RequestHistory
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.tuning.objective import OutcomeWindow, Row
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import value_at, with_values
 
@@ -216,6 +217,7 @@ def _by_size(samples: _Samples) -> dict[int, list[float]]:
 
 _KEPT = 10_000
 """Lengths retained between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
+NO_OUTCOMES = msgspec.msgpack.encode([])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,8 @@ class Observed:
         lengths: estimated prompt tokens of the requests admitted since the last pull.
         at: now, on the scheduler's clock, as are all times here.
         completed_until: arrival of the oldest open request; `at` if none is open.
-        outcomes: requests concluded since the last pull, if requested.
+        outcomes: `RequestRecord`s of the requests that ended since the last pull, if requested. Encoded as
+            MessagePack, because pickling takes ten times as long.
         replicas: connected replicas, if outcomes were requested.
         settings: settings in effect, without values on trial, if outcomes were requested.
         frozen: why no trials are allowed; empty if they are.
@@ -237,7 +240,7 @@ class Observed:
     lengths: list[int]
     at: float = 0.0
     completed_until: float = 0.0
-    outcomes: list[Row] = field(default_factory=list)
+    outcomes: bytes = NO_OUTCOMES
     replicas: list[ReplicaSpec] = field(default_factory=list)
     settings: SchedulerSettings | None = None
     frozen: str = ""
@@ -314,6 +317,7 @@ class TunedScheduler(Protocol):
     core: Scheduler
     end_reason: str
     mode: SchedulingMode
+    history: RequestHistory
 
     def feed(self, event: Event) -> None:
         """Handle an event in the core."""
@@ -348,8 +352,8 @@ class TuningEndpoint:
     document: Mapping[str, Any] = field(init=False, default_factory=dict)
     frozen: str = field(init=False, default="")
     _is_pulled: bool = field(init=False, default=False)
-    # None until a tuner requests outcomes, so that they cost nothing without one.
-    _outcomes: OutcomeWindow | None = field(init=False, default=None)
+    # Number of ended requests up to the last pull of outcomes.
+    _ends: int = field(init=False, default=0)
     _incumbent: SchedulerSettings = field(init=False)
     _tuned: Mapping[str, float] = field(init=False, default_factory=dict)
     _trial_timer: asyncio.TimerHandle | None = field(init=False, default=None)
@@ -358,31 +362,27 @@ class TuningEndpoint:
         self._incumbent = self.scheduler.core.settings
 
     def handlers(self) -> Mapping[type, Callable[..., None]]:
-        """Return the handlers that record lengths and, if requested, outcomes."""
-        return {Arrived: self._on_arrival, Entry: self._on_event}
+        """Return the handler that records lengths."""
+        return {Arrived: self._on_arrival}
 
     def _on_arrival(self, entry: Entry) -> None:
         if entry.scheduled is not None:
             self.queues.on_arrival(entry.scheduled.prefill_tokens)
 
-    def _on_event(self, entry: Entry) -> None:
-        if self._outcomes is not None:
-            if isinstance(entry.event, Arrived) and entry.scheduled is not None:
-                self._outcomes.on_arrival(entry.scheduled)
-            self._outcomes.on_event(entry.event, entry.commands, entry.now)
-
     def observed(self, *, outcomes: bool = False) -> Observed:
         """Return the observations since the last call; outcomes are collected from their first request on."""
         self._is_pulled = True
-        if outcomes and self._outcomes is None:
-            self._outcomes = OutcomeWindow()
-        now, window = self.scheduler.now(), self._outcomes
+        now, history, encoded = self.scheduler.now(), self.scheduler.history, NO_OUTCOMES
+        if outcomes:
+            history.is_pulled = True
+            encoded = msgspec.msgpack.encode(history.outcomes_after(self._ends))
+            self._ends = history.ends
         return Observed(
             incarnation=self.incarnation,
             lengths=self.queues.take(),
             at=now,
-            completed_until=now if window is None else window.completed_until(now),
-            outcomes=window.take() if outcomes and window is not None else [],
+            completed_until=history.completed_until(now),
+            outcomes=encoded,
             replicas=self.replicas() if outcomes else [],
             settings=self._incumbent if outcomes else None,
             # Trials show nothing while part of the traffic bypasses scheduling.

@@ -19,7 +19,7 @@ from serve_app.serving.metric_cells import HistogramCell
 from serve_app.serving.scheduler.findings import status_findings
 from serve_app.serving.scheduler.journal import DecisionLogSettings, Entry, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch
-from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import NO_OUTCOMES, PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
     ControlPlane,
@@ -222,7 +222,7 @@ async def test_learned_queues_are_applied_and_recorded(control_plane: ControlPla
     await control_plane.replica("s1")
     before = await granted(gateway, "r1")
     first = live.tuner.observed()
-    assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
+    assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], NO_OUTCOMES)
     assert live.tuner.observed().lengths == []
     partition = Partition((LengthInterval(min_tokens=9, max_tokens=90, mean_tokens=30.0, count=5),))
     live.tuner.apply_partition(

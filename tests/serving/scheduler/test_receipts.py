@@ -6,13 +6,12 @@ from typing import Any, cast
 import pytest
 
 from serve_app.core import events as ev
-from serve_app.core.commands import Conclude, Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import Request, RequestTimes, Usage
-from serve_app.serving.scheduler.journal import RETENTION_S, Entry, RequestHistory
+from serve_app.serving.scheduler.journal import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
 from tests.builders import ManualDriver, fill, one_replica, request
-from tests.serving.scheduler.journals import pass_to
+from tests.serving.scheduler.journals import entry_of, pass_to
 
 USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
@@ -37,17 +36,7 @@ class HistoryHarness:
 
     def feed(self, event: ev.Event, *, after_s: float = 0.0) -> None:
         commands = self.driver.feed(event, after_s=after_s)
-        core = self.driver.scheduler
-        entry = Entry(core, self.driver.now, event, commands)
-        if isinstance(event, ev.Arrived):
-            entry.scheduled = core.find(event.request.request_id)
-        for command in commands:
-            if isinstance(command, Dispatch):
-                entry.requests.append(self.driver.find(command.request_id))
-            else:
-                assert isinstance(command, Conclude)
-                entry.requests.append(core.ended[command.request_id])
-        pass_to(self.history, entry)
+        pass_to(self.history, entry_of(self.driver.scheduler, self.driver.now, event, commands))
 
 
 class ReceiptHarness(HistoryHarness):

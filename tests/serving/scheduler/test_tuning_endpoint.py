@@ -126,7 +126,7 @@ async def test_outcomes_are_collected_from_the_first_request_for_them(control_pl
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)
     assert seen.settings is not None
-    assert (seen.outcomes, seen.replicas) == ([], [])
+    assert (seen.outcomes, seen.replicas) == (tuning_endpoint.NO_OUTCOMES, [])
     assert seen.completed_until == seen.at
 
 

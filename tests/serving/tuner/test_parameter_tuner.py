@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve_app.core import SchedulerSettings
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from serve_app.serving import tuner as parameter_tuner
@@ -20,7 +22,6 @@ from serve_app.serving.scheduler.tuning_endpoint import Observed
 from serve_app.serving.state import StateStore
 from serve_app.serving.tuner import ParameterTuner, Worker
 from serve_app.tuning.digital_twin import CalibrationSettings, TwinSettings
-from serve_app.tuning.objective import Row
 from serve_app.tuning.parameter_loop import Result, SearchTask
 from serve_app.tuning.rollout import Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
@@ -50,25 +51,35 @@ def tuner(
     return ParameterTuner("m", settings, store, worker)
 
 
-def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[Row]:
+def records(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[RequestRecord]:
     """Return answered requests of mixed lengths with equal latencies."""
     rng = random.Random(count)
-    made: list[Row] = []
+    made: list[RequestRecord] = []
     for number in range(count):
         at = start + span_s * number / count
-        tokens = rng.choice([40, 90, 200, 1_500])
-        first = at + ttft_s
-        outcome = Outcome.COMPLETED.value
-        last = first + 0.3
         made.append(
-            (f"r{at}", at, at, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
+            RequestRecord(
+                request_id=f"r{at}",
+                arrived_at=at,
+                dispatched_at=at,
+                first_token_at=at + ttft_s,
+                finished_at=at + ttft_s + 0.3,
+                outcome=Outcome.COMPLETED,
+                prompt_tokens=rng.choice([40, 90, 200, 1_500]),
+                output_tokens=30,
+                tenant="t",
+                pool="only",
+                replica="r1",
+                length_queue="1-2048",
+            )
         )
     return made
 
 
-def observed(at: float, outcomes: list[Row], **changes: Any) -> Observed:
+def observed(at: float, ended: list[RequestRecord], **changes: Any) -> Observed:
     usual = {"incarnation": 1, "lengths": [], "replicas": [REPLICA], "settings": CONFIGURED}
-    return Observed(**{**usual, "at": at, "completed_until": at, "outcomes": outcomes, **changes})
+    encoded = msgspec.msgpack.encode(ended)
+    return Observed(**{**usual, "at": at, "completed_until": at, "outcomes": encoded, **changes})
 
 
 def is_searching(tuner: ParameterTuner) -> bool:
@@ -87,17 +98,17 @@ async def searched(tuner: ParameterTuner, at: float) -> list[Retune]:
 
 async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> None:
     made = tuner("advise")
-    assert made.update(observed(10.0, rows(100, 0.0, 10.0))) == []
+    assert made.update(observed(10.0, records(100, 0.0, 10.0))) == []
     assert not is_searching(made)
     assert made.document()["state"] == "idle"
-    made.update(observed(20.0, rows(100, 10.0, 10.0)))
+    made.update(observed(20.0, records(100, 10.0, 10.0)))
     assert is_searching(made)
     assert made.document()["state"] == "searching"
     assert await searched(made, 20.0) == []
     (study,) = made.document()["studies"]
     assert study["candidates"] == 11
     # The next search is not due yet.
-    made.update(observed(21.0, rows(200, 20.0, 1.0)))
+    made.update(observed(21.0, records(200, 20.0, 1.0)))
     assert not is_searching(made)
 
 
@@ -113,7 +124,7 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
     while rollout.target is not None and at < 400.0:
         at += 1.0
         on_trial = bool(applied) and applied[-1].valid_s is not None
-        applied += made.update(observed(at, rows(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
+        applied += made.update(observed(at, records(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
     assert rollout.target is None
     tried = [order for order in applied if order.valid_s is not None]
     assert tried
@@ -128,7 +139,7 @@ async def test_work_that_fails_ends_and_is_logged(caplog: pytest.LogCaptureFixtu
         raise RuntimeError("no engine is like that")
 
     made = tuner("advise", worker=worker)
-    made.update(observed(20.0, rows(200, 0.0, 20.0)))
+    made.update(observed(20.0, records(200, 0.0, 20.0)))
     assert await searched(made, 20.0) == []
     assert "event=tuner_work_failed model=m" in caplog.text
     assert made.document()["studies"] == []
@@ -205,14 +216,14 @@ async def test_values_survive_a_restart_unless_the_settings_have_changed(tmp_pat
 
 async def test_without_replicas_or_settings_nothing_is_searched() -> None:
     made = tuner()
-    assert made.update(observed(1.0, rows(300, 0.0, 1.0), settings=None)) == []
-    made.update(observed(2.0, rows(300, 1.0, 1.0), replicas=[]))
+    assert made.update(observed(1.0, records(300, 0.0, 1.0), settings=None)) == []
+    made.update(observed(2.0, records(300, 1.0, 1.0), replicas=[]))
     assert not is_searching(made)
 
 
 async def test_a_search_ends_with_its_tuner() -> None:
     made = tuner("advise", core_share=0.01)
-    made.update(observed(20.0, rows(300, 0.0, 20.0)))
+    made.update(observed(20.0, records(300, 0.0, 20.0)))
     assert is_searching(made)
     made.stop()
     async with asyncio.timeout(30):
@@ -224,7 +235,7 @@ async def test_a_search_ends_with_its_tuner() -> None:
 
 async def test_the_cpu_time_of_a_search_decides_the_pause_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuner("advise")
-    made.update(observed(20.0, rows(200, 0.0, 20.0)))
+    made.update(observed(20.0, records(200, 0.0, 20.0)))
     assert made.loop is not None
     reported: list[float] = []
     finish = made.loop.finish
