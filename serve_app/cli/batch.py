@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.cli.application import ApplicationClient, FileForm, UnreachableError, add_address
 from serve_app.cli.command import Command, print_result, program, progress_bar, warn, writing
 from serve_app.errors import ServeAppError
-from serve_app.lab.tables import table_text
+from serve_app.lab.tables import documents_table
 
 Batch = Mapping[str, Any]
 
@@ -184,19 +184,18 @@ def _list(client: ApplicationClient, *, as_json: bool) -> None:
     if not batches:
         print_result("there are no batches")
         return
-    heads = ("id", "status", "created", "requests", "completed", "failed", "expected end")
-    print_result(table_text(heads, list(map(_row, batches)), text_columns=3))
+    rows = [
+        {**batch, **{name: _time(batch[name]) for name in ("created_at", "expected_end_at")}}
+        for batch in batches
+    ]
+    print_result(documents_table(_BATCHES, rows, text_columns=3))
 
 
-def _row(batch: Batch) -> tuple[str, ...]:
-    counts = (f"{batch['request_counts'][name]:,}" for name in ("total", "completed", "failed"))
-    return (
-        batch["id"],
-        batch["status"],
-        _time(batch["created_at"]),
-        *counts,
-        _time(batch["expected_end_at"]),
-    )
+_BATCHES = (
+    "id: {id} | status: {status} | created: {created_at} | requests: {request_counts.total:,} | "
+    "completed: {request_counts.completed:,} | failed: {request_counts.failed:,} | "
+    "expected end: {expected_end_at}"
+)
 
 
 def _line(batch: Batch) -> str:

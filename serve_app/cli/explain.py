@@ -3,12 +3,12 @@
 import argparse
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result
-from serve_app.lab.tables import table_text
+from serve_app.lab.tables import documents_table, table_text
 
 _EXAMPLE = """example:
   ewsjf explain hdt8aikd-195
@@ -62,17 +62,12 @@ def _format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
         yield receipt["message"]
     if "position" in receipt["queue"]:
         yield _place(receipt["queue"])
-    rows = [
-        (name, f"{each_ms:,.1f}", _bar(each_ms, total_ms))
-        for stage in stages
-        for name, each_ms in _with_parts(stage)
-    ]
-    yield "\n" + table_text(("stage", "ms", "share"), rows)
+    yield _shares("stage", "ms", (part for stage in stages for part in _with_parts(stage)), total_ms)
     queue = receipt["queue"]
     if queue["causes"]:
         causes = sorted(queue["causes"], key=lambda each: -each["ms"])
-        rows = [(each["meaning"], f"{each['ms']:,.1f}", _bar(each["ms"], queue["ms"])) for each in causes]
-        yield "\n" + table_text((f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
+        parts = ((each["meaning"], each["ms"]) for each in causes)
+        yield _shares(f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", parts, queue["ms"])
     if queue["ahead"]:
         ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
         yield f"\nrequests that took a slot it could have used: {ahead}"
@@ -175,8 +170,7 @@ def _format_program(program: Mapping[str, Any]) -> Iterator[str]:
     )
     times = list(_times_of(program))
     total_s = sum(seconds for name, seconds in times if not name.startswith(" "))
-    rows = [(name, f"{seconds:,.1f}", _bar(seconds, total_s)) for name, seconds in times]
-    yield "\n" + table_text(("time of all turns", "s", "share"), rows)
+    yield _shares("time of all turns", "s", times, total_s)
     yield "sums over all conversations, which overlap; gaps include the time of sub-agents"
     tokens = program["tokens"]
     new = tokens["prompt"] - tokens["cached"] - tokens["again"]
@@ -186,8 +180,7 @@ def _format_program(program: Mapping[str, Any]) -> Iterator[str]:
     yield f"\ntokens: prompt {tokens['prompt']:,} ({known}), output {tokens['output']:,}"
     if program["last_turns"]:
         yield f"\nlast {len(program['last_turns'])} turns, in s; earlier ones have no receipt any more"
-        turns = [_turn_row(turn) for turn in program["last_turns"]]
-        yield table_text(_TURN_HEADS, turns, text_columns=3)
+        yield documents_table(_TURNS, map(_turn, program["last_turns"]), text_columns=3)
 
 
 def _times_of(program: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -209,23 +202,26 @@ def _times_of(program: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     yield "other gaps", program["gap_s"] - program["tool_gap_s"]
 
 
-_MAX_NAME = 30
-_TURN_TIMES = ("gap_s", "queued_s", "waiting_s", "first_token_s", "generation_s", "engine_s")
-_TURN_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_HEADS = (
-    "request,conversation,state,gap,queue,for KV cache,first token,generation,engine,prompt,cached,output"
+_TURNS = (
+    "request: {request_id} | conversation: {conversation:.30} | state: {state} | gap: {gap_s:,.1f} | "
+    "queue: {queued_s:,.1f} | for KV cache: {waiting_s:,.1f} | first token: {first_token_s:,.1f} | "
+    "generation: {generation_s:,.1f} | engine: {engine_s:,.1f} | prompt: {prompt_tokens:,} | "
+    "cached: {cached_tokens:,} | output: {output_tokens:,}"
 )
-_TURN_HEADS = tuple(_HEADS.split(","))
 
 
-def _turn_row(turn: Mapping[str, Any]) -> tuple[str, ...]:
+def _turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     conversation = ("sub-agent " if turn["is_sub_agent"] else "") + turn["session"]
-    times = ("-" if turn[name] is None else f"{turn[name]:,.1f}" for name in _TURN_TIMES)
-    tokens = ("-" if turn[name] is None else f"{turn[name]:,}" for name in _TURN_TOKENS)
-    return turn["request_id"], conversation[:_MAX_NAME] or "-", turn["state"], *times, *tokens
+    return {**turn, "conversation": conversation or None}
 
 
 _BAR = 40
+
+
+def _shares(heading: str, unit: str, parts: Iterable[tuple[str, float]], whole: float) -> str:
+    """Return a table of parts, after an empty line."""
+    rows = [(name, f"{part:,.1f}", _bar(part, whole)) for name, part in parts]
+    return "\n" + table_text((heading, unit, "share"), rows)
 
 
 def _bar(part: float, whole: float) -> str:

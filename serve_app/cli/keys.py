@@ -9,11 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, add_number, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.errors import SettingsError
-from serve_app.lab.tables import table_text
+from serve_app.lab.tables import documents_table, table_text
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, create_key, read_keys, revoke_key
 from serve_app.settings.application import load_settings
@@ -217,36 +219,28 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
         print_result(json.dumps([key.shown() for key in keys], indent=1))
         return 0
     rows = [
-        (
-            key.id,
-            key.tenant,
-            key.name,
-            key.status(),
-            "" if key.weight is None else f"{key.weight:g}",
-            key.highest_class.value,
-            ", ".join(key.models) or "all",
-            ", ".join(
+        {
+            **msgspec.structs.asdict(key),
+            "status": key.status(),
+            "highest_class": key.highest_class.value,
+            "weight": "" if key.weight is None else f"{key.weight:g}",
+            "models": ", ".join(key.models) or "all",
+            "limits": ", ".join(
                 f"{limit}={value}" for limit in (*_LIMITS, *_COST_LIMITS) if (value := getattr(key, limit))
             ),
-            key.expires_at.date().isoformat() if key.expires_at else "",
-            ", ".join(word for word in ("admin", "may_act_for_tenants") if getattr(key, word)),
-        )
+            "expires": key.expires_at.date().isoformat() if key.expires_at else "",
+            "may": ", ".join(word for word in ("admin", "may_act_for_tenants") if getattr(key, word)),
+        }
         for key in keys
     ]
-    heads = (
-        "id",
-        "tenant",
-        "name",
-        "status",
-        "weight",
-        "highest class",
-        "models",
-        "limits",
-        "expires",
-        "may",
-    )
-    print_result(table_text(heads, rows, text_columns=len(heads)))
+    print_result(documents_table(_KEYS, rows, text_columns=10))
     return 0
+
+
+_KEYS = (
+    "id: {id} | tenant: {tenant} | name: {name} | status: {status} | weight: {weight} | "
+    "highest class: {highest_class} | models: {models} | limits: {limits} | expires: {expires} | may: {may}"
+)
 
 
 def _day(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from serve_app.cli.application import ApplicationClient, add_address
 from serve_app.cli.command import Command, print_result
 from serve_app.errors import ServeAppError
-from serve_app.lab.tables import table_text
+from serve_app.lab.tables import documents_table
 
 _PATH = "/admin/mode"
 
@@ -70,36 +70,26 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
     # A scheduler of an older release does not report windows.
     rows = [row for window in model.get("windows", ()) for row in _rows(window)]
     if rows:
-        head = (
-            "from",
-            "to",
-            "scheduled",
-            "requests that were",
-            "number",
-            "p50 s",
-            "p99 s",
-            "short p50 s",
-            "short p99 s",
-        )
         yield "time to first token, by window between two changes:"
-        yield table_text(head, rows, text_columns=4)
+        yield documents_table(_WINDOWS, rows, text_columns=4)
 
 
-def _rows(window: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    begin, end = (_clock(window[name]) for name in ("since", "until"))
+_WINDOWS = (
+    "from: {from} | to: {to} | scheduled: {active_share:.0%} | requests that were: {were} | "
+    "number: {all.requests:,} | p50 s: {all.ttft_p50_s:.3f} | p99 s: {all.ttft_p99_s:.3f} | "
+    "short p50 s: {short.ttft_p50_s:.3f} | short p99 s: {short.ttft_p99_s:.3f}"
+)
+
+
+def _rows(window: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    times = {"from": _clock(window["since"]), "to": _clock(window["until"])}
     for name in ("scheduled", "bypassed"):
-        part = window[name]
-        if part["all"]["requests"]:
-            yield begin, end, f"{window['active_share']:.0%}", name, *_figures(part)
+        if window[name]["all"]["requests"]:
+            yield {**window, **window[name], **times, "were": name}
 
 
 def _clock(at: float | None) -> str:
     return "now" if at is None else f"{datetime.fromtimestamp(at, UTC).astimezone():%m-%d %H:%M:%S}"
-
-
-def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    times = (part[size][name] for size in ("all", "short") for name in ("ttft_p50_s", "ttft_p99_s"))
-    return (f"{part['all']['requests']:,}", *("-" if time is None else f"{time:.3f}" for time in times))
 
 
 COMMAND = Command(

@@ -25,7 +25,7 @@ from serve_app.cli.command import Command, add_whole, print_result, program
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.errors import ServeAppError
-from serve_app.lab.tables import table_text
+from serve_app.lab.tables import documents_table, value_at
 from serve_app.serving.scheduler.findings import (
     Finding,
     Severity,
@@ -137,7 +137,6 @@ def _cause(model: str, instance: Instance) -> str:
 
 _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
-_MAX_PROGRAM_NAME = 40
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -238,36 +237,20 @@ def _overview(model: Document) -> str:
     )
 
 
+_REPLICAS = (
+    "pool: {pool} | replica: {replica} | state: {state} | limit: {limit} | in flight: {in_flight} | "
+    "running: {report.running} | engine queue: {report.waiting} | KV used: {report.kv_usage_ratio:.0%} | "
+    "ms/token: {ms_per_token:.1f}"
+)
+
+
 def _replicas(replicas: Mapping[str, Document]) -> str:
     rows = []
     for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
-        report = replica["report"] or {}
-        tpot_s = report.get("tpot_s")
-        rows.append(
-            (
-                replica["pool"],
-                name,
-                replica["state"],
-                replica.get("limit") or "-",
-                str(replica["in_flight"]),
-                _format_or_dash(report.get("running")),
-                _format_or_dash(report.get("waiting")),
-                _format_or_dash(report.get("kv_usage_ratio"), ".0%"),
-                _format_or_dash(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
-            )
-        )
-    head = (
-        "pool",
-        "replica",
-        "state",
-        "limit",
-        "in flight",
-        "running",
-        "engine queue",
-        "KV used",
-        "ms/token",
-    )
-    return _titled("replicas", head, rows, text_columns=4)
+        tpot_s = value_at(replica, "report.tpot_s")
+        added = {"replica": name, "ms_per_token": None if tpot_s is None else 1e3 * tpot_s}
+        rows.append({**replica, **added, "limit": replica.get("limit") or None})
+    return _titled("replicas", _REPLICAS, rows, text_columns=4)
 
 
 def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
@@ -277,59 +260,48 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
             yield f"  {name} reports no context limit; learned from rejected requests: {learned:,} tokens"
 
 
-def _format_or_dash(figure: float | None, form: str = "") -> str:
-    """Format a value, or a dash if the engine does not expose it."""
-    return "-" if figure is None else f"{figure:{form}}"
+_SUB_QUEUES = (
+    "class: {priority} | tenant: {tenant} | length queue: {length_queue} | why: {reason} | "
+    "waiting: {waiting} | head queue time: {wait_s:.1f} s | score: {score:.3g}"
+)
 
 
 def _sub_queues(queue: Document, most: int) -> str:
     omitted = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_omitted"]
     title = f"sub-queues, by queue time of the head; policy {queue['policy']}"
-    rows = [
-        (
-            sub_queue["priority"],
-            sub_queue["tenant"],
-            sub_queue["length_queue"],
-            sub_queue["reason"],
-            str(sub_queue["waiting"]),
-            f"{sub_queue['wait_s']:.1f} s",
-            f"{sub_queue['score']:.3g}",
-        )
-        for sub_queue in queue["sub_queues"][:most]
-    ]
-    head = ("class", "tenant", "length queue", "why", "waiting", "head queue time", "score")
-    return _titled(title + (f"; {omitted} more" if omitted else ""), head, rows, text_columns=4)
+    title += f"; {omitted} more" if omitted else ""
+    return _titled(title, _SUB_QUEUES, queue["sub_queues"][:most], text_columns=4)
+
+
+_PROGRAMS = (
+    "tenant: {tenant} | program: {program:.40} | state: {state} | "
+    "resident on: {resident_on} | conversations: {conversations} | turns: {turns} | "
+    "context tokens: {context_tokens:,} | tokens saved: {saved_tokens:,} | queue: {queued_s:.0f} s | "
+    "thereof for KV cache: {waiting_s:.0f} s | engine: {engine_s:.0f} s | gaps: {gap_s:.0f} s"
+)
 
 
 def _programs(programs: Document) -> str:
-    rows = [
-        (
-            row["tenant"],
-            row["program"][:_MAX_PROGRAM_NAME],
-            row["state"],
-            ", ".join(row["replicas"]) or "-",
-            str(row["conversations"]),
-            str(row["turns"]),
-            f"{row['context_tokens']:,}",
-            f"{row['saved_tokens']:,}",
-            *(f"{row[name]:.0f} s" for name in ("queued_s", "waiting_s", "engine_s", "gap_s")),
-        )
-        for row in programs["rows"][:_MAX_PROGRAMS]
-    ]
     states = ", ".join(f"{count} {state}" for state, count in sorted(programs["recent_by_state"].items()))
-    head = ("tenant", "program", "state", "resident on", "conversations", "turns")
-    figures = ("context tokens", "tokens saved", "queue", "thereof for KV cache", "engine", "gaps")
-    return _titled(f"programs: {states}", (*head, *figures), rows, text_columns=4)
+    shown = programs["rows"][:_MAX_PROGRAMS]
+    rows = [{**row, "resident_on": ", ".join(row["replicas"]) or None} for row in shown]
+    return _titled(f"programs: {states}", _PROGRAMS, rows, text_columns=4)
 
 
 def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:
     rows = [
-        (name, tenant, f"{counter:,.0f}")
+        {"class": name, "tenant": tenant, "service": counter}
         for name, counters in served.items()
         for tenant, counter in sorted(counters.items(), key=lambda item: -item[1])
     ]
-    title = "service of tenants, divided by weight"
-    return _titled(title, ("class", "tenant", "service"), rows, text_columns=2)
+    columns = "class: {class} | tenant: {tenant} | service: {service:,.0f}"
+    return _titled("service of tenants, divided by weight", columns, rows, text_columns=2)
+
+
+_COSTS = (
+    "tenant: {tenant} | class: {class} | pool: {pool} | engine time: {engine_seconds:,.1f} s | "
+    "share: {share:.0%} | delay imposed on others: {imposed_delay_seconds:,.1f} s"
+)
 
 
 def _costs(costs: Document) -> str:
@@ -338,19 +310,7 @@ def _costs(costs: Document) -> str:
     # A scheduler of an older release does not report this.
     began = costs.get("since")
     since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
-    lines = [
-        (
-            row["tenant"],
-            row["class"],
-            row["pool"],
-            f"{row['engine_seconds']:,.1f} s",
-            f"{row['share']:.0%}",
-            f"{row['imposed_delay_seconds']:,.1f} s",
-        )
-        for row in rows[:_MAX_COSTS]
-    ]
-    head = ("tenant", "class", "pool", "engine time", "share", "delay imposed on others")
-    return _titled(f"cost by tenant{since}{more}", head, lines, text_columns=3)
+    return _titled(f"cost by tenant{since}{more}", _COSTS, rows[:_MAX_COSTS], text_columns=3)
 
 
 def _tuner(tuner: Document) -> Iterator[str]:
@@ -360,9 +320,8 @@ def _tuner(tuner: Document) -> Iterator[str]:
     if tuner.get("values"):
         yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
     if tuner.get("audit"):
-        rows = [(each["what"], each["why"], f"{each['age_s']:.0f}") for each in tuner["audit"]]
-        title = "actions of the tuner, latest first"
-        yield _titled(title, ("action", "reason", "seconds ago"), rows, text_columns=2)
+        columns = "action: {what} | reason: {why} | seconds ago: {age_s:.0f}"
+        yield _titled("actions of the tuner, latest first", columns, tuner["audit"], text_columns=2)
 
 
 def _twin(twin: Document) -> str:
@@ -376,10 +335,9 @@ def _twin(twin: Document) -> str:
     return f"step times {twin['step_times']}; {known}"
 
 
-def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+def _titled(title: str, columns: str, rows: Sequence[Document], *, text_columns: int) -> str:
     """Return a titled table. Columns with text come first."""
-    table = table_text(head, rows, text_columns=text_columns, key_columns=min(2, text_columns))
-    return f"\n{title}\n{table}"
+    return f"\n{title}\n{documents_table(columns, rows, text_columns=text_columns, key_columns=2)}"
 
 
 COMMAND = Command(

@@ -1,9 +1,11 @@
 """Tables of results: Markdown in a file or a pipe, and no wider than the window on a terminal."""
 
 import shutil
+import string
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from serve_app.core.metrics.summary import ConfidenceInterval
 
@@ -37,6 +39,46 @@ def table_text(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_
     if columns is None or len(whole.partition("\n")[0]) <= columns:
         return whole
     return transposed_table(head, lines, columns, key_columns=key_columns)
+
+
+def documents_table(
+    columns: str, documents: Iterable[Mapping[str, Any]], *, text_columns: int = 1, key_columns: int = 1
+) -> str:
+    """Return a table with one line per JSON object, otherwise as `table_text`.
+
+    Args:
+        columns: headings and formats of the cells below them, such as `pool: {pool} | wait: {wait_s:.1f} s`.
+            Dots in a name separate the keys of nested objects, and missing values are shown as a dash.
+    """
+    head, cells = zip(*(column.split(": ", 1) for column in columns.split(" | ")), strict=True)
+    lines = [[_CELLS.vformat(cell, (), each) for cell in cells] for each in documents]
+    return table_text(head, lines, text_columns=text_columns, key_columns=key_columns)
+
+
+def value_at(document: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path of keys with dots between them, or None."""
+    value: Any = document
+    for key in path.split("."):
+        value = (value or {}).get(key)
+    return value
+
+
+class _Cells(string.Formatter):
+    """Formats the cells of a document."""
+
+    def get_field(
+        self,
+        field_name: str,
+        args: object,  # noqa: ARG002 - a document has names only
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, str]:
+        return value_at(kwargs, field_name), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else str(format(value, format_spec))
+
+
+_CELLS = _Cells()
 
 
 def number_text(value: float | None, decimals: int = 0, scale: float = 1.0) -> str:

@@ -1,7 +1,9 @@
+from typing import Any
+
 import pytest
 
 from serve_app.cli import main
-from serve_app.lab.tables import transposed_table
+from serve_app.lab.tables import documents_table, transposed_table
 from tests.terminal import shown_on_terminal
 
 HEAD = ("policy", "n", "short TTFT mean s", "goodput /s")
@@ -11,6 +13,20 @@ SMALL = ["--profile", "laptop", "--replicas", "1", "--requests", "200", "--jobs"
 
 def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line]
+
+
+def test_cells_of_a_document_have_the_format_below_their_heading() -> None:
+    documents: list[dict[str, Any]] = [
+        {"pool": "a {b} | c: d", "report": {"wait_s": 1.25}},
+        {"pool": "e", "report": None},
+    ]
+    text = documents_table("pool: {pool} | wait: {report.wait_s:.1f} s | n: {n}", documents)
+    assert text.splitlines() == [
+        "| pool         |  wait | n |",
+        "|--------------|------:|--:|",
+        "| a {b} | c: d | 1.2 s | - |",
+        "| e            |   - s | - |",
+    ]
 
 
 def test_a_turned_table_has_the_same_cells_with_a_column_for_each_line() -> None:

@@ -1,13 +1,13 @@
 """Output of simulated runs: JSON, and a table over seeds."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from serve_app.core.metrics.summary import interval_95
 from serve_app.lab.simulation.run import ORACLE, RunResult
 from serve_app.lab.simulation.simulation import partition_as_json
-from serve_app.lab.tables import interval_text, number_text, table_text
+from serve_app.lab.tables import interval_text, number_text, table_text, value_at
 
 Row = Mapping[str, Any]
 """A run as JSON."""
@@ -81,30 +81,17 @@ def _counts(outcomes: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of the table; `value` returns its value in a row, which is shown times `scale`."""
-
-    heading: str
-    value: Callable[[Row], float | None]
-    decimals: int
-    scale: float = 1.0
-
-
-def _latency(name: str, size: str, figure: str) -> Callable[[Row], float | None]:
-    return lambda row: row["metrics"][name][size][figure]
-
-
-_COLUMNS = (
-    _Column("short TTFT mean s", _latency("ttft_s", "short", "mean"), 3),
-    _Column("short TTFT p99 s", _latency("ttft_s", "short", "p99"), 3),
-    _Column("long TTFT mean s", _latency("ttft_s", "long", "mean"), 3),
-    _Column("long TTFT p99 s", _latency("ttft_s", "long", "p99"), 2),
-    _Column("longest wait s", _latency("queue_wait_s", "all", "max"), 2),
-    _Column("TPOT mean ms", _latency("tpot_s", "all", "mean"), 1, 1_000),
-    _Column("goodput /s", lambda row: row["metrics"]["goodput_per_s"], 2),
-    _Column("tokens/s", lambda row: row["whole_run"]["throughput_tokens_per_s"], 0),
-)
+# Path of each figure in a row, its decimals and its factor.
+_COLUMNS = {
+    "short TTFT mean s": ("metrics.ttft_s.short.mean", 3, 1),
+    "short TTFT p99 s": ("metrics.ttft_s.short.p99", 3, 1),
+    "long TTFT mean s": ("metrics.ttft_s.long.mean", 3, 1),
+    "long TTFT p99 s": ("metrics.ttft_s.long.p99", 2, 1),
+    "longest wait s": ("metrics.queue_wait_s.all.max", 2, 1),
+    "TPOT mean ms": ("metrics.tpot_s.all.mean", 1, 1_000),
+    "goodput /s": ("metrics.goodput_per_s", 2, 1),
+    "tokens/s": ("whole_run.throughput_tokens_per_s", 0, 1),
+}
 
 
 def policies_table(rows: Iterable[Row]) -> str:
@@ -114,17 +101,17 @@ def policies_table(rows: Iterable[Row]) -> str:
         name = row["policy"] if row["deployable"] else f"{row['policy']} (not deployable)"
         groups.setdefault(name, []).append(row)
     return table_text(
-        ["policy", "seeds", *(column.heading for column in _COLUMNS)],
+        ["policy", "seeds", *_COLUMNS],
         [
-            [name, number_text(len(group)), *(_over_seeds(group, column) for column in _COLUMNS)]
+            [name, number_text(len(group)), *(_over_seeds(group, *column) for column in _COLUMNS.values())]
             for name, group in groups.items()
         ],
     )
 
 
-def _over_seeds(rows: Sequence[Row], column: _Column) -> str:
-    values = [value for row in rows if (value := column.value(row)) is not None]
+def _over_seeds(rows: Sequence[Row], path: str, decimals: int, scale: float) -> str:
+    values = [value for row in rows if (value := value_at(row, path)) is not None]
     if len(set(values)) == 1:
         # An interval of no width would claim a precision that equal runs do not show.
         values = values[:1]
-    return interval_text(interval_95(values) if values else None, column.decimals, column.scale)
+    return interval_text(interval_95(values) if values else None, decimals, scale)
