@@ -322,6 +322,8 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     max_output_tokens: Count | None = None
     text: FormatOptions | None = None
     request_id: str | None = None
+    background: bool | None = False
+    previous_response_id: str | None = None
 
 
 class CountBody(Body, kw_only=True):
@@ -414,7 +416,13 @@ _EMBEDDINGS = decoder_of(EmbeddingsBody)
 _TOKENIZE = decoder_of(TokenizeBody)
 _TOOLS = decoder_of(list[Tool])
 _ANYTHING = decoder_of(Any)
-FIELDS = decoder_of(dict[str, Any])
+_FIELDS = decoder_of(dict[str, Any])
+
+# In the words of vLLM without its store.
+_NO_BACKGROUND = (
+    "This emulated engine does not support `store=True` and therefore does not support the background mode. "
+    "Use a vLLM server with the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1`."
+)
 
 
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -437,10 +445,17 @@ def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     """Parse a request of the Responses API."""
     body = decode(_RESPONSES, raw)
+    if body.background:
+        raise ApiError(400, _NO_BACKGROUND, kind="invalid_request_error", param="background")
+    if body.previous_response_id is not None:
+        missing = f"Response with id '{body.previous_response_id}' not found."
+        raise ApiError(404, missing, kind="invalid_request_error", param="response_id")
     _check_format(body.text, "text.format")
     prompt = _conversation(body.tools, [body.instructions, body.input], tokenizer)
     generation = _generation(body, [prompt], body.max_output_tokens)
-    return replace(generation, request_id=body.request_id, fields=decode(FIELDS, raw))
+    # As in vLLM, the header `x-request-id` does not name a response.
+    response_id = body.request_id or f"resp_{uuid.uuid4().hex}"
+    return replace(generation, request_id=response_id, fields=decode(_FIELDS, raw))
 
 
 def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:

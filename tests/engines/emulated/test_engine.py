@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -173,6 +174,12 @@ async def test_a_response_is_whole_and_streams_with_its_events_in_order(engine: 
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert deltas == last.response.output_text
     assert len(deltas.split()) == 4
+
+
+async def test_the_client_may_name_a_response(engine: Served) -> None:
+    for body, name in (({"request_id": "resp_mine"}, "resp_mine"), ({}, "resp_[0-9a-f]{32}")):
+        named = await engine.sdk.responses.create(model="tiny", input="x", extra_body=body)
+        assert re.fullmatch(name, named.id)
 
 
 async def test_a_response_is_announced_before_anything_is_computed(engine: Served) -> None:

@@ -89,6 +89,24 @@ async def test_a_format_of_the_answer_is_rejected(
     assert answer.json()["error"]["message"].startswith(f"{field} is not supported by the emulated engine")
 
 
+async def test_responses_are_not_stored(engine: Served) -> None:
+    """As in vLLM without its store, which ignores `store`."""
+    create = engine.sdk.responses.create
+    made = await create(model="tiny", input="x", max_output_tokens=2, store=True)
+    assert (made.status, made.to_dict()["store"]) == ("incomplete", False)
+    for store in (True, False):
+        with pytest.raises(openai.BadRequestError, match="does not support the background mode") as rejected:
+            await create(model="tiny", input="x", background=True, store=store)
+        assert (rejected.value.type, rejected.value.param) == ("invalid_request_error", "background")
+    for stream in (True, False):
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{made.id}' not found") as missing:
+            await create(model="tiny", input="x", previous_response_id=made.id, stream=stream)
+        assert (missing.value.type, missing.value.param) == ("invalid_request_error", "response_id")
+    for method, path in (("GET", ""), ("POST", "/cancel")):
+        answer = await engine.http.request(method, f"/v1/responses/{made.id}{path}")
+        assert answer.status_code == 404
+
+
 async def test_other_parameters_nulls_and_plain_text_are_accepted(engine: Served) -> None:
     names = ("temperature", "stop", "logprobs", "tools", "tool_choice", "response_format", "n", "max_tokens")
     body: dict[str, Any] = dict.fromkeys((*names, "structured_outputs", "stream_options"))

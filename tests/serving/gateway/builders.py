@@ -46,11 +46,14 @@ class Engine:
     """OpenAI-like engine that answers with numbered words, counts requests and can be scripted to fail.
 
     Attributes:
+        names_responses: whether a request may choose the id of its response.
         answers: scripted answers, one per request, first to last; the default behaviour follows.
         bodies: received bodies.
         running: requests in flight.
         aborted: requests whose client disconnected before the end.
     """
+
+    names_responses = False
 
     def __init__(self, *, token_delay_s: float = 0.0) -> None:
         self.token_delay_s = token_delay_s

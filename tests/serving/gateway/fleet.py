@@ -112,7 +112,7 @@ def _place(double: FakeReplica, engine: ASGIApp, port: int) -> None:
         host="127.0.0.1",
         port=port,
         token=TOKEN,
-        names_responses=not isinstance(engine, Engine),
+        names_responses=not isinstance(engine, Engine) or engine.names_responses,
     )
     if isinstance(engine, Engine):
         double.counts = lambda: ReplicaReport(

@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pytest
 
-from serve_app.engines.engine import ASGIApp
 from serve_app.request import ProgramHint, Submission
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
@@ -22,6 +21,7 @@ from tests.serving.test_api_keys import record
 from .builders import MODEL, Engine, FakeDispatcher, emulated, gateway, http_client, serving
 from .conftest import running_gateway
 from .fleet import Fleet, fleet_of, gathered
+from .storing import StoringEngine
 
 CREATE = "/v1/responses"
 ASKED: dict[str, Any] = {"model": MODEL, "input": "Tell me more.", "max_output_tokens": 4}
@@ -29,10 +29,9 @@ ASKED: dict[str, Any] = {"model": MODEL, "input": "Tell me more.", "max_output_t
 
 @asynccontextmanager
 async def fleet_over(count: int, **settings: Any) -> AsyncIterator[Fleet]:
-    """Run a fleet of emulated engines."""
-    async with AsyncExitStack() as stack:
-        engines = [(await stack.enter_async_context(emulated(speed_up=4.0))).app for _ in range(count)]
-        yield await stack.enter_async_context(fleet_of(engines, **settings))
+    """Run a fleet of engines that store responses."""
+    async with fleet_of([StoringEngine() for _ in range(count)], **settings) as made:
+        yield made
 
 
 @pytest.fixture
@@ -207,9 +206,7 @@ async def test_responses_that_an_engine_names_are_remembered() -> None:
 @pytest.mark.parametrize("named_by_gateway", [True, False])
 async def test_responses_that_continue_each_other_are_one_session(named_by_gateway: bool) -> None:
     async with AsyncExitStack() as stack:
-        engine: ASGIApp = Engine()
-        if named_by_gateway:
-            engine = (await stack.enter_async_context(emulated(speed_up=4.0))).app
+        engine = StoringEngine() if named_by_gateway else Engine()
         submitted: list[Submission] = []
 
         def watched(client: AwaitedClient) -> AwaitedClient:
@@ -257,6 +254,19 @@ async def test_a_grant_for_another_replica_is_released_unused() -> None:
         assert not dispatcher.in_flight
 
 
+async def test_an_engine_without_a_store_rejects_what_needs_one() -> None:
+    async with emulated(speed_up=4.0) as engine, fleet_of([engine.app]) as fleet:
+        made = (await fleet.http.post(CREATE, json=ASKED)).json()["id"]
+        rejected = await fleet.http.post(CREATE, json={**ASKED, "background": True})
+        assert rejected.status_code == 400
+        assert "does not support the background mode" in rejected.json()["error"]["message"]
+        unknown = await fleet.http.post(CREATE, json={**ASKED, "previous_response_id": made})
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == f"Response with id '{made}' not found."
+        assert (await fleet.http.get(f"{CREATE}/{made}")).status_code == 404
+        assert fleet.core.ledger[rejected.headers["x-replica"]].in_flight == 0
+
+
 async def test_deleting_is_not_offered(fleet: Fleet) -> None:
     made = (await fleet.http.post(CREATE, json=ASKED)).json()["id"]
     rejected = await fleet.http.delete(f"{CREATE}/{made}")
@@ -290,7 +300,7 @@ async def test_a_key_for_one_adapter_can_retrieve_its_responses(tmp_path: Path) 
 async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> None:
     """Also where engines name responses but accept a client's name."""
     keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
-    async with emulated(speed_up=4.0) as engine, running_gateway(engine=engine.app, keys=keys) as harness:
+    async with running_gateway(engine=StoringEngine(), keys=keys) as harness:
         http = harness.http
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
