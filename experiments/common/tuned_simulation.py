@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
@@ -30,8 +32,8 @@ from serve_app.lab.simulation.simulation import (
 from serve_app.serving.scheduler.journal import Entry, Journal, RequestHistory
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, search_twin
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.parameter_loop import ParameterLoop, Result, SearchTask, Work, carry_out
+from serve_app.tuning.rollout import Observation, Retune
 from serve_app.tuning.search_space import Values, with_values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, WindowResult
@@ -150,9 +152,11 @@ class TunedSimulation:
     def _observe(self) -> None:
         now = self.simulation.timeline.now
         observation = Observation(
+            incarnation=1,
+            lengths=[],
             at=now,
             completed_until=self._history.completed_until(now),
-            records=self._history.outcomes_after(self._ends),
+            outcomes=msgspec.msgpack.encode(self._history.outcomes_after(self._ends)),
             replicas=[plan.spec for plan in self.plans],
             frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",
         )

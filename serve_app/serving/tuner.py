@@ -28,18 +28,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.core import SchedulerSettings
-from serve_app.core.metrics.record import RequestRecord
-from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 from serve_app.tuning.engine_fit import EngineFitResult
-from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, Work, carry_out
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.parameter_loop import ParameterLoop, Result, Work, carry_out
+from serve_app.tuning.rollout import Observation, Retune
 from serve_app.tuning.settings import ParameterTuningSettings, TunerSettings
 from serve_app.tuning.strategic_loop import PartitionChange, RefineAndPruneSettings, StrategicLoop
 from serve_app.tuning.study import Finding
@@ -136,7 +135,7 @@ class ParameterTuner:
                 logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
             self._store_is_unreachable = True
 
-    def update(self, observed: Observed) -> list[Retune]:
+    def update(self, observed: Observation) -> list[Retune]:
         """Process the scheduler's observations, and return orders to execute in sequence."""
         if observed.settings is None:
             return []
@@ -147,13 +146,7 @@ class ParameterTuner:
             self.freeze_due = self.loop.rollout.frozen
         if observed.frozen:
             self.freeze_due = ""
-        observation = Observation(
-            at=observed.at,
-            completed_until=observed.completed_until,
-            records=msgspec.msgpack.decode(observed.outcomes, type=list[RequestRecord]),
-            replicas=observed.replicas,
-            frozen=observed.frozen or self.freeze_due,
-        )
+        observation = replace(observed, frozen=observed.frozen or self.freeze_due)
         orders += self.loop.observe(observation)
         if self._work is not None and self._work.done():
             ended, self._work = self._work, None
@@ -172,7 +165,9 @@ class ParameterTuner:
             return {"mode": self._settings.rollout.mode, "state": "waiting for the scheduler"}
         return self.loop.document()
 
-    def _begin(self, observed: Observed, configured: SchedulerSettings) -> tuple[ParameterLoop, list[Retune]]:
+    def _begin(
+        self, observed: Observation, configured: SchedulerSettings
+    ) -> tuple[ParameterLoop, list[Retune]]:
         """Begin with a new scheduler, and return the loop and its first orders."""
         self._incarnation, state, loop = observed.incarnation, None, self.loop
         if loop is None:
@@ -259,7 +254,7 @@ _TRIAL_INTERVAL_S = 1.0
 class SchedulerCalls(Protocol):
     """Calls of the scheduler that a tuner uses; they raise without a scheduler."""
 
-    async def observed(self, *, outcomes: bool) -> Observed:
+    async def observed(self, *, outcomes: bool) -> Observation:
         """Return the observations since the last pull."""
         ...
 
@@ -344,7 +339,7 @@ class TunerActor:
         if self._parameters is not None:
             await self._tune(self._parameters, observed)
 
-    async def _tune(self, parameters: ParameterTuner, observed: Observed) -> None:
+    async def _tune(self, parameters: ParameterTuner, observed: Observation) -> None:
         """Execute the parameter tuner's orders, and publish its state."""
         orders = parameters.update(observed)
         if parameters.freeze_due:
@@ -433,8 +428,8 @@ class _Calls:
     def __init__(self, scheduler: DeploymentHandle[Any]) -> None:
         self._scheduler = scheduler
 
-    async def observed(self, *, outcomes: bool) -> Observed:
-        observed: Observed = await self._scheduler.observed.remote(outcomes=outcomes)
+    async def observed(self, *, outcomes: bool) -> Observation:
+        observed: Observation = await self._scheduler.observed.remote(outcomes=outcomes)
         return observed
 
     async def apply_partition(self, update: PartitionUpdate) -> None:

@@ -14,13 +14,12 @@ the queues themselves and cannot be tried in slices of a minute.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Snapshot
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.tuning.digital_twin import (
@@ -33,7 +32,7 @@ from serve_app.tuning.digital_twin import (
 )
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
-from serve_app.tuning.rollout import Apply, DecisionKind, Retune, Rollout
+from serve_app.tuning.rollout import DecisionKind, Observation, Retune, Rollout
 from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.strategic_loop import RefineAndPruneSettings
@@ -46,24 +45,6 @@ _STUDIES_KEPT = 50
 _MAX_DOUBLINGS = 2
 """Maximum doublings of the search interval after searches without a result. A search takes a CPU minute."""
 _DEFAULT_QUEUES = RefineAndPruneSettings()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """Observations of the scheduler since the previous one.
-
-    Attributes:
-        at: current time on the scheduler's clock, like all times here.
-        completed_until: arrival of the oldest request that has not ended; `at` if there is none.
-        records: requests that have ended.
-        frozen: why trials are not allowed; empty if they are.
-    """
-
-    at: float
-    completed_until: float
-    records: Sequence[RequestRecord]
-    replicas: Sequence[ReplicaSpec]
-    frozen: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,23 +144,23 @@ class ParameterLoop:
             self._studies.extend(studies)
         if state is not None and "twin" in known:
             self.calibration.restore(known["twin"])
-        return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
+        return self.rollout.restore(rollout, now) if isinstance(rollout, Mapping) else []
 
     def observe(self, observation: Observation) -> list[Retune]:
         """Process what happened since the last call. To be called about every second during a trial."""
-        now = self._now = observation.at
-        applies: list[Apply] = []
-        for record in observation.records:
+        now, records = observation.at, observation.records
+        self._now = now
+        orders: list[Retune] = []
+        for record in records:
             self._traffic.add(record)
-            self._recent.append(record)
-        self.calibration.note(observation.records)
-        self._unsearched += len(observation.records)
+        self._recent += records
+        self.calibration.note(records)
+        self._unsearched += len(records)
         if observation.frozen and not self.rollout.frozen:
-            applies += self.rollout.freeze(now, observation.frozen)
+            orders += self.rollout.freeze(now, observation.frozen)
         elif self.rollout.frozen and not observation.frozen:
-            applies += self.rollout.thaw(now)
-        applies += self.rollout.tick(now, observation.completed_until, self._reward_between)
-        return self._orders(applies)
+            orders += self.rollout.thaw(now)
+        return orders + self.rollout.tick(now, observation.completed_until, self._reward_between)
 
     def work_due(self, observation: Observation) -> Work | None:
         """Return a piece of work to carry out now. The next one requires a call of `finish` first."""
@@ -230,7 +211,7 @@ class ParameterLoop:
         if not finding.confident or finding.best is None or found is None:
             return []
         reason = f"reward {found.mean:+.4f} in the twin, best of {finding.candidates} candidates"
-        return self._orders(self.rollout.propose(finding.best, now, reason))
+        return self.rollout.propose(finding.best, now, reason)
 
     # Work
 
@@ -315,18 +296,6 @@ class ParameterLoop:
             return "searching"
         waits = self.calibration.obstacle or self.rollout.obstacle(self._now)
         return f"idle: {waits}" if waits and self._settings.rollout.mode != "off" else "idle"
-
-    def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
-        latest = self.rollout.audit[-1] if self.rollout.audit else None
-        reason = f"{latest.kind.value}: {latest.reason}" if latest else "tuned before"
-        return [
-            Retune(
-                values={self._space[name].path: value for name, value in apply.values.items()},
-                valid_s=apply.valid_s,
-                reason=reason,
-            )
-            for apply in applies
-        ]
 
 
 def _space(settings: SchedulerSettings) -> SearchSpace:

@@ -1,7 +1,7 @@
 """Rollout of a candidate into production: on trial, with rollback.
 
 The rollout is a state machine without a clock. A candidate that won in the twin is proposed, tried against
-the incumbent (`study`), and adopted or rolled back. Every call returns the values to apply now, often none.
+the incumbent (`study`), and adopted or rolled back. Every call returns the orders to execute now, often none.
 Every decision is recorded with its reason and figures (`audit`).
 
 A candidate is tried as a whole. Part of the way to it gains less, while the noise of a trial stays the same,
@@ -11,18 +11,23 @@ Rules:
 
 - At any time, either the incumbent is active or the candidate on trial, within all bounds.
 - The values of a candidate are valid for slightly longer than a slice. The receiver returns to the incumbent
-  when the time has expired without another command.
+  when the time has expired without another order.
 - A trial ends by a verdict, a freeze or a restart. The same call applies the incumbent, unless the candidate
   was adopted.
 - After a trial nothing is tried for a cool-down, which is longer after harm. Nothing is tried while frozen.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+import msgspec
+
+from serve_app.core import SchedulerSettings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Snapshot, number, section, text
 from serve_app.core.settings_base import (
     FINITE_NOT_NEGATIVE,
@@ -70,27 +75,48 @@ class RolloutSettings:
             )
 
 
+NO_OUTCOMES = msgspec.msgpack.encode([])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apply:
-    """A command of the rollout: apply these values now.
+class Observation:
+    """Observations of the scheduler since the previous one.
 
     Attributes:
-        values: by short name of the parameter.
-        valid_s: validity in seconds; None for permanent. When it expires without another command, the
-            previous values are restored, so a tuner that dies during a trial leaves nothing behind.
+        incarnation: of the observed scheduler; a new one has no earlier orders.
+        lengths: estimated prompt tokens of the requests admitted since the last observation.
+        at: current time on the scheduler's clock, like all times here.
+        completed_until: arrival of the oldest request that has not ended; `at` if there is none.
+        outcomes: the `records`, if requested. Encoded as MessagePack, because pickling takes ten times as
+            long.
+        replicas: connected replicas, if outcomes were requested.
+        settings: settings in effect, without values on trial, if outcomes were requested.
+        frozen: why no trials are allowed; empty if they are.
     """
 
-    values: Values
-    valid_s: float | None = None
+    incarnation: int
+    lengths: list[int]
+    at: float = 0.0
+    completed_until: float = 0.0
+    outcomes: bytes = NO_OUTCOMES
+    replicas: Sequence[ReplicaSpec] = ()
+    settings: SchedulerSettings | None = None
+    frozen: str = ""
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """Requests that have ended."""
+        return msgspec.msgpack.decode(self.outcomes, type=list[RequestRecord])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retune:
-    """An order to the scheduler: apply these values.
+    """An order to the scheduler: apply these values now.
 
     Attributes:
         values: by path of the setting (`isolation.max_long_prefills`); all tuned ones, not only changed ones.
-        valid_s: as in `Apply`.
+        valid_s: validity in seconds; None for permanent. When it expires without another order, the previous
+            values are restored, so a tuner that dies during a trial leaves nothing behind.
         reason: for the log.
     """
 
@@ -175,7 +201,7 @@ class Rollout:
 
     # Events
 
-    def propose(self, candidate: Values, now: float, reason: str = "") -> list[Apply]:
+    def propose(self, candidate: Values, now: float, reason: str = "") -> list[Retune]:
         """Try a candidate that won in the twin; `reason` states how, for the audit."""
         if rejection := self.obstacle(now):
             return self._note(now, DecisionKind.REJECTED, rejection, candidate)
@@ -199,7 +225,7 @@ class Rollout:
         self._trial.advance(now)
         return self._note(now, DecisionKind.STARTED, reason, candidate)
 
-    def tick(self, now: float, completed_until: float, reward_of: RewardOf) -> list[Apply]:
+    def tick(self, now: float, completed_until: float, reward_of: RewardOf) -> list[Retune]:
         """Advance the trial, if there is one. To be called about every second.
 
         Args:
@@ -217,20 +243,20 @@ class Rollout:
             return self._end(now, trial.reason, is_adopted=trial.verdict is Verdict.GAIN)
         return self._values_due(trial, now)
 
-    def freeze(self, now: float, reason: str) -> list[Apply]:
+    def freeze(self, now: float, reason: str) -> list[Retune]:
         """Return to the incumbent, and try nothing until `thaw`."""
         self.frozen = reason or "on request"
         self._note(now, DecisionKind.FROZEN, self.frozen)
         return self._end(now, f"frozen: {self.frozen}", is_adopted=False)
 
-    def thaw(self, now: float) -> list[Apply]:
+    def thaw(self, now: float) -> list[Retune]:
         """Allow trials again."""
         self.frozen = ""
         return self._note(now, DecisionKind.THAWED, "on request")
 
     # Decisions
 
-    def _end(self, now: float, reason: str, *, is_adopted: bool) -> list[Apply]:
+    def _end(self, now: float, reason: str, *, is_adopted: bool) -> list[Retune]:
         """End the trial, if there is one, and apply the candidate or the incumbent permanently."""
         trial, candidate = self._trial, self.target
         if trial is None or candidate is None:
@@ -249,21 +275,28 @@ class Rollout:
             _HARM_COOL_DOWNS * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s
         )
         self._trial, self.target, self._active = None, None, self.incumbent
-        return [Apply(values=self.incumbent)]
+        return self._order(self.incumbent)
 
-    def _values_due(self, trial: Trial, now: float) -> list[Apply]:
-        """Return the values to apply if a slice begins or a candidate's slice ends now; else nothing."""
+    def _values_due(self, trial: Trial, now: float) -> list[Retune]:
+        """Return the order that is due if a slice begins or a candidate's slice ends now; else none."""
         assert self.target is not None
         begins = trial.advance(now)
         if begins and trial.is_candidate_slice:
             self._active = self.target
-            return [Apply(values=self.target, valid_s=_VALID_SLICES * self._settings.slice_s)]
+            return self._order(self.target, _VALID_SLICES * self._settings.slice_s)
         if trial.is_candidate_slice and not trial.is_slice_over(now):
             return []
         if self._active == self.incumbent:
             return []
         self._active = self.incumbent
-        return [Apply(values=self.incumbent)]
+        return self._order(self.incumbent)
+
+    def _order(self, values: Values, valid_s: float | None = None) -> list[Retune]:
+        """Return the order to apply these values; its reason is the latest decision."""
+        latest = self._audits[-1] if self._audits else None
+        reason = f"{latest.kind.value}: {latest.reason}" if latest else "tuned before"
+        by_path = {self._space[name].path: value for name, value in values.items()}
+        return [Retune(values=by_path, valid_s=valid_s, reason=reason)]
 
     def _note(
         self,
@@ -272,8 +305,8 @@ class Rollout:
         reason: str,
         values: Values | None = None,
         figures: Mapping[str, float] | None = None,
-    ) -> list[Apply]:
-        """Record a decision. Returns no values to apply."""
+    ) -> list[Retune]:
+        """Record a decision. Returns no orders."""
         self.decisions[kind] += 1
         self._audits.append(
             Audit(at=now, kind=kind, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
@@ -297,7 +330,7 @@ class Rollout:
             "on_trial": self._trial is not None,
         }
 
-    def restore(self, state: Snapshot, now: float) -> list[Apply]:
+    def restore(self, state: Snapshot, now: float) -> list[Retune]:
         """Restore the result of `state`, and apply its incumbent.
 
         Raises:
@@ -317,7 +350,7 @@ class Rollout:
         self.frozen, self._cool_down_until = frozen, now + cool_down_s
         if state.get("on_trial") is True:
             self._note(now, DecisionKind.ROLLED_BACK, "the tuner was restarted during a trial")
-        return [Apply(values=incumbent)]
+        return self._order(incumbent)
 
     def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:
         """Return values of all parameters under `name`.

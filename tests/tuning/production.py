@@ -1,11 +1,18 @@
-"""Production that executes the commands of a rollout."""
+"""Production that executes the orders of a rollout."""
 
 import math
 from collections.abc import Callable
 
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import Apply, Rollout
+from serve_app.tuning.rollout import Retune, Rollout
 from serve_app.tuning.search_space import Values
+
+
+def by_name(rollout: Rollout, order: Retune) -> Values:
+    """Return the values of an order by the names of their parameters; it must have all of them."""
+    parameters = list(rollout._space)
+    assert set(order.values) == {each.path for each in parameters}
+    return {each.name: order.values[each.path] for each in parameters}
 
 
 class Production:
@@ -20,21 +27,21 @@ class Production:
         # When values became current, and whether they were the candidate's.
         self._sides: list[tuple[float, bool]] = []
 
-    def execute(self, commands: list[Apply], now: float) -> None:
-        for command in commands:
-            self.values, self.expires_at = command.values, math.inf
-            self.applied.append(command.values)
-            self._sides.append((now, command.valid_s is not None))
-            if command.valid_s is None:
+    def execute(self, orders: list[Retune], now: float) -> None:
+        for order in orders:
+            self.values, self.expires_at = by_name(self.rollout, order), math.inf
+            self.applied.append(self.values)
+            self._sides.append((now, order.valid_s is not None))
+            if order.valid_s is None:
                 self.permanent = self.values
             else:
-                self.expires_at = now + command.valid_s
+                self.expires_at = now + order.valid_s
 
     def expire(self, now: float) -> None:
         if now >= self.expires_at:
             self.values, self.expires_at = self.permanent, math.inf
 
-    def ticked(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
+    def ticked(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> list[Retune]:
         """Tick; slices are judged by whether they had the candidate's values."""
         return self.rollout.tick(now, completed_until, lambda start, _: judge(self._was_candidate(start)))
 

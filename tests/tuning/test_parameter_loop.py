@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve_app.core import SchedulerSettings
@@ -12,8 +13,8 @@ from serve_app.core.routing.pools import RoutingSettings
 from serve_app.tuning.digital_twin import CalibrationSettings
 from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.parameter_loop import Observation, ParameterLoop, SearchTask, carry_out
-from serve_app.tuning.rollout import DecisionKind, Retune, RolloutSettings
+from serve_app.tuning.parameter_loop import ParameterLoop, SearchTask, carry_out
+from serve_app.tuning.rollout import DecisionKind, Observation, Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.strategic_loop import PAPER
 from serve_app.tuning.study import Finding
@@ -48,8 +49,8 @@ def arrived(second: float, ttft_s: float = 0.2) -> RequestRecord:
 
 
 def observation(at: float, records: list[RequestRecord] | None = None, **changes: Any) -> Observation:
-    usual = {"completed_until": at, "records": records or [], "replicas": [REPLICA]}
-    return Observation(at=at, **{**usual, **changes})
+    usual = {"incarnation": 1, "lengths": [], "completed_until": at, "replicas": [REPLICA]}
+    return Observation(at=at, outcomes=msgspec.msgpack.encode(records or []), **{**usual, **changes})
 
 
 def watched(until: int = 40, settings: ParameterTuningSettings = SETTINGS) -> ParameterLoop:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import Apply, DecisionKind, Mode, Rollout, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Mode, Retune, Rollout, RolloutSettings
 from serve_app.tuning.search_space import Values
-from tests.tuning.production import Production
+from tests.tuning.production import Production, by_name
 from tests.tuning.rewards import BEST, CURRENT, rewarded, space
 
 ON = RolloutSettings(mode="on", slice_s=10.0, settle_s=1.0, judge_limit_s=30.0, pairs=4, cool_down_s=100.0)
@@ -134,7 +134,8 @@ def test_a_restart_returns_to_the_incumbent_and_preserves_adopted_values() -> No
     production.rollout.freeze(90.0, "night")
     stored = json.loads(json.dumps(production.rollout.state(90.0)))
     restored = Rollout(space(), CURRENT, ON)
-    assert restored.restore(stored, 5.0) == [Apply(values=adopted)]
+    (order,) = restored.restore(stored, 5.0)
+    assert (by_name(restored, order), order.valid_s, order.reason) == (adopted, None, "tuned before")
     assert (restored.incumbent, restored.frozen) == (adopted, "night")
     restored.thaw(6.0)
     assert restored.obstacle(5.0 + 89.0)
@@ -146,7 +147,9 @@ def test_a_restart_in_the_middle_of_a_trial_takes_the_candidate_back() -> None:
     run(production, 0, 15, better)
     stored = production.rollout.state(15.0)
     restored = Rollout(space(), CURRENT, ON)
-    assert restored.restore(stored, 0.0) == [Apply(values=CURRENT)]
+    (order,) = restored.restore(stored, 0.0)
+    assert (by_name(restored, order), order.valid_s) == (CURRENT, None)
+    assert order.reason == "rolled_back: the tuner was restarted during a trial"
     assert acts(restored) == [DecisionKind.ROLLED_BACK]
     assert restored.obstacle(299.0)
 
@@ -208,13 +211,13 @@ class Guarded(RuleBasedStateMachine):
     def rollout(self) -> Rollout:
         return self.production.rollout
 
-    def do(self, commands: list[Apply]) -> None:
-        for command in commands:
-            assert space().is_within(command.values)
-            if command.valid_s is not None:
+    def do(self, orders: list[Retune]) -> None:
+        for order in orders:
+            assert space().is_within(by_name(self.rollout, order))
+            if order.valid_s is not None:
                 assert self.settings.mode == "on"
                 assert not self.rollout.frozen
-        self.production.execute(commands, self.now)
+        self.production.execute(orders, self.now)
 
     @rule(
         seconds=st.floats(0.0, 40.0), mine=REWARD, theirs=REWARD, lag=st.sampled_from([0.0, 0.0, 5.0, 50.0])

@@ -57,11 +57,11 @@ from serve_app.serving.scheduler.journal import DecisionLogSettings, RecentActiv
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.receipts import programs_named
-from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from serve_app.serving.scheduler.usage import PersistentUsage
 from serve_app.serving.state import StatePersister, StateStore
 from serve_app.serving.watchdog import start_watchdog
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.rollout import Observation, Retune
 
 
 class ClaimStore(Protocol):
@@ -379,7 +379,7 @@ class SchedulerActor:
         if live.end_reason and not self._changing.locked():
             raise ChannelError(f"the scheduler has ended: {live.end_reason}")
 
-    async def observed(self, *, outcomes: bool = False) -> Observed:
+    async def observed(self, *, outcomes: bool = False) -> Observation:
         """Return the observations since the last call, for the tuner."""
         return (await self._current()).tuner.observed(outcomes=outcomes)
 

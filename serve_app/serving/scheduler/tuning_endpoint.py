@@ -37,7 +37,7 @@ from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.gauges import SUM, Figures, figure
 from serve_app.serving.scheduler.journal import Entry, RequestHistory
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.rollout import NO_OUTCOMES, Observation, Retune
 from serve_app.tuning.search_space import value_at, with_values
 
 # Windows, and samples of each part: at 20 requests/s, more than the last three minutes of it. About 5 MB.
@@ -217,33 +217,6 @@ def _by_size(samples: _Samples) -> dict[int, list[float]]:
 
 _KEPT = 10_000
 """Lengths retained between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
-NO_OUTCOMES = msgspec.msgpack.encode([])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """Result of a pull.
-
-    Attributes:
-        incarnation: of the answering scheduler; a new one has no earlier updates.
-        lengths: estimated prompt tokens of the requests admitted since the last pull.
-        at: now, on the scheduler's clock, as are all times here.
-        completed_until: arrival of the oldest open request; `at` if none is open.
-        outcomes: `RequestRecord`s of the requests that ended since the last pull, if requested. Encoded as
-            MessagePack, because pickling takes ten times as long.
-        replicas: connected replicas, if outcomes were requested.
-        settings: settings in effect, without values on trial, if outcomes were requested.
-        frozen: why no trials are allowed; empty if they are.
-    """
-
-    incarnation: int
-    lengths: list[int]
-    at: float = 0.0
-    completed_until: float = 0.0
-    outcomes: bytes = NO_OUTCOMES
-    replicas: list[ReplicaSpec] = field(default_factory=list)
-    settings: SchedulerSettings | None = None
-    frozen: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +342,7 @@ class TuningEndpoint:
         if entry.scheduled is not None:
             self.queues.on_arrival(entry.scheduled.prefill_tokens)
 
-    def observed(self, *, outcomes: bool = False) -> Observed:
+    def observed(self, *, outcomes: bool = False) -> Observation:
         """Return the observations since the last call; outcomes are collected from their first request on."""
         self._is_pulled = True
         now, history, encoded = self.scheduler.now(), self.scheduler.history, NO_OUTCOMES
@@ -377,7 +350,7 @@ class TuningEndpoint:
             history.is_pulled = True
             encoded = msgspec.msgpack.encode(history.outcomes_after(self._ends))
             self._ends = history.ends
-        return Observed(
+        return Observation(
             incarnation=self.incarnation,
             lengths=self.queues.take(),
             at=now,
@@ -535,9 +508,8 @@ class TuningEndpoint:
         if self._trial_timer is None:
             return
         self._cancel_trial_timer()
-        if not self.scheduler.end_reason:
-            values = {path: float(value_at(self._incumbent, path)) for path in self._tuned}
-            self._apply(self._incumbent, values, reason)
+        values = {path: float(value_at(self._incumbent, path)) for path in self._tuned}
+        self._apply(self._incumbent, values, reason)
 
     def _apply(self, settings: SchedulerSettings, values: Mapping[str, float], reason: str) -> None:
         self.scheduler.feed(Retuned(settings))

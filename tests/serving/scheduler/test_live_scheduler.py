@@ -19,7 +19,8 @@ from serve_app.serving.metric_cells import HistogramCell
 from serve_app.serving.scheduler.findings import status_findings
 from serve_app.serving.scheduler.journal import DecisionLogSettings, Entry, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch
-from serve_app.serving.scheduler.tuning_endpoint import NO_OUTCOMES, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
+from serve_app.tuning.rollout import NO_OUTCOMES
 from tests.serving.channel.harness import (
     FAST,
     ControlPlane,

@@ -10,7 +10,7 @@ from serve_app.core.settings import ScoreWeights
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler import tuning_endpoint
 from serve_app.serving.scheduler.tuning_endpoint import LearnedQueues, PartitionUpdate
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.rollout import NO_OUTCOMES, Retune
 from tests.serving.channel.harness import FAST, PATIENCE_S, ControlPlane, scheduler_settings, wait_until
 
 TARGET = "backpressure.target_waiting"
@@ -126,7 +126,7 @@ async def test_outcomes_are_collected_from_the_first_request_for_them(control_pl
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)
     assert seen.settings is not None
-    assert (seen.outcomes, seen.replicas) == (tuning_endpoint.NO_OUTCOMES, [])
+    assert (seen.outcomes, seen.replicas) == (NO_OUTCOMES, [])
     assert seen.completed_until == seen.at
 
 

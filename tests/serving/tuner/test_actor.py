@@ -10,9 +10,9 @@ from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
 from serve_app.serving import tuner as actor
-from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from serve_app.serving.tuner import ParameterTuner, TunerActor
-from serve_app.tuning.rollout import Retune
+from serve_app.tuning.rollout import Observation, Retune
 from serve_app.tuning.settings import TunerSettings
 from tests.serving.channel.harness import (
     FAST,
@@ -41,7 +41,7 @@ class SimulatedCalls:
         self._simulation = simulation
         self.is_cut = False
 
-    async def observed(self, *, outcomes: bool) -> Observed:
+    async def observed(self, *, outcomes: bool) -> Observation:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
         return self._simulation.live.tuner.observed(outcomes=outcomes)
@@ -184,8 +184,8 @@ class ScriptedCalls:
         self.loses_the_first = loses_the_first
         self.updates: list[tuple[Partition, str]] = []
 
-    async def observed(self, *, outcomes: bool) -> Observed:
-        return Observed(incarnation=1, lengths=[] if self.updates else self.lengths)
+    async def observed(self, *, outcomes: bool) -> Observation:
+        return Observation(incarnation=1, lengths=[] if self.updates else self.lengths)
 
     async def apply_partition(self, update: PartitionUpdate) -> None:
         self.updates.append((update.partition, update.reason))

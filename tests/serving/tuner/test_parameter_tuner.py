@@ -18,12 +18,11 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from serve_app.serving import tuner as parameter_tuner
-from serve_app.serving.scheduler.tuning_endpoint import Observed
 from serve_app.serving.state import StateStore
 from serve_app.serving.tuner import ParameterTuner, Worker
 from serve_app.tuning.digital_twin import CalibrationSettings, TwinSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask
-from serve_app.tuning.rollout import Retune, RolloutSettings
+from serve_app.tuning.rollout import Observation, Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding, StudySettings
 from tests.builders import spec
@@ -76,10 +75,10 @@ def records(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> li
     return made
 
 
-def observed(at: float, ended: list[RequestRecord], **changes: Any) -> Observed:
+def observed(at: float, ended: list[RequestRecord], **changes: Any) -> Observation:
     usual = {"incarnation": 1, "lengths": [], "replicas": [REPLICA], "settings": CONFIGURED}
     encoded = msgspec.msgpack.encode(ended)
-    return Observed(**{**usual, "at": at, "completed_until": at, "outcomes": encoded, **changes})
+    return Observation(**{**usual, "at": at, "completed_until": at, "outcomes": encoded, **changes})
 
 
 def is_searching(tuner: ParameterTuner) -> bool:
