@@ -6,17 +6,34 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import roofline_profiles
 from roofline_profiles import SETUPS, engine_setup, profile_name, profile_path, profile_text
+from serve_app.engines.model import SchedulingPolicy
 from serve_app.engines.model.hardware import GIB, gpu_names, load_gpu, load_model, model_names
-from serve_app.engines.model.roofline import EngineSetup, kv_tokens, load_profile, roofline_profile, step_time
+from serve_app.engines.model.roofline import (
+    TYPICAL_TOKENS,
+    EngineSetup,
+    capacity,
+    kv_tokens,
+    load_profile,
+    max_context,
+    memory_share,
+    min_tensor_parallel,
+    profile_names,
+    roofline_profile,
+    save_profile,
+    step_time,
+    typical_tokens,
+)
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration import compare, measured, read_measurements, replay
+from serve_app.lab.workloads import RECIPES
 
 MEASUREMENTS = Path(__file__).parents[4] / "shared" / "measurements"
 SPLITWISE = MEASUREMENTS / "splitwise_h100_a100_llama2_70b.csv"
@@ -264,3 +281,140 @@ def test_figures_that_cannot_be_are_rejected() -> None:
         replace(load_model("llama31-8b"), experts_per_token=2)
     with pytest.raises(ValueError, match=r"heads \(32\) must be a multiple of kv_heads \(5\)"):
         replace(load_model("llama31-8b"), kv_heads=5)
+
+
+# -- capacity: the calculation against known cases, and its typical lengths against named workloads -------
+
+
+def large(gpus: int = 2, **changes: object) -> EngineSetup:
+    return replace(engine_setup("llama3-70b", "h100", gpus), **changes)  # type: ignore[arg-type]
+
+
+def totals(workload: str) -> np.ndarray:
+    requests = RECIPES[workload].generate(workload, 5_000, 1).requests
+    return np.array([one.prompt_tokens + one.output_tokens for one in requests])
+
+
+def test_a_70b_model_on_two_cards_of_80_gb_holds_no_long_context_and_on_four_it_does() -> None:
+    held = capacity(large())
+    assert 25_000 < held.kv_tokens < 35_000
+    assert max_context(held) <= held.kv_tokens < max_context(held) + 1_024
+    assert capacity(large(4)).kv_tokens > 400_000
+    assert min_tensor_parallel(large(), 131_072) == 4
+    assert min_tensor_parallel(large(), 10**9) is None
+
+
+def test_gpus_that_cannot_divide_the_heads_are_not_proposed() -> None:
+    setup = large()
+    odd = replace(setup, model=replace(setup.model, heads=6, kv_heads=6, max_context_len=131_072))
+    assert min_tensor_parallel(replace(odd, tensor_parallel=1), 10**9) is None
+    assert min_tensor_parallel(replace(odd, tensor_parallel=1), 1_024) == 2
+
+
+def test_sequences_share_the_cache() -> None:
+    held = capacity(large())
+    assert held.sequences(1_000) == held.kv_tokens // 1_000
+    assert held.sequences(held.kv_tokens + 1) == 0
+
+
+def test_a_cache_of_half_the_bytes_holds_twice_the_tokens() -> None:
+    setup = large()
+    halved = replace(setup, model=replace(setup.model, kv_bytes=1.0))
+    assert kv_tokens(halved) == pytest.approx(2 * kv_tokens(setup), abs=2_000)
+
+
+def test_a_cache_that_is_given_in_bytes_needs_its_room_beside_the_weights() -> None:
+    small = engine_setup("llama31-8b", "h100", 1)
+    given = replace(small, kv_cache_memory_bytes=13_107_200_000, gpu_memory_utilization=0.3)
+    assert kv_tokens(given) == 100_000
+    # 16 GB of weights, 13 GB of cache and the use of CUDA and activations, of 85 GB.
+    assert 0.35 < memory_share(given) < 0.40
+    assert memory_share(small) == small.gpu_memory_utilization
+    too_much = replace(small, kv_cache_memory_bytes=10**12)
+    assert kv_tokens(too_much) < 600_000
+    assert memory_share(too_much) > 1
+    with pytest.raises(SettingsError, match="do not fit"):
+        kv_tokens(replace(small, kv_cache_memory_bytes=1_000_000))
+
+
+def test_the_usual_length_is_that_of_azures_conversations() -> None:
+    found = totals("azure-conv")
+    assert np.mean(found[found <= 8_192]) == pytest.approx(TYPICAL_TOKENS, rel=0.05)
+    assert typical_tokens() == TYPICAL_TOKENS
+    assert typical_tokens(at_most=512) == 512
+
+
+# -- profiles ---------------------------------------------------------------------------------------------
+
+COEFFICIENTS = "decode_per_sequence_s: 0, prefill_base_s: 0, prefill_per_token_s: 1"
+LIMITS = "kv_tokens: 100\nmax_model_len: 100"
+
+
+def test_every_profile_of_the_package_can_be_loaded() -> None:
+    assert {"laptop", "llama2-70b-h100-tp4", "llama31-8b-rtx4090-tp1"} <= set(profile_names())
+    for name in profile_names():
+        settings = load_profile(name).model_settings()
+        assert settings.kv_blocks * settings.block_size >= settings.max_model_len
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_profile_of_the_package_charges_for_context(name: str) -> None:
+    step_time = load_profile(name).step_time
+    assert step_time.decode_per_context_token_s > 0
+    assert step_time.prefill_per_pair_s > 0
+
+
+def test_the_70b_profile_has_the_published_figures() -> None:
+    profile = load_profile("llama2-70b-h100-tp4")
+    # Prompts of 512 tokens, half of 128 generated.
+    assert profile.step_time.step_s(sequences=10, context_tokens=10 * 576) == pytest.approx(
+        0.0288 + 10 * 0.00034, rel=1e-4
+    )
+    assert profile.step_time.step_s(prefill_tokens=1_000) == pytest.approx(0.104)
+    assert (profile.kv_tokens, profile.max_num_seqs, profile.max_num_batched_tokens) == (427_000, 256, 2_048)
+    assert profile.gpus == 4
+
+
+def test_overrides_replace_figures_and_none_leaves_them() -> None:
+    settings = load_profile("laptop").model_settings(
+        kv_tokens=9_000, max_num_seqs=None, scheduling_policy=SchedulingPolicy.PRIORITY
+    )
+    assert (settings.kv_tokens, settings.max_num_seqs) == (9_000, 16)
+    assert settings.scheduling_policy is SchedulingPolicy.PRIORITY
+
+
+def test_a_saved_profile_is_read_back(tmp_path: Path) -> None:
+    profile = load_profile("llama31-8b-rtx4090-tp1")
+    path = tmp_path / "mine.yaml"
+    save_profile(profile, path, source="measured here\ntwice")
+    assert path.read_text().startswith("# measured here\n# twice\n")
+    assert load_profile(str(path)) == profile
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("kv_tokens: [", "is not an engine profile"),
+        ("kv_tokens: 1", "step_time"),
+        (
+            f"step_time: {{{COEFFICIENTS}, decode_base_s: 1, decode_per_token_s: 1}}\n{LIMITS}",
+            "decode_per_token_s",
+        ),
+        (
+            f"step_time: {{{COEFFICIENTS}, decode_base_s: -1}}\n{LIMITS}",
+            "decode_base_s must not be negative, got -1.0",
+        ),
+    ],
+)
+def test_a_file_that_is_no_profile_is_rejected_by_its_fault(
+    tmp_path: Path, content: str, complaint: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        load_profile(str(path))
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(SettingsError, match=r"no engine profile 'gpt'.*laptop"):
+        load_profile("gpt")
