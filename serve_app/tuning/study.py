@@ -39,7 +39,7 @@ probability of at most p, so it may be evaluated after every pair. Harm needs le
 found sooner: an unnecessary rollback loses a chance of improvement, but a bad candidate costs requests.
 
 Assumptions: differences of pairs are independent and symmetric, for e_t approximately normal. Traffic that
-stays busy for several minutes makes neighbouring slices correlated; `tests/tuning/test_trial.py` has the
+stays busy for several minutes makes neighbouring slices correlated; `tests/tuning/test_study.py` has the
 error rates with such noise.
 
 A missing measurement never counts as good. A pair in which only the candidate has no reward is harm. A pair
@@ -66,7 +66,7 @@ from serve_app.tuning.objective import Reward, finite
 from serve_app.tuning.search_space import TpeOptimiser, Values
 
 # Bound on the probability of a verdict under the null hypothesis. Each sign has half of it, and a trial of
-# limited length has less: `tests/tuning/test_trial.py` measures 0.5 % adopted, and 10 % rolled back early.
+# limited length has less: `tests/tuning/test_study.py` measures 0.5 % adopted, and 10 % rolled back early.
 _GAIN_RISK, _HARM_RISK = 0.1, 0.5
 _EFFECT_VARIANCE = 4.0
 """g: candidates worth a trial change the reward by about two standard deviations of a pair. Smaller effects

@@ -1,3 +1,5 @@
+"""The reward of an interval of traffic, from made-up records."""
+
 import math
 from typing import Any
 
