@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -167,47 +168,6 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) or value == math.inf else value
 
 
-def add_whole(
-    group: "argparse._ActionsContainer",
-    name: str,
-    text: str,
-    default: int | None = None,
-    metavar: str | None = None,
-) -> None:
-    """Add an option with a whole number of at least 1. Its help ends with the default, if it has one."""
-    stated = _with_default(text, default)
-    group.add_argument(name, type=positive_int, default=default, metavar=metavar, help=stated)
-
-
-def add_number(
-    group: "argparse._ActionsContainer",
-    name: str,
-    text: str,
-    default: float | None = None,
-    metavar: str | None = None,
-) -> None:
-    """Add an option with a number above 0, otherwise as `add_whole`."""
-    stated = _with_default(text, default)
-    group.add_argument(name, type=positive_float, default=default, metavar=metavar, help=stated)
-
-
-def add_jobs(group: "argparse._ActionsContainer", more: str = "") -> None:
-    """Add the number of processes."""
-    jobs = os.cpu_count() or 1
-    text = f"processes (default: one per core){more}"
-    group.add_argument("--jobs", type=positive_int, default=jobs, help=text)
-
-
-def add_settings(group: "argparse._ActionsContainer", what: str) -> None:
-    """Add `--set`, which `workload_arguments.settings_of` reads."""
-    text = f"{what}, such as backpressure.target_waiting=5; may be repeated"
-    group.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=text)
-
-
-def _with_default(text: str, default: float | None) -> str:
-    return text if default is None else f"{text} (default: %(default)s)"
-
-
 def positive_float(text: str) -> float:
     """Parse a finite number above 0."""
     try:
@@ -233,6 +193,36 @@ def positive_int(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(value)
+
+
+def add_number(
+    group: "argparse._ActionsContainer",
+    name: str,
+    text: str,
+    default: float | None = None,
+    metavar: str | None = None,
+    kind: Callable[[str], float] = positive_float,
+) -> None:
+    """Add an option with a number, above 0 unless `kind` parses others. Its help ends with the default."""
+    stated = text if default is None else f"{text} (default: %(default)s)"
+    group.add_argument(name, type=kind, default=default, metavar=metavar, help=stated)
+
+
+add_whole = partial(add_number, kind=positive_int)
+"""Add an option with a whole number of at least 1, otherwise as `add_number`."""
+
+
+def add_jobs(group: "argparse._ActionsContainer", more: str = "") -> None:
+    """Add the number of processes."""
+    jobs = os.cpu_count() or 1
+    text = f"processes (default: one per core){more}"
+    group.add_argument("--jobs", type=positive_int, default=jobs, help=text)
+
+
+def add_settings(group: "argparse._ActionsContainer", what: str) -> None:
+    """Add `--set`, which `workload_arguments.settings_of` reads."""
+    text = f"{what}, such as backpressure.target_waiting=5; may be repeated"
+    group.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=text)
 
 
 class ProgressCallback(Protocol):

@@ -71,20 +71,9 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
 
 def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
     configure_profile(group)
-    group.add_argument(
-        "--short-profile",
-        type=_names,
-        default=(),
-        metavar="NAME[,NAME]",
-        help="additional profiles for the short pool",
-    )
-    group.add_argument(
-        "--long-profile",
-        type=_names,
-        default=(),
-        metavar="NAME[,NAME]",
-        help="additional profiles for the long pool",
-    )
+    for pool in ("short", "long"):
+        text = f"additional profiles for the {pool} pool"
+        group.add_argument(f"--{pool}-profile", type=_names, default=(), metavar="NAME[,NAME]", help=text)
     group.add_argument(
         "--b-short",
         type=_numbers,
@@ -93,9 +82,7 @@ def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
         help="values of B_short to try (default: 1024,2048,4096,8192)",
     )
     group.add_argument(
-        "--profile-settings-only",
-        action="store_true",
-        help="try only the batch settings of the profiles",
+        "--profile-settings-only", action="store_true", help="try only the batch settings of the profiles"
     )
     group.add_argument("--costs", type=Path, metavar="FILE", help="YAML file with costs per GPU hour")
 
@@ -122,10 +109,7 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     add_jobs(group)
     group.add_argument("--json", type=Path, metavar="OUT", help="write the fleets and their provenance")
     group.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="write a configuration of the cheapest fleet",
+        "--config", type=Path, metavar="FILE", help="write a configuration of the cheapest fleet"
     )
     group.add_argument(
         "--model", help="with --config: vLLM engines with this model (default: emulated engines)"

@@ -210,13 +210,7 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
     configure_max_output(group)
     add_number(group, "--queue-timeout-s", "queue timeout of all requests", math.inf)
     add_number(group, "--report-interval", "interval of load reports", 0.2, metavar="S")
-    group.add_argument(
-        "--control-latency",
-        type=_share,
-        default=0.001,
-        metavar="S",
-        help="latency of the control channel (default: %(default)s)",
-    )
+    add_number(group, "--control-latency", "latency of the control channel", 0.001, "S", _zero_or_more)
 
 
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
@@ -270,12 +264,8 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     add_number(group, "--slo-ttft-s", "TTFT limit of short prompts", 1.0)
     add_number(group, "--slo-long-ttft-s", "TTFT limit of other prompts", 10.0)
     add_number(group, "--slo-tpot-s", "TPOT limit", 0.1)
-    group.add_argument(
-        "--warm-up",
-        type=_share,
-        default=0.1,
-        help="share of requests to exclude at the beginning (default: %(default)s)",
-    )
+    warm_up = "share of requests to exclude at the beginning"
+    add_number(group, "--warm-up", warm_up, 0.1, kind=_zero_or_more)
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
     group.add_argument(
         "--save-partition",
@@ -451,6 +441,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, object]:
     return found
 
 
-def _share(text: str) -> float:
+def _zero_or_more(text: str) -> float:
     """Parse a finite number of at least 0."""
     return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)
