@@ -4,12 +4,16 @@ A block without a rule fails, so that a typing error leaves none out.
 """
 
 import os
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from serve_app import cli
 from tests.docs import code, documents, shell
 from tests.docs.documents import ROOT, CodeBlock, blocks_in, code_blocks
 from tests.docs.marks import BlockError, Mark, parse_mark
@@ -222,3 +226,53 @@ def test_a_mark_is_parsed_into_word_and_detail() -> None:
     assert parse_mark("gpu") == Mark("gpu", "")
     assert parse_mark("parse, it needs a cluster") == Mark("parse", "it needs a cluster")
     assert parse_mark("settings under models[0].scheduler") == Mark("settings", "models[0].scheduler")
+
+
+# -- outputs of commands in documents and `--help`: only in ignored folders or outside the checkout -------
+
+_OUTPUTS = ("json", "html", "records", "log", "out", "save_partition")
+_OWN = re.compile(r"\s*(?:\.venv/bin/)?ewsjf (.*)", re.DOTALL)
+
+
+def shown_commands() -> Iterator[tuple[str, str]]:
+    """Yield the place of every shown command of ours, and its arguments."""
+    for document in documents.documents():
+        for block in code_blocks(document):
+            if block.language == "console":
+                for command in shell.commands(block.text):
+                    yield block.place, command
+    for own in cli.COMMANDS:
+        for command in own.load().example.replace("\\\n", " ").splitlines():
+            yield f"{own.name} --help", command
+
+
+SHOWN = [
+    (place, own[1])
+    for place, command in shown_commands()
+    if (own := _OWN.match(command.replace("\\\n", " ")))
+]
+
+
+def written_by(arguments: list[str]) -> list[Path]:
+    redirected = []
+    if ">" in arguments:
+        place = arguments.index(">")
+        arguments, redirected = arguments[:place], [Path(arguments[place + 1])]
+    parsed = vars(shell.parse_own(arguments))
+    given = [*(parsed.get(name) for name in _OUTPUTS), *redirected]
+    return [path for path in given if isinstance(path, Path) and not path.is_absolute()]
+
+
+@pytest.mark.parametrize(("place", "command"), SHOWN, ids=[place for place, _ in SHOWN])
+def test_its_outputs_are_ignored_by_git(place: str, command: str) -> None:
+    arguments = shlex.split(command, comments=True)
+    for path in written_by(arguments):
+        # A path below the folder, because a pattern such as `out/` matches only folders.
+        ignored = subprocess.run(
+            ["git", "-C", str(ROOT), "check-ignore", "-q", str(path / "file")], check=False
+        )
+        assert ignored.returncode == 0, f"{place}: {path} would show up in `git status`: write to out/"
+
+
+def test_outputs_are_found() -> None:
+    assert sum(bool(written_by(shlex.split(command, comments=True))) for _, command in SHOWN) >= 5
