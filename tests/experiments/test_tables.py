@@ -1,10 +1,16 @@
+"""Rows of experiments, and the tables, documents and pictures made from them."""
+
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
+from experiments.common.catalogue import Catalogue
+from experiments.common.picture import Line, Panel, drawn
 from experiments.common.provenance import TraceSource, trace_sources
 from experiments.common.rows import ANY, line_of, read_rows, rounded, where, write_rows
 from experiments.common.tables import Table, caption, plus_minus
+from experiments.common.tables_command import main
 from serve_app.errors import SettingsError
 from tests.experiments.builders import row
 
@@ -88,3 +94,167 @@ def test_a_trace_file_is_known_by_its_checksum_and_a_generator_by_its_name(
     own = tmp_path / "own.csv"
     own.write_text("abc")
     assert trace_sources(str(own))[0].name == "own.csv"
+
+
+# -- `experiments/tables`: documents follow their rows ----------------------------------------------------
+
+DOCUMENT = "# Coins\n\n<!-- table: coin/shares -->\nold\n<!-- end table -->\nAfter.\n"
+OUT_OF_DATE, IN_DATE = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
+
+
+@pytest.fixture
+def page(catalogue: Catalogue) -> Path:
+    """Return a document beside the experiments."""
+    root = catalogue.root.parent
+    page = root / "docs" / "deep" / "results.md"
+    page.parent.mkdir(parents=True)
+    page.write_text(DOCUMENT)
+    write_rows(catalogue.results("coin"), [row({"bias": 0.5}, {"share": IN_DATE})])
+    return page
+
+
+def test_a_table_is_written_from_its_rows_and_the_rest_stays(page: Path, catalogue: Catalogue) -> None:
+    root = catalogue.root.parent
+    assert main([], root, catalogue) == 0
+    lines = page.read_text().splitlines()
+    assert lines[2:6] == [
+        "<!-- table: coin/shares -->",
+        "| bias | share |",
+        "| --- | --: |",
+        "| 0.5 | 0.25 ± 0.00 |",
+    ]
+    assert (lines[0], lines[-2:]) == ("# Coins", ["<!-- end table -->", "After."])
+    # A second run changes nothing.
+    assert main(["--check"], root, catalogue) == 0
+
+
+def test_the_check_fails_when_a_table_and_its_rows_differ(
+    page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = catalogue.root.parent
+    main([], root, catalogue)
+    before = page.read_text()
+    write_rows(catalogue.results("coin"), [row({"bias": 0.5}, {"share": OUT_OF_DATE})])
+    assert main(["--check"], root, catalogue) == 1
+    printed = capsys.readouterr()
+    assert "-| 0.5 | 0.25 ± 0.00 |" in printed.out
+    assert "+| 0.5 | 0.50 ± 0.00 |" in printed.out
+    assert "run experiments/tables" in printed.err
+    assert page.read_text() == before
+
+
+def test_a_picture_is_drawn_from_its_rows_and_the_check_fails_when_they_differ(
+    page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = catalogue.root.parent
+    assert main([], root, catalogue) == 0
+    picture = root / "docs" / "coins.svg"
+    assert ">0.25</text>" in picture.read_text()
+    picture.write_text(picture.read_text().replace("0.25", "0.75"))
+    capsys.readouterr()
+    assert main(["--check"], root, catalogue) == 1
+    assert "docs/coins.svg from the rows" in capsys.readouterr().out
+    assert main([], root, catalogue) == 0
+    assert ">0.25</text>" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n<!-- table: coin/shares -->\n", "results.md:2: the table has no end"),
+        ("<!-- table: coin/shares -->\n" * 2 + "<!-- end table -->", "results.md:1: the table has no end"),
+        (
+            "<!-- table: coin/both_edges -->\n<!-- end table -->",
+            "experiment coin has no table 'both_edges': it has shares, fair",
+        ),
+        (
+            "<!-- table: coin/edges -->\n<!-- end table -->",
+            "experiment coin has no table 'edges': it has shares, fair",
+        ),
+        ("<!-- table: dice/shares -->\n<!-- end table -->", "no experiment 'dice'"),
+    ],
+)
+def test_a_comment_that_names_no_table_is_rejected_with_its_line(
+    text: str, message: str, page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.write_text(text)
+    assert main(["--check"], catalogue.root.parent, catalogue) == 2
+    assert message in capsys.readouterr().err
+    assert page.read_text() == text
+
+
+def test_a_table_without_rows_is_rejected(
+    page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.write_text(DOCUMENT.replace("shares", "fair"))
+    write_rows(catalogue.results("coin"), [row({"bias": 0.75}, {"share": IN_DATE})])
+    assert main([], catalogue.root.parent, catalogue) == 2
+    assert "play the experiment first" in capsys.readouterr().err
+
+
+def test_tables_of_any_file_of_rows_can_be_printed(
+    catalogue: Catalogue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "other.jsonl"
+    write_rows(rows, [row({"bias": 0.5}, {"share": OUT_OF_DATE})])
+    assert main(["coin", "--rows", str(rows)], catalogue.root.parent, catalogue) == 0
+    assert "| 0.5 | 0.50 ± 0.00 |" in capsys.readouterr().out
+
+
+# -- pictures: every line, value and tick is in the SVG, and higher values are higher ---------------------
+
+SVG = "{http://www.w3.org/2000/svg}"
+GATEWAY = Line("gateway", [0.25, 0.5, 12.0])
+SCHEDULER = Line("scheduler & core", [0.125, 0.125, 0.125])
+
+
+def panel(*, is_log: bool = False, lines: tuple[Line, ...] = (GATEWAY, SCHEDULER)) -> Panel:
+    return Panel(title="By chunks", ticks=["1", "8", "1,000"], lines=lines, is_log=is_log)
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def heights(svg: str, line: int) -> list[float]:
+    """Return the vertical positions of a line's points; the first path of its group has all of them."""
+    groups = [group for group in ET.fromstring(svg).iter(f"{SVG}g") if group.get("class") == f"c{line}"]
+    points = groups[-1].findall(f"{SVG}path")[0].attrib["d"].removeprefix("M").split()
+    return [float(y) for y in points[1::2]]
+
+
+def test_a_picture_has_its_series_values_ticks_and_titles() -> None:
+    svg = drawn("Cost", "of a <request>", [panel(), panel(lines=(SCHEDULER,))])
+    root = ET.fromstring(svg)
+    assert root.findtext(f"{SVG}title") == "Cost"
+    assert root.findtext(f"{SVG}desc") == "of a <request>"
+    found = texts(svg)
+    # One legend for both panels.
+    assert [found.count(name) for name in ("gateway", "scheduler & core")] == [1, 1]
+    assert found.count("By chunks") == 2
+    assert found.count("1,000") == 2
+    assert [found.count(value) for value in ("0.25", "0.5", "12", "0.12")] == [1, 1, 1, 6]
+
+
+def test_the_label_of_a_higher_value_is_above_its_point_and_the_other_one_below() -> None:
+    close = panel(lines=(Line("a", [1.0, 3.0, 2.0]), Line("b", [2.0, 2.9, 2.1])))
+    svg = drawn("", "", [close])
+    for line, sides in ((0, (1, -1, 1)), (1, (-1, 1, -1))):
+        group = [each for each in ET.fromstring(svg).iter(f"{SVG}g") if each.get("class") == f"c{line}"][-1]
+        labels = [float(text.attrib["y"]) for text in group.iter(f"{SVG}text")]
+        points = heights(svg, line)
+        assert [(label > point) - (label < point) for label, point in zip(labels, points, strict=True)] == [
+            *sides
+        ]
+
+
+def test_a_linear_axis_begins_at_zero_and_a_logarithmic_one_at_the_least_value() -> None:
+    (low, middle, high), (zero, *_) = heights(drawn("", "", [panel()]), 0), (156.0,)
+    assert low > middle > high
+    # In SVG a smaller coordinate is higher. Twice the value is twice as high above zero.
+    assert (zero - middle) == pytest.approx(2 * (zero - low), abs=0.2)
+    svg = drawn("", "", [panel(is_log=True)])
+    (low, middle, high), others = heights(svg, 0), heights(svg, 1)
+    # A doubling is the same step everywhere.
+    assert others[0] - low == pytest.approx(low - middle, abs=0.2)
+    assert len(set(others)) == 1

@@ -7,7 +7,7 @@ from experiments.targets.run import SCORED, WITHOUT, Case, _Run
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
 from serve_app.lab.workloads import Trace, TraceRequest
-from tests.experiments.load_test.scripted import raw, scripted, stream_of, streaming
+from tests.experiments.scripted import raw, scripted, stream_of, streaming
 
 
 def record(name: str, ttft_s: float | None, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
