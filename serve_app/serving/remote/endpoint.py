@@ -35,7 +35,7 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamResponse, UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointUrl, FixedSource, source_of
 
@@ -45,14 +45,6 @@ _MAX_PAGE_BYTES = 8 * 1024 * 1024
 
 class EndpointUnreachableError(EngineError):
     """The endpoint does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Answer to a control request."""
-
-    status: int
-    body: bytes
 
 
 class ControlClient:
@@ -67,7 +59,7 @@ class ControlClient:
         authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._headers = f" HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{authorization}\r\n"
 
-    async def get(self, path: str) -> Page:
+    async def get(self, path: str) -> PageResponse:
         """Send a GET request.
 
         Raises:
@@ -77,7 +69,14 @@ class ControlClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 with contextlib.closing(await self._upstream.send(self._server, head, b"")) as response:
-                    return Page(response.status, await _limited(response))
+                    body = bytearray()
+                    while piece := await response.next():
+                        body += piece
+                        if len(body) > _MAX_PAGE_BYTES:
+                            raise EndpointUnreachableError(
+                                f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes"
+                            )
+                    return PageResponse(response.status, bytes(body), {})
         except TimeoutError as exc:
             raise EndpointUnreachableError(
                 f"{self._url}{path} gave no answer in {self._timeout_s:g} s"
@@ -104,16 +103,6 @@ class ControlClient:
         if answer.status != 200:
             raise EngineError(f"{self._url}{path} answered {answer.status}: {excerpt(answer.body)}")
         return answer.body
-
-
-async def _limited(response: UpstreamResponse) -> bytes:
-    pieces, length = [], 0
-    while piece := await response.next():
-        pieces.append(piece)
-        length += len(piece)
-        if length > _MAX_PAGE_BYTES:
-            raise EndpointUnreachableError(f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes")
-    return b"".join(pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +133,8 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
     Raises:
         EngineError: it does not answer, rejects the key, or lacks a model.
     """
-
-    async def get(path: str) -> PageResponse:
-        page = await control.get(path)
-        return PageResponse(page.status, page.body, {})
-
     try:
-        server = await identify(get)
+        server = await identify(control.get)
     except EngineError as exc:
         if str(url) in str(exc):
             raise
@@ -337,24 +321,19 @@ class Endpoint:
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while self._identity is None:
+        while True:
             try:
                 await self._identify()
             except Exception as exc:  # noqa: BLE001 - an unexpected answer must not end the attempts
-                self._record_failure(str(exc) if isinstance(exc, EngineError) else repr(exc))
-                self.is_rejected = not isinstance(exc, EndpointUnreachableError)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._client = self._registered()
-        self._client.start()
-        while True:
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            # Failures to answer are reported by `_report`.
-            with contextlib.suppress(Exception):
-                await self._identify()
+                # `_report` records the failures of a registered endpoint.
+                if self._client is None:
+                    self._record_failure(str(exc) if isinstance(exc, EngineError) else repr(exc))
+                    self.is_rejected = not isinstance(exc, EndpointUnreachableError)
+            await asyncio.sleep(pause_s if self._client is None else _LOOK_AGAIN_S)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _identify(self) -> None:
-        """Identify the endpoint, and send changed limits to the scheduler.
+        """Identify the endpoint; register it at the scheduler, or send changed limits.
 
         Raises:
             EngineError: it does not answer, or cannot be used.
@@ -364,8 +343,8 @@ class Endpoint:
         if before is not None:
             # The first TPOT is only a prior; reports have the current one.
             found = replace(found, tpot_s=before.tpot_s)
-        self._identity = found
-        if before is None:
+        self._identity, spec = found, self._spec(found)
+        if before is None or self._client is None:
             for limitation in found.server.limitations:
                 logger.warning(
                     "event=endpoint_limitation endpoint=%s server=%s limitation=%r",
@@ -373,14 +352,14 @@ class Endpoint:
                     found.server.kind,
                     limitation,
                 )
-        elif self._client is not None and (spec := self._spec(found)) != self._spec(before):
+            self._client = self._registered(spec, found.server)
+            self._client.start()
+        elif spec != self._spec(before):
             logger.info("event=endpoint_changed endpoint=%s spec=%r", self.url, spec)
             self._client.change(spec)
 
-    def _registered(self) -> ReplicaClient:
-        assert self._identity is not None, "it registers once it is known"
+    def _registered(self, spec: ReplicaSpec, server: EngineServer) -> ReplicaClient:
         shared = self._shared
-        spec = self._spec(self._identity)
         address = ReplicaAddress(
             replica_id=self.replica_id,
             pool=shared.pool,
@@ -391,7 +370,7 @@ class Endpoint:
             server_name=self.url.server_name,
             path=self.url.path,
             api_key=shared.api_key,
-            names_responses=self._identity.server.names_responses,
+            names_responses=server.names_responses,
             max_model_len=spec.max_model_len,
         )
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
