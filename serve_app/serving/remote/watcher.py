@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ray import serve
@@ -43,18 +43,14 @@ class EndpointChoices:
     While the store cannot be read, nothing is overwritten. Choices made in that time are merged with the
     stored ones later, and take precedence.
 
-    Args:
-        store: None disables persistence.
-
     Attributes:
         added: URLs in addition to the discovered ones.
         removed: discovered URLs that receive no requests.
     """
 
-    def __init__(self, store: StateStore | None) -> None:
-        self._store = store
-        self._calls = None if store is None else StoreCalls(store)
-        self._restored = store is None
+    def __init__(self, store: StateStore) -> None:
+        self._store, self._calls = store, StoreCalls(store)
+        self._restored = False
         # URLs that were changed before the stored choices were read.
         self._chosen: set[str] = set()
         self._retry: asyncio.Task[None] | None = None
@@ -66,8 +62,6 @@ class EndpointChoices:
 
     async def load(self) -> None:
         """Read the stored choices; while the store does not answer, the watcher works without them."""
-        if self._store is None or self._restored or self._retry is not None:
-            return
         try:
             await self._restore()
         except StateError as exc:
@@ -96,8 +90,6 @@ class EndpointChoices:
 
     async def save(self) -> bool:
         """Write the choices, and return whether they survive a restart of the application."""
-        if self._store is None or self._calls is None:
-            return False
         store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
         if not self._restored:
             logger.warning("event=endpoints_not_saved reason=%r", f"{store.path} has not been loaded yet")
@@ -114,15 +106,12 @@ class EndpointChoices:
             self._chosen.add(url)
 
     async def _restore(self) -> None:
-        assert self._store is not None, "requires a store"
-        assert self._calls is not None, "as above"
         document = await self._calls.answer(self._store.load, LOAD_TIMEOUT_S)
         self._restored = True
         if document is None:
             return
-        added, removed = _read(document)
-        self.added |= added - self._chosen
-        self.removed |= removed - self._chosen
+        self.added |= set(document["added"]) - self._chosen
+        self.removed |= set(document["removed"]) - self._chosen
 
     async def _try_again(self) -> None:
         while not self._restored:
@@ -131,10 +120,6 @@ class EndpointChoices:
                 await self._restore()
         logger.info("event=endpoints_restored added=%d removed=%d", len(self.added), len(self.removed))
         await self.save()
-
-
-def _read(document: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    return {str(url) for url in document["added"]}, {str(url) for url in document["removed"]}
 
 
 _START_POLL_S = 0.05
@@ -249,40 +234,32 @@ class EndpointWatcher:
         }
 
     async def change(self, action: str, text: str) -> dict[str, object]:
-        """Add or remove an endpoint; an invalid URL is returned as `error`."""
+        """Add an endpoint or restore a removed one, or remove one, whose running requests continue.
+
+        An invalid URL, or one without an endpoint to remove, is returned as `error`.
+        """
         try:
-            return await (self.add(text) if action == "add" else self.remove(text))
-        except SettingsError as exc:
+            url = self._url(text, is_known=action != "add")
+        except (ValueError, SettingsError) as exc:
             return {"error": str(exc)}
-
-    async def add(self, text: str) -> dict[str, object]:
-        """Add an endpoint, or restore a removed one.
-
-        Raises:
-            SettingsError: it is not a URL.
-        """
-        url = _url(text)
-        self._choices.add(str(url), found=self._is_found(str(url)))
+        choose = self._choices.add if action == "add" else self._choices.remove
+        choose(url, found=any(str(one) == url for found in self._found for one in found))
         self._reconcile()
-        return {"url": str(url), "persisted": await self._choices.save()}
+        return {"url": url, "persisted": await self._choices.save()}
 
-    async def remove(self, text: str) -> dict[str, object]:
-        """Send no further requests to an endpoint; running ones continue.
+    def _url(self, text: str, *, is_known: bool) -> str:
+        """Return a URL in its usual form.
 
         Raises:
-            SettingsError: there is no endpoint with this URL.
+            ValueError: it is not a URL.
+            SettingsError: it must be known, and there is no such endpoint.
         """
-        url = _url(text)
-        if all(str(url) != str(one) for one in self._endpoints):
+        url = str(EndpointUrl.parse(text))
+        if is_known and url not in map(str, self._endpoints):
             raise SettingsError(
                 f"pool {self._shared.pool} has no endpoint {url}: GET /admin/endpoints lists them"
             )
-        self._choices.remove(str(url), found=self._is_found(str(url)))
-        self._reconcile()
-        return {"url": str(url), "persisted": await self._choices.save()}
-
-    def _is_found(self, url: str) -> bool:
-        return any(str(one) == url for found in self._found for one in found)
+        return url
 
     async def _follow(self, index: int, source: EndpointSource) -> None:
         def publish(urls: frozenset[EndpointUrl]) -> None:
@@ -309,7 +286,7 @@ class EndpointWatcher:
         """Start and stop watches to match the wanted endpoints."""
         wanted = {url for found in self._found for url in found}
         known = {str(url) for url in wanted}
-        wanted |= {_url(text) for text in self._choices.added if text not in known}
+        wanted |= {EndpointUrl.parse(text) for text in self._choices.added if text not in known}
         wanted = {url for url in wanted if str(url) not in self._choices.removed}
         # Two sources may find one server, by its name and by its address. It is one replica.
         servers: dict[tuple[str, str], EndpointUrl] = {}
@@ -336,32 +313,19 @@ class EndpointWatcher:
             asked = self._endpoints.values()
             rejected = bool(asked) and all(endpoint.is_rejected for endpoint in asked)
             if rejected or loop.time() > deadline:
-                raise EngineError(f"no endpoint can be used: {_reasons(self._endpoints.values())}")
+                reasons = "; ".join(dict.fromkeys(endpoint.failure for endpoint in asked))
+                raise EngineError(f"no endpoint can be used: {reasons}")
             await asyncio.sleep(_START_POLL_S)
-
-
-def _reasons(endpoints: Iterable[Endpoint]) -> str:
-    return "; ".join(dict.fromkeys(endpoint.failure for endpoint in endpoints))
-
-
-def _url(text: str) -> EndpointUrl:
-    try:
-        return EndpointUrl.parse(text)
-    except ValueError as exc:
-        raise SettingsError(str(exc)) from exc
 
 
 def _shared(locate: Locate) -> Locate:
     """Share one search among all callers, as some hundred connections may lose the scheduler at once."""
-    searching: asyncio.Task[SchedulerEndpoint] | None = None
-
-    async def search() -> SchedulerEndpoint:
-        return await locate()
+    searching: asyncio.Future[SchedulerEndpoint] | None = None
 
     async def located() -> SchedulerEndpoint:
         nonlocal searching
         if searching is None or searching.done():
-            searching = asyncio.create_task(search())
+            searching = asyncio.ensure_future(locate())
         # A caller that gives up must not cancel the search of the others.
         return await asyncio.shield(searching)
 

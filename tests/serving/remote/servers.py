@@ -14,6 +14,7 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
+from serve_app.serving.state import StateStore
 from tests.engines.servers import serving
 from tests.serving.channel.harness import ControlPlane, scheduler_settings
 from tests.serving.gateway.builders import MODEL, Engine
@@ -103,6 +104,24 @@ class WatchedFleet:
         return await self.stack.enter_async_context(serving(engine or VllmLike()))
 
 
+class MemoryStore(StateStore):
+    """Store that no other process sees."""
+
+    outlives_cluster = False
+    _data: bytes | None = None
+
+    def _read(self) -> bytes | None:
+        return self._data
+
+    def _write(self, data: bytes) -> None:
+        self._data = data
+
+
+def new_choices() -> EndpointChoices:
+    """Return choices without a history."""
+    return EndpointChoices(MemoryStore("memory://none", "endpoints", "none"))
+
+
 @asynccontextmanager
 async def watched(
     *endpoints: str,
@@ -130,13 +149,13 @@ async def watched(
             control_plane.live.endpoints.update(states)
 
         watcher = EndpointWatcher(
-            POOL, remote, CHANNEL, control_plane.locate_for_replica, kept or EndpointChoices(None), show
+            POOL, remote, CHANNEL, control_plane.locate_for_replica, kept or new_choices(), show
         )
         stack.push_async_callback(watcher.close)
         if long:
             of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
             other = EndpointWatcher(
-                "long", of_long, CHANNEL, control_plane.locate_for_replica, EndpointChoices(None), show
+                "long", of_long, CHANNEL, control_plane.locate_for_replica, new_choices(), show
             )
             stack.push_async_callback(other.close)
             await other.start()
