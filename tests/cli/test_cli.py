@@ -53,6 +53,8 @@ def test_the_help_lists_the_commands() -> None:
         (("simulate", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " simulate"),
         (("serve", "--port", "99999"), "argument --port: must be at most 65535, got '99999'", " serve"),
         (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),
+        (("explain",), "one of the arguments request_id --program is required", " explain"),
+        (("explain", "r", "--program", "p"), "--program: not allowed with argument request_id", " explain"),
         (("fly",), "invalid choice: 'fly'", ""),
     ],
 )

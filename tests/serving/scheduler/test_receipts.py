@@ -1,13 +1,13 @@
-"""Receipts from a real scheduler on a manual clock."""
+"""Receipts from a real scheduler on a manual clock: all figures, before and after the end of a request."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from serve_app.core import events as ev
 from serve_app.errors import Outcome
-from serve_app.request import Request, RequestTimes, Usage
+from serve_app.request import EngineTimes, PriorityClass, Request, RequestTimes, Usage
 from serve_app.serving.scheduler.journal import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.receipts import QueueWatch, Receipts
 from tests.builders import ManualDriver, fill, one_replica, request
@@ -40,62 +40,162 @@ class HistoryHarness:
 
 
 class ReceiptHarness(HistoryHarness):
-    def submit(self, request_id: str, named: str = "") -> None:
-        self.arrive(request(request_id, arrived_at=self.driver.now, tenant="acme"), named)
+    """With one replica, whose usual prefill takes 50 ms."""
+
+    def __init__(self, most: int = 10) -> None:
+        super().__init__(one_replica(), most, prefill_s_per_token=0.00125)
+
+    def submit(self, request_id: str, named: str = "", tenant: str = "acme", **fields: Any) -> None:
+        self.arrive(request(request_id, arrived_at=self.driver.now, tenant=tenant, **fields), named)
+
+    def replace(self, request_id: str) -> None:
+        """Let a request end after a second, so that another one is dispatched."""
+        self.driver.report("r1", after_s=1.0)
+        self.end(request_id, request_times())
 
     def document(self, name: str) -> dict[str, Any]:
-        # Only waiting requests have an estimated start.
-        receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
-        return asyncio.run(receipts.document(name, self.driver.now))
+        async def read() -> dict[str, Any]:
+            core, now = self.driver.scheduler, self.driver.now
+            outlook = QueueWatch(core, lambda: now, lambda _: None, lambda _: None)
+            return await Receipts(core, self.history, outlook).document(name, now)
+
+        return asyncio.run(read())
+
+    def stages(self, name: str) -> dict[str, float]:
+        return {each["stage"]: each["ms"] for each in self.document(name)["stages"]}
 
 
-def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
-    return RequestTimes("/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5)
+def request_times(
+    first_token_s: float | None = 0.25, engine: EngineTimes | None = None, *, grant_s: float = 0.5
+) -> RequestTimes:
+    return RequestTimes("/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5, engine)
 
 
-@pytest.mark.parametrize("first_token_s", [None, 0.25])
-def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | None) -> None:
-    receipt_harness = ReceiptHarness(one_replica())
-    fill(receipt_harness.driver)
-    receipt_harness.submit("waits", "mine")
-    receipt_harness.end("f0", request_times(), after_s=2.0)
-    receipt_harness.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
+@pytest.fixture
+def overloaded() -> ReceiptHarness:
+    """A full replica, and three queued requests; `theirs` is of a higher class."""
+    harness = ReceiptHarness()
+    for number in range(3):
+        harness.submit(f"f{number}")
+    harness.driver.now += 1.0
+    harness.submit("before")
+    harness.submit("waits", "mine", expires_at=61.0)
+    harness.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
+    return harness
 
-    document = receipt_harness.document("mine")
-    stages = {each["stage"]: each["ms"] for each in document["stages"]}
-    engine = (
-        {"engine": 1_500.0} if first_token_s is None else {"until_first_token": 250.0, "generation": 1_250.0}
-    )
-    assert stages == {"gateway": 1.0, "channel": 250.0, "queue": 2_000.0, **engine}
-    assert [(each["cause"], each["ms"]) for each in document["queue"]["causes"]] == [
-        ("engines_busy", 2_000.0)
-    ]
-    assert document["tenant"] == "acme"
+
+REPORTED = {"engine_queue": 20.0, "prefill": 200.0}
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "engine", "parts"),
+    [
+        (None, None, {}),
+        (0.25, None, {"engine_queue": 200.0, "prefill": 50.0}),
+        # A prefill is not longer than its stage.
+        (0.04, None, {"engine_queue": 0.0, "prefill": 40.0}),
+        (0.25, EngineTimes(0.02, 0.2, 1.2), {"network": 30.0, **REPORTED}),
+        (None, EngineTimes(0.02, 0.2, 1.2), {"network": 80.0, **REPORTED, "generation": 1_200.0}),
+    ],
+)
+def test_the_stages_add_up_to_the_time_at_the_gateway(
+    first_token_s: float | None, engine: EngineTimes | None, parts: dict[str, float]
+) -> None:
+    harness = ReceiptHarness()
+    fill(harness.driver)
+    harness.submit("waits", "mine")
+    harness.end("f0", request_times(), after_s=2.0)
+    harness.end("waits", request_times(first_token_s, engine, grant_s=2.25))
+
+    document = harness.document("mine")
+    stages = {"engine": 1_500.0}
+    if first_token_s is not None:
+        stages = {"until_first_token": first_token_s * 1e3, "generation": 1_500.0 - first_token_s * 1e3}
+    assert harness.stages("mine") == {"gateway": 1.0, "channel": 250.0, "queue": 2_000.0, **stages}
+    shown = {each["stage"]: each["parts"] for each in document["stages"] if "parts" in each}
+    assert shown.keys() == ({*stages} - {"generation"} if parts else set())
+    found = [part for each in shown.values() for part in each]
+    assert {part["part"]: part["ms"] for part in found} == parts
+    assert all(part["estimated"] is (engine is None) for part in found)
+    (cause,) = document["queue"]["causes"]
+    assert (cause["cause"], cause["ms"]) == ("engines_busy", 2_000.0)
+    assert (document["outcome"], document["tenant"]) == ("completed", "acme")
     assert document["tokens"]["output"] == 5
 
 
+def test_a_waiting_request_has_its_place_and_the_reason_of_its_wait(overloaded: ReceiptHarness) -> None:
+    overloaded.driver.now += 2.0
+
+    found = overloaded.document("mine")
+    facts = {"client_request_id": "mine", "tenant": "acme", "model": "m", "class": "default"}
+    assert found.items() >= {**facts, "state": "waiting", "outcome": None, "attempts": []}.items()
+    assert overloaded.stages("mine") == {"queue": 2_000.0}
+    queue = found["queue"]
+    assert [(each["cause"], each["ms"]) for each in queue["causes"]] == [("engines_busy", 2_000.0)]
+    place = {"pool": "only", "position": 3, "waiting": 3, "expires_in_ms": 58_000.0}
+    reason = {"current_cause": "engines_busy", "obstacles": "only: every replica is at its limit"}
+    # Nothing was dispatched while others waited, so no start can be predicted.
+    unknown = {"expected_ms": None, "expected_between_ms": None}
+    assert queue.items() >= {**place, **reason, **unknown}.items()
+    assert overloaded.document("before")["queue"]["position"] == 2
+
+
+def test_a_start_is_expected_once_others_were_dispatched_and_they_are_counted(
+    overloaded: ReceiptHarness,
+) -> None:
+    overloaded.replace("f0")
+    overloaded.replace("f1")
+
+    queue = overloaded.document("mine")["queue"]
+    earliest, latest = queue["expected_between_ms"]
+    assert 0 < earliest < queue["expected_ms"] < latest
+    assert queue["ahead"] == {"higher_class": 1, "own_requests": 1}
+    own = {"class": "default", "tenant": "acme", "requests": 1}
+    rivals = {"class": "interactive", "tenant": "rival", "requests": 1}
+    served = {"pool": "only", "requests": 2, "by": [own, rivals], "others": 0, "is_complete": True}
+    assert queue["served"] == served
+    overloaded.replace("f2")
+    overloaded.submit("later", tenant="rival")
+    assert overloaded.document("mine")["queue"]["served"] == served
+
+
+def test_a_running_request_has_its_stages_so_far(overloaded: ReceiptHarness) -> None:
+    for name in ("f0", "f1", "f2"):
+        overloaded.replace(name)
+    overloaded.driver.now += 0.5
+
+    found = overloaded.document("mine")
+    (attempt,) = found["attempts"]
+    assert (found["outcome"], found["state"]) == (None, "running")
+    assert (attempt["pool"], attempt["replica"], attempt["expected_prefill_ms"]) == ("only", "r1", 50.0)
+    assert overloaded.stages("mine") == {"queue": 3_000.0, "until_first_token": 500.0}
+    overloaded.feed(ev.FirstToken("waits"))
+    overloaded.driver.now += 0.25
+    assert overloaded.stages("mine") == {"queue": 3_000.0, "until_first_token": 500.0, "generation": 250.0}
+
+
 def test_the_history_is_bounded_in_number_and_time() -> None:
-    receipt_harness = ReceiptHarness(one_replica(), most=2)
+    harness = ReceiptHarness(most=2)
     for name in ("a", "b", "c"):
-        receipt_harness.submit(name, f"client-{name}")
-        receipt_harness.end(name, request_times())
-    assert receipt_harness.history.find("a") is receipt_harness.history.find("client-a") is None
-    assert receipt_harness.history.find("client-b") is receipt_harness.history.find("b") is not None
+        harness.submit(name, f"client-{name}")
+        harness.end(name, request_times())
+    assert harness.document("a") == harness.document("client-a") == {}
+    assert harness.document("client-b") == harness.document("b") != {}
 
-    receipt_harness.driver.now += RETENTION_S + 1
-    receipt_harness.driver.report("r1")
-    receipt_harness.submit("d")
-    receipt_harness.end("d", request_times())
+    harness.driver.now += RETENTION_S + 1
+    harness.driver.report("r1")
+    harness.submit("d")
+    harness.end("d", request_times())
 
-    assert len(receipt_harness.history.ended()) == 1
-    assert receipt_harness.history.find("c") is None
+    assert len(harness.history.ended()) == 1
+    assert harness.document("c") == {}
 
 
 def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
-    receipt_harness = ReceiptHarness(one_replica(), most=2)
+    harness = ReceiptHarness(most=2)
     for name in ("a", "b", "c"):
-        receipt_harness.submit(name, "same")
-        receipt_harness.end(name, request_times())
-    found = receipt_harness.history.find("same")
-    assert found is not None
-    assert found.request_id == "c"
+        harness.submit(name, "same")
+        found = harness.document("same")
+        assert (found["request_id"], found["state"]) == (name, "running")
+        harness.end(name, request_times())
+    assert harness.document("same")["request_id"] == "c"
