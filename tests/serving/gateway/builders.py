@@ -468,13 +468,14 @@ class FakeDispatcher:
             request.on_rejection(step)
         else:
             self.in_flight.add(request.submission.request_id)
-            self.grant(request, *self._grant(request.submission.request_id, step))
+            self.grant(request, *self.granted(request.submission.request_id, step))
 
     def grant(self, request: ChannelRequest, dispatch: Dispatch, address: ReplicaAddress) -> None:
         """Grant a request."""
         request.on_grant(dispatch, address)
 
-    def _grant(self, request_id: str, step: int) -> tuple[Dispatch, ReplicaAddress]:
+    def granted(self, request_id: str, step: int) -> tuple[Dispatch, ReplicaAddress]:
+        """Return a grant of the replica at a port."""
         dispatch = Dispatch(
             request_id=request_id,
             gateway_id="g1",

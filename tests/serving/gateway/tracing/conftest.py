@@ -11,5 +11,6 @@ from .collector import Collector, collecting
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with collecting() as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
-        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        # Only the end of a tracer exports spans.
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
         yield made

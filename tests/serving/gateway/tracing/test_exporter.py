@@ -1,8 +1,8 @@
-"""Span export: a missing, slow or rejecting collector harms no request; impossible settings fail early."""
+"""Span export: a collector that is gone or rejects spans harms no request; impossible settings fail early."""
 
 import asyncio
-import importlib
 import logging
+import subprocess
 import sys
 import time
 
@@ -24,6 +24,7 @@ async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     # The exporter retries until its timeout.
     collector.status = 503
     async with fleet_of([Engine()], tracing=True) as fleet:
@@ -48,16 +49,6 @@ async def test_a_gateway_ends_in_time_without_a_collector(monkeypatch: pytest.Mo
     assert time.monotonic() - began < 4.0
 
 
-async def test_the_last_spans_leave_when_a_gateway_ends(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
-    async with fleet_of([Engine()], tracing=True) as fleet:
-        await fleet.http.post(CHAT, json=chat())
-        assert collector.spans == []
-    assert len(collector.spans) == 4
-
-
 @pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "TRUE"), ("OTEL_TRACES_EXPORTER", "none")])
 def test_the_environment_switches_tracing_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
@@ -66,9 +57,7 @@ def test_the_environment_switches_tracing_off(name: str, value: str, monkeypatch
 
 def test_an_unknown_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon")
-    with pytest.raises(
-        SettingsError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'carrier-pigeon': use http/protobuf"
-    ):
+    with pytest.raises(SettingsError, match="OTLP_PROTOCOL is 'carrier-pigeon': use http/protobuf"):
         check_tracing()
 
 
@@ -79,18 +68,7 @@ def test_grpc_is_there_with_its_exporter(monkeypatch: pytest.MonkeyPatch) -> Non
     check_tracing()
 
 
-def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Makes the import fail.
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(SettingsError, match=r"pip install 'ewsjf-serve\[tracing\]'"):
-        gateway(FakeDispatcher([1]), tracing=True)
-
-
 def test_without_tracing_a_gateway_needs_no_opentelemetry() -> None:
-    found = importlib.util.find_spec("serve_app.serving.gateway.app")
-    assert found is not None
     code = "import sys, serve_app.serving.gateway.app; print('opentelemetry.sdk.trace' in sys.modules)"
-    import subprocess
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
