@@ -7,23 +7,37 @@ every new scheduler.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from serve_app.core import Scheduler, SchedulerSettings
-from serve_app.core.routing.snapshot import number, section
+from msgspec import Meta, Struct
+
+from serve_app.core import Scheduler
+from serve_app.core.routing.estimation.estimate import EstimatorState
+from serve_app.core.routing.prefill_cost import PrefillCostsState
+from serve_app.core.routing.snapshot import decoded, encoded
 
 STATE_KIND = "scheduler"
 
 
+class _State(Struct, kw_only=True):
+    estimator: EstimatorState
+    prefill_costs: PrefillCostsState
+    spending: list[tuple[float, float]] = []
+    # States of releases before 0.3.0 have no shares.
+    active_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    configured_active_share: float | None = None
+
+
 def learned_state(core: Scheduler) -> dict[str, Any]:
     """Return everything to persist, as plain values that later events do not change."""
-    return {
-        "estimator": core.estimator.state(),
-        "prefill_costs": core.prefill_costs.state(),
-        "spending": core.admission.spending.state(core.now),
-        "active_share": core.pass_through.active_share,
-        "configured_active_share": core.settings.active_share,
-    }
+    state = _State(
+        estimator=core.estimator.state(),
+        prefill_costs=core.prefill_costs.state(),
+        spending=core.admission.spending.state(core.now),
+        active_share=core.pass_through.active_share,
+        configured_active_share=core.settings.active_share,
+    )
+    return encoded(state)
 
 
 def restore_state(core: Scheduler, document: Mapping[str, Any]) -> None:
@@ -32,18 +46,10 @@ def restore_state(core: Scheduler, document: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value is missing, out of range or of another version. A part may have been restored.
     """
-    core.estimator.restore(section(document, "estimator"))
-    core.prefill_costs.restore(section(document, "prefill_costs"))
-    core.admission.spending.restore(document.get("spending", []), core.now)
+    state = decoded(document, _State)
+    core.estimator.restore(state.estimator)
+    core.prefill_costs.restore(state.prefill_costs)
+    core.admission.spending.restore(state.spending, core.now)
     # A share that an operator set at run time applies until the configured share changes.
-    if document.get("configured_active_share") == core.settings.active_share:
-        core.pass_through.change(number(document, "active_share", at_least=0, at_most=1))
-
-
-def restore_error(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
-    """Return why a scheduler with these settings cannot restore a state, or an empty string if it can."""
-    try:
-        restore_state(Scheduler(settings), document)
-    except (ValueError, TypeError, OverflowError) as exc:
-        return str(exc)
-    return ""
+    if state.configured_active_share == core.settings.active_share:
+        core.pass_through.change(state.active_share)

@@ -53,6 +53,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import NOT_ATTRIBUTABLE
 from serve_app.core.policies import learns_queues
 from serve_app.core.policies.length_queues import Partition
+from serve_app.core.routing.estimation.estimate import EstimatorState
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.settings_base import (
     FINITE_NOT_NEGATIVE,
@@ -295,7 +296,7 @@ class DigitalTwin:
             expires_at = request.arrived_at + timeouts.of(request.priority)
             yield replace(simulated, request=replace(request, expires_at=expires_at))
 
-    def _estimator_state(self) -> dict[str, object]:
+    def _estimator_state(self) -> EstimatorState:
         """Return the state of an estimator that has observed the recent traffic."""
         plan = self._plan
         estimator = Simulation(plan.tunable.scheduler, plan.engines, plan.simulation).scheduler.estimator

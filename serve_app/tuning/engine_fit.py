@@ -22,8 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct
 
 from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.snapshot import Number, decoded
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.calibration import (
     CalibrationError,
@@ -80,6 +82,10 @@ Engines = Mapping[str, FittedEngine]
 """Step times by pool, and by replica id for engines that differ from others of their pool."""
 
 
+class _Latency(Struct):
+    latency_s: Number
+
+
 def engines_as_json(engines: Engines) -> dict[str, dict[str, float]]:
     """Return step times in plain values; `latency_s` is the round trip from scheduler to engine."""
     return {name: {"latency_s": each.latency_s, **asdict(each.step_time)} for name, each in engines.items()}
@@ -91,22 +97,11 @@ def engines_of_json(document: object) -> Engines:
     Raises:
         ValueError: the document is invalid.
     """
-    if not isinstance(document, Mapping):
-        raise ValueError("learned state: the twin's step times are not a mapping; delete it to start over")  # noqa: TRY004 - one type for all invalid states
-    try:
-        return {
-            str(pool): FittedEngine(
-                latency_s=float(values["latency_s"]),
-                step_time=StepTimeModel(
-                    **{name: float(value) for name, value in values.items() if name != "latency_s"}
-                ),
-            )
-            for pool, values in document.items()
-        }
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"learned state: invalid step times of the twin: {error}; delete it to start over"
-        ) from error
+    step_times = decoded(document, dict[str, StepTimeModel])
+    return {
+        name: FittedEngine(latency_s=each.latency_s, step_time=step_times[name])
+        for name, each in decoded(document, dict[str, _Latency]).items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,15 @@ the queues themselves and cannot be tried in slices of a minute.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.routing.snapshot import Snapshot
+from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.tuning.digital_twin import (
     DigitalTwin,
@@ -32,7 +34,7 @@ from serve_app.tuning.digital_twin import (
 )
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of
-from serve_app.tuning.rollout import DecisionKind, Observation, Retune, Rollout
+from serve_app.tuning.rollout import DecisionKind, Observation, Retune, Rollout, RolloutState
 from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.strategic_loop import RefineAndPruneSettings
@@ -74,6 +76,12 @@ def carry_out(
         return fit_engines(work, yield_cpu)
     budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
     return search_twin(work.plan, work.study, DigitalTwin(work.plan).play, budget, work.kind)
+
+
+class _State(Struct):
+    rollout: RolloutState
+    studies: list[dict[str, Any]] = []
+    twin: dict[str, Any] = {}
 
 
 class ParameterLoop:
@@ -127,7 +135,7 @@ class ParameterLoop:
 
     # Events
 
-    def begin(self, configured: SchedulerSettings, now: float, state: Snapshot | None = None) -> list[Retune]:
+    def begin(self, configured: SchedulerSettings, now: float, state: object = None) -> list[Retune]:
         """Begin with a new scheduler, and return orders that restore the adopted values.
 
         Args:
@@ -137,14 +145,14 @@ class ParameterLoop:
             ValueError: the state is for other settings or invalid. Nothing of it is used, and the loop has
                 begun without it.
         """
-        known = self.state() if state is None else state
-        rollout, studies = known.get("rollout"), known.get("studies")
+        rollout = self.rollout.state(self._now)
         self._start(configured, now)
-        if state is not None and isinstance(studies, list):
-            self._studies.extend(studies)
-        if state is not None and "twin" in known:
-            self.calibration.restore(known["twin"])
-        return self.rollout.restore(rollout, now) if isinstance(rollout, Mapping) else []
+        if state is not None:
+            known = decoded(state, _State)
+            self._studies.extend(known.studies)
+            self.calibration.restore(known.twin)
+            rollout = known.rollout
+        return self.rollout.restore(rollout, now)
 
     def observe(self, observation: Observation) -> list[Retune]:
         """Process what happened since the last call. To be called about every second during a trial."""
@@ -282,11 +290,8 @@ class ParameterLoop:
 
     def state(self) -> dict[str, Any]:
         """Return the state to persist across restarts, in plain values."""
-        return {
-            "rollout": self.rollout.state(self._now),
-            "studies": list(self._studies),
-            "twin": self.calibration.state(),
-        }
+        rollout = self.rollout.state(self._now)
+        return encoded(_State(rollout, list(self._studies), self.calibration.state()))
 
     def _activity(self) -> str:
         """Describe the current activity, or what the loop waits for."""

@@ -21,14 +21,14 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
-from serve_app.core.routing.snapshot import Snapshot, number, section, text
+from serve_app.core.routing.snapshot import Amount, Number
 from serve_app.core.settings_base import (
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
@@ -39,7 +39,6 @@ from serve_app.errors import SettingsError
 from serve_app.tuning.search_space import SearchSpace, Values
 from serve_app.tuning.study import RewardOf, Trial, Verdict
 
-_VERSION = 1
 _MAX_AUDITS = 1_000
 # Validity of a candidate's values, in slices. A slice may end slightly late: the driver calls periodically.
 _VALID_SLICES = 1.5
@@ -152,6 +151,17 @@ class Audit:
     reason: str
     values: Values = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class RolloutState(msgspec.Struct, kw_only=True):
+    """Everything that a restart needs of a `Rollout`."""
+
+    version: Literal[1]
+    configured: dict[str, Number]
+    incumbent: dict[str, Number]
+    frozen: str
+    cool_down_s: Amount
+    on_trial: bool = False
 
 
 class Rollout:
@@ -315,57 +325,53 @@ class Rollout:
 
     # Storage
 
-    def state(self, now: float) -> dict[str, Any]:
+    def state(self, now: float) -> RolloutState:
         """Return the state to persist, with times as durations. A trial is not resumed."""
         # The verdict of an interrupted trial is lost, so it counts as harm.
         cool_down_s = (
             _HARM_COOL_DOWNS * self._settings.cool_down_s if self._trial else self._cool_down_until - now
         )
-        return {
-            "version": _VERSION,
-            "configured": dict(self._configured),
-            "incumbent": dict(self.incumbent),
-            "frozen": self.frozen,
-            "cool_down_s": max(0.0, cool_down_s),
-            "on_trial": self._trial is not None,
-        }
+        return RolloutState(
+            version=1,
+            configured=dict(self._configured),
+            incumbent=dict(self.incumbent),
+            frozen=self.frozen,
+            cool_down_s=max(0.0, cool_down_s),
+            on_trial=self._trial is not None,
+        )
 
-    def restore(self, state: Snapshot, now: float) -> list[Retune]:
+    def restore(self, state: RolloutState, now: float) -> list[Retune]:
         """Restore the result of `state`, and apply its incumbent.
 
         Raises:
-            ValueError: it is for another space, release or settings, exceeds the bounds, or is invalid.
-                Nothing of it is used then.
+            ValueError: it is for another space or settings, or exceeds the bounds. Nothing of it is used
+                then.
         """
-        if int(number(state, "version")) != _VERSION:
-            raise ValueError(f"learned state: not a rollout of format {_VERSION}; delete it to start over")
-        if self._values_in(state, "configured") != self._configured:
+        if self._typed(state.configured) != self._configured:
             raise ValueError("learned state: the settings have changed, so the tuned values are discarded")
-        incumbent = self._values_in(state, "incumbent")
+        incumbent = self._typed(state.incumbent)
         if incumbent != self._configured and not self._space.is_within(incumbent):
             raise ValueError(f"learned state: values out of bounds: {incumbent}; delete it to start over")
-        frozen, cool_down_s = text(state, "frozen"), number(state, "cool_down_s", at_least=0.0)
         self._trial, self.target = None, None
         self.incumbent = self._active = incumbent
-        self.frozen, self._cool_down_until = frozen, now + cool_down_s
-        if state.get("on_trial") is True:
+        self.frozen, self._cool_down_until = state.frozen, now + state.cool_down_s
+        if state.on_trial:
             self._note(now, DecisionKind.ROLLED_BACK, "the tuner was restarted during a trial")
         return self._order(incumbent)
 
-    def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:
-        """Return values of all parameters under `name`.
+    def _typed(self, found: Values) -> dict[str, float]:
+        """Return values with the types of their parameters.
 
         Raises:
-            ValueError: they are missing, or for other parameters.
+            ValueError: they are not those of the parameters to tune.
         """
-        found = section(state, name)
         if set(found) != set(self._space.names):
             raise ValueError(
                 f"learned state: it has the parameters {', '.join(sorted(found))}, but those to tune are "
                 f"{', '.join(self._space.names)}; delete it to start over"
             )
-        return {each.name: _typed(number(found, each.name), integer=each.integer) for each in self._space}
+        return {each.name: _typed(found[each.name], integer=each.integer) for each in self._space}
 
 
 def _typed(value: float, *, integer: bool) -> float:
-    return int(value) if integer and value.is_integer() else value
+    return int(value) if integer and float(value).is_integer() else value

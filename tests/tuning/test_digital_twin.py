@@ -445,6 +445,6 @@ def test_a_restart_preserves_the_step_times_and_measures_their_error_again() -> 
     assert again.engines(REPLICAS) == made.engines(REPLICAS)
     assert again.source() == "fitted to the engines (before a restart)"
     assert "is measured after 10 more" in again.obstacle
-    with pytest.raises(ValueError, match="invalid step times"):
+    with pytest.raises(ValueError, match="missing required field `decode_base_s`"):
         again.restore({"only": {"latency_s": 0.1}})
     assert again.engines(REPLICAS) == made.engines(REPLICAS)

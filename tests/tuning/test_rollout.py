@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import DecisionKind, Mode, Retune, Rollout, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Mode, Retune, Rollout, RolloutSettings, RolloutState
 from serve_app.tuning.search_space import Values
 from tests.tuning.production import Production, by_name
 from tests.tuning.rewards import BEST, CURRENT, rewarded, space
@@ -132,7 +133,7 @@ def test_a_restart_returns_to_the_incumbent_and_preserves_adopted_values() -> No
     run(production, 0, 90, better)
     adopted = production.rollout.incumbent
     production.rollout.freeze(90.0, "night")
-    stored = json.loads(json.dumps(production.rollout.state(90.0)))
+    stored = decoded(json.loads(json.dumps(encoded(production.rollout.state(90.0)))), RolloutState)
     restored = Rollout(space(), CURRENT, ON)
     (order,) = restored.restore(stored, 5.0)
     assert (by_name(restored, order), order.valid_s, order.reason) == (adopted, None, "tuned before")
@@ -157,20 +158,21 @@ def test_a_restart_in_the_middle_of_a_trial_takes_the_candidate_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "format"),
+        ({"version": 7}, r"value 7 - at `\$\.version`"),
         ({"incumbent": {"a": 0.0}}, "parameters"),
         ({"incumbent": {**CURRENT, "a": 5.0}}, "out of bounds"),
         ({"incumbent": {**CURRENT, "n": 2.5}}, "out of bounds"),
-        ({"incumbent": {**CURRENT, "a": "x"}}, "'a'"),
+        ({"incumbent": {**CURRENT, "a": "x"}}, r"got `str` - at `\$\.incumbent\["),
         ({"configured": BEST}, "settings have changed"),
-        ({"cool_down_s": -1.0}, "'cool_down_s'"),
-        ({"frozen": None}, "'frozen'"),
+        ({"cool_down_s": -1.0}, r"at `\$\.cool_down_s`"),
+        ({"frozen": None}, r"at `\$\.frozen`"),
     ],
 )
 def test_a_broken_state_is_rejected_as_a_whole(change: dict[str, object], message: str) -> None:
     rollout = Rollout(space(), CURRENT, ON)
+    document = {**encoded(Rollout(space(), CURRENT, ON).state(0.0)), **change}
     with pytest.raises(ValueError, match=message):
-        rollout.restore({**Rollout(space(), CURRENT, ON).state(0.0), **change}, 0.0)
+        rollout.restore(decoded(document, RolloutState), 0.0)
     assert rollout.incumbent == CURRENT
     assert not rollout.obstacle(0.0)
 
@@ -255,7 +257,7 @@ class Guarded(RuleBasedStateMachine):
 
     @rule()
     def restarted(self) -> None:
-        stored = json.loads(json.dumps(self.rollout.state(self.now)))
+        stored = decoded(json.loads(json.dumps(encoded(self.rollout.state(self.now)))), RolloutState)
         adopted = self.rollout.incumbent
         self.production.rollout = Rollout(space(), CURRENT, self.settings)
         self.do(self.rollout.restore(stored, self.now))

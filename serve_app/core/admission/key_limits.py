@@ -102,11 +102,11 @@ class Spending:
         message = f"this model may cost {self._per_hour:g} per hour, and the last hour has cost {spent:.4g}"
         return Conclusion(Outcome.REJECTED_QUEUE_FULL, message, free_at - now)
 
-    def state(self, now: float) -> list[list[float]]:
+    def state(self, now: float) -> list[tuple[float, float]]:
         """Return the age and the amount of each bucket, for the next scheduler."""
-        return [[now - begin, amount] for begin, amount in self._buckets]
+        return [(now - begin, amount) for begin, amount in self._buckets]
 
-    def restore(self, state: list[list[float]], now: float) -> None:
+    def restore(self, state: list[tuple[float, float]], now: float) -> None:
         """Restore a result of `state`.
 
         Raises:

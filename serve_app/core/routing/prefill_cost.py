@@ -52,11 +52,14 @@ because it may have become faster.
 import math
 from collections import deque
 from collections.abc import Collection
+from copy import deepcopy
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta, Struct
 
 from serve_app.core.routing.observed import rank_deviations
-from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
+from serve_app.core.routing.snapshot import MOST, Amount, Count
 
 if TYPE_CHECKING:
     from serve_app.core.routing.replica_state import ReplicaState
@@ -227,7 +230,6 @@ def _is_clear(slow: "ReplicaState", fast: "ReplicaState") -> bool:
     return rank_deviations(slow.speed.answers, fast.speed.answers) > _CLEAR
 
 
-_STATE_VERSION = 2
 # The prior is between an 8B model on a large GPU and a 70B model on four. Only the ratio of the two numbers
 # affects the order.
 _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
@@ -239,17 +241,31 @@ _LEARNED = 8
 _DECAY = 0.995
 
 
-class PrefillCost:
-    """One fit, of a pool or of all pools of a model."""
+class PrefillCost(Struct):
+    """One fit, of a pool or of all pools of a model.
 
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5
+    Attributes:
+        sums: weighted sums of 1, x, y, x * x and x * y, with x the tokens and y the seconds.
+    """
+
+    sums: Annotated[list[Amount], Meta(min_length=5, max_length=5)]
+    base_s: Annotated[float, Meta(gt=0, le=MOST)]
+    per_token_s: Amount
+    observations: Count
+
+    def __post_init__(self) -> None:
+        if self.sums[0] <= 0:
+            raise ValueError(f"prefill costs need observations, got {self.sums}")
+
+    @classmethod
+    def prior(cls) -> "PrefillCost":
+        """Return the fit before the first observation."""
+        sums = [0.0] * 5
         for tokens in (64.0, 4096.0):
             seconds = _PRIOR_BASE_S + _PRIOR_PER_TOKEN_S * tokens
             for place, value in enumerate((1.0, tokens, seconds, tokens * tokens, tokens * seconds)):
-                self._sums[place] += _PRIOR_WEIGHT * value
-        self.base_s, self.per_token_s = _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S
-        self.observations = 0
+                sums[place] += _PRIOR_WEIGHT * value
+        return cls(sums, _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S, 0)
 
     def seconds(self, tokens: float) -> float:
         """Return C_prefill of a prompt of `tokens`; always positive."""
@@ -261,9 +277,9 @@ class PrefillCost:
             return
         self.observations += 1
         x = float(tokens)
-        weight, xs, ys, xxs, xys = self._sums
+        weight, xs, ys, xxs, xys = self.sums
         # Unrolled, because nearly every first token updates it.
-        self._sums = [
+        self.sums = [
             weight * _DECAY + 1.0,
             xs * _DECAY + x,
             ys * _DECAY + seconds,
@@ -272,29 +288,8 @@ class PrefillCost:
         ]
         self._fit()
 
-    def state(self) -> dict[str, object]:
-        """Return everything learned (see `snapshot`)."""
-        return {
-            "sums": list(self._sums),
-            "base_s": self.base_s,
-            "per_token_s": self.per_token_s,
-            "observations": self.observations,
-        }
-
-    def restore(self, state: Snapshot) -> None:
-        """Restore a result of `state` (see `snapshot`). It decays like any observation."""
-        sums = numbers(state, "sums", len(self._sums), at_least=0)
-        base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
-        if not (base_s > 0 and sums[0] > 0):
-            raise ValueError(
-                f"learned state: prefill costs need observations and a positive base_s, got {base_s}"
-            )
-        observations = int(number(state, "observations", at_least=0))
-        self._sums, self.base_s, self.per_token_s = sums, base_s, per_token_s
-        self.observations = observations
-
     def _fit(self) -> None:
-        weight, x, y, xx, xy = self._sums
+        weight, x, y, xx, xy = self.sums
         spread = weight * xx - x * x
         if spread <= 0:
             return
@@ -309,12 +304,20 @@ class PrefillCost:
         )
 
 
+class PrefillCostsState(Struct, kw_only=True):
+    """Everything that `PrefillCosts` has learned."""
+
+    version: Literal[2]
+    shared: PrefillCost
+    pools: dict[str, PrefillCost]
+
+
 class PrefillCosts:
     """The fits of a model's pools."""
 
     def __init__(self) -> None:
         self._by_pool: dict[str, PrefillCost] = {}
-        self.shared = PrefillCost()
+        self.shared = PrefillCost.prior()
 
     def of(self, pool: str) -> PrefillCost:
         """Return the pool's own fit, or the shared one if the pool has few observations."""
@@ -324,30 +327,17 @@ class PrefillCosts:
     def observe(self, pool: str, tokens: int, seconds: float) -> None:
         """Learn from one prefill that had its replica to itself. Impossible values are ignored."""
         if pool not in self._by_pool:
-            self._by_pool[pool] = PrefillCost()
+            self._by_pool[pool] = PrefillCost.prior()
         for cost in (self._by_pool[pool], self.shared):
             cost.observe(tokens, seconds)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PrefillCostsState:
         """Return everything learned (see `snapshot`)."""
-        return {
-            "version": _STATE_VERSION,
-            "shared": self.shared.state(),
-            "pools": {pool: cost.state() for pool, cost in self._by_pool.items()},
-        }
+        return deepcopy(PrefillCostsState(version=2, shared=self.shared, pools=self._by_pool))
 
-    def restore(self, state: Snapshot) -> None:
-        """Restore a result of `state` (see `snapshot`)."""
-        check_version(state, _STATE_VERSION)
-        shared = self._restored(section(state, "shared"))
-        pools = section(state, "pools")
-        by_pool = {pool: self._restored(section(pools, pool)) for pool in pools}
-        self.shared, self._by_pool = shared, by_pool
-
-    def _restored(self, state: Snapshot) -> PrefillCost:
-        cost = PrefillCost()
-        cost.restore(state)
-        return cost
+    def restore(self, state: PrefillCostsState) -> None:
+        """Restore a result of `state` (see `snapshot`). It decays like any observation."""
+        self.shared, self._by_pool = state.shared, state.pools
 
     def __repr__(self) -> str:
         pools = " ".join(f"{pool}={cost}" for pool, cost in self._by_pool.items())

@@ -39,7 +39,6 @@ from typing import Annotated
 from serve_app.core import Scheduler
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.routing.snapshot import Snapshot, number, section
 from serve_app.core.settings_base import (
     ADVANCED,
     INTERNAL,
@@ -678,17 +677,15 @@ class FleetScaler:
         for name, scaler in self._pools.items():
             scaler.change(settings.pools[name])
 
-    def state(self) -> dict[str, object]:
-        """Return the learned start times of engines as plain values."""
+    def start_times(self) -> dict[str, float]:
+        """Return the learned start times of engines, in seconds by pool."""
         learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
-        return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
+        return {name: seconds for name, seconds in learned.items() if seconds is not None}
 
-    def restore(self, state: Snapshot) -> None:
-        """Continue from a result of `state`, except for removed pools. Changes nothing if it is invalid."""
-        stored = section(state, "start_s")
-        found = {name: number(stored, name, at_least=0) for name in stored if name in self._pools}
-        for name, seconds in found.items():
-            self._pools[name].start_time.restore(seconds)
+    def restore(self, start_s: Mapping[str, float]) -> None:
+        """Continue from a result of `start_times`, except for removed pools."""
+        for name in self._pools.keys() & start_s:
+            self._pools[name].start_time.restore(start_s[name])
 
     def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
         """Return the replicas that every pool should have.

@@ -23,6 +23,7 @@ import asyncio
 import contextvars
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,9 +31,9 @@ from typing import Any, Protocol
 import msgspec
 from ray import serve
 
-from serve_app.core import SchedulerSettings
-from serve_app.core.learned_state import STATE_KIND, learned_state, restore_error
-from serve_app.core.routing.snapshot import section
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.learned_state import STATE_KIND, learned_state, restore_state
+from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
 from serve_app.errors import ChannelError, SettingsError
@@ -54,7 +55,7 @@ from serve_app.serving.scheduler.documents import (
 from serve_app.serving.scheduler.findings import findings_document
 from serve_app.serving.scheduler.gauges import PersistentCosts
 from serve_app.serving.scheduler.journal import DecisionLogSettings, RecentActivity
-from serve_app.serving.scheduler.live_scaling import LiveScaling
+from serve_app.serving.scheduler.live_scaling import LiveScaling, ScalingState
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.receipts import programs_named
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
@@ -258,7 +259,6 @@ _FINAL_MESSAGES_S = 0.2
 # Settings that define the scheduler: for another model or other pools, a new process is started.
 _COLD = ("model",)
 _SCALING = "scaling"
-_COSTS = "costs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +336,13 @@ def _ray_surroundings() -> ClusterServices:
     return ClusterServices(claims=GcsClaimStore(), host=ray.util.get_node_ip_address, die=lambda: os._exit(1))
 
 
+class _ActorState(msgspec.Struct):
+    """Learned state beside that of the core; documents of older releases have no parts of it."""
+
+    scaling: ScalingState | None = None
+    costs: PersistentCosts | None = None
+
+
 class SchedulerActor:
     """Actor that runs a `LiveScheduler`, and replaces it when settings change.
 
@@ -350,7 +357,7 @@ class SchedulerActor:
         self._loop = asyncio.get_running_loop()
         self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
-        self._earlier_costs = PersistentCosts()
+        self._earlier_costs = PersistentCosts(time.time(), (), ())
         self._keeper = self._make_keeper()
         self._usage = PersistentUsage(
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
@@ -533,7 +540,7 @@ class SchedulerActor:
         if live is None or live.end_reason:
             return None
         costs = self._earlier_costs.plus(live.core)
-        return {**learned_state(live.core), _SCALING: self.scaling.state(), _COSTS: costs.state()}
+        return learned_state(live.core) | encoded(_ActorState(self.scaling.state(), costs))
 
     async def _load_learned_state(self) -> None:
         """Load learned state from the store, unless a previous live scheduler of this actor has left it."""
@@ -542,23 +549,19 @@ class SchedulerActor:
         document = await self._keeper.load()
         if document is None:
             return
-        reason = restore_error(self._settings.scheduler, document) or self._restore_error_of_others(document)
-        if reason:
-            self._keeper.rejected(reason)
-        else:
-            self._learned = document
-
-    def _restore_error_of_others(self, document: Mapping[str, Any]) -> str:
-        """Restore the state of scaling and costs; return why that failed, or empty."""
         try:
-            costs = PersistentCosts.restored(document, _COSTS)
-            # Absent in documents of older releases.
-            if _SCALING in document:
-                self.scaling.restore(section(document, _SCALING))
-        except ValueError as exc:
-            return str(exc)
-        self._earlier_costs = costs
-        return ""
+            self._restore(document)
+        except (ValueError, OverflowError) as exc:
+            self._keeper.rejected(str(exc))
+
+    def _restore(self, document: Mapping[str, Any]) -> None:
+        """Restore the state of scaling and costs, and remember the core's if a scheduler can restore it."""
+        state = decoded(document, _ActorState)
+        restore_state(Scheduler(self._settings.scheduler), document)
+        if state.scaling is not None:
+            self.scaling.restore(state.scaling)
+        self._earlier_costs = state.costs or self._earlier_costs
+        self._learned = document
 
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+from msgspec.structs import astuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,27 +27,31 @@ from serve_app.core.accounting.waits import current_cause
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
+from serve_app.core.routing.snapshot import Amount
 from serve_app.request import PriorityClass
 
 # The same number of names as in a core, so that the file does not grow with tenants over the years.
 _MOST = 1_000
-_NAMES = ("pool", "class", "tenant", "seconds")
-
-Row = tuple[str, str, str, float]
-"""Pool, class, tenant and accumulated seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class PersistentCosts:
+class CostRow(msgspec.Struct, frozen=True):
+    """Accumulated seconds of a tenant's requests of one class in a pool."""
+
+    pool: str
+    priority: str = msgspec.field(name="class")
+    tenant: str
+    seconds: Amount
+
+
+class PersistentCosts(msgspec.Struct, frozen=True):
     """Accumulated costs of earlier schedulers since a time in seconds since the epoch.
 
     They are engine time, and the delay imposed on requests of other tenants.
     """
 
-    since: float = field(default_factory=time.time)
-    used: tuple[Row, ...] = ()
-    imposed: tuple[Row, ...] = ()
+    since: Amount
+    used: tuple[CostRow, ...]
+    imposed: tuple[CostRow, ...]
 
     def plus(self, core: Scheduler) -> "PersistentCosts":
         """Return these costs plus those counted by a scheduler so far."""
@@ -54,8 +60,8 @@ class PersistentCosts:
 
     def document(self, gpus: Mapping[str, float]) -> dict[str, Any]:
         """Return each tenant's costs by pool and class, highest first; `gpus` are those of one replica."""
-        used = {row[:3]: row[3] for row in self.used}
-        imposed = {row[:3]: row[3] for row in self.imposed}
+        used = {astuple(row)[:3]: row.seconds for row in self.used}
+        imposed = {astuple(row)[:3]: row.seconds for row in self.imposed}
         worked_s = sum(used.values())
         rows = [
             {
@@ -74,47 +80,18 @@ class PersistentCosts:
         counted_s = max(0.0, time.time() - self.since)
         return {"since": self.since, "counted_s": counted_s, "engine_seconds": worked_s, "rows": rows}
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        rows = {"used": self.used, "imposed": self.imposed}
-        listed = {name: [dict(zip(_NAMES, row, strict=True)) for row in each] for name, each in rows.items()}
-        return {"since": self.since, **listed}
 
-    @classmethod
-    def restored(cls, document: Snapshot, name: str) -> "PersistentCosts":
-        """Restore what `state` returned.
-
-        Args:
-            name: section of the document; if it is absent, the count starts now.
-
-        Raises:
-            ValueError: the section is invalid.
-        """
-        if name not in document:
-            return cls()
-        state = section(document, name)
-        since = number(state, "since", at_least=0)
-        return cls(since, _rows(state, "used"), _rows(state, "imposed"))
-
-
-def _rows(state: Snapshot, name: str) -> tuple[Row, ...]:
-    return tuple(
-        (text(row, "pool"), text(row, "class"), text(row, "tenant"), number(row, "seconds", at_least=0))
-        for row in sections(state, name)
-    )
-
-
-def _sum(earlier: tuple[Row, ...], own: TenantTotals) -> tuple[Row, ...]:
+def _sum(earlier: tuple[CostRow, ...], own: TenantTotals) -> tuple[CostRow, ...]:
     """Add up costs by pool, class and tenant; beyond the limit, the smallest are merged under one name."""
     sums = defaultdict[tuple[str, str, str], float](float)
-    for pool, priority, tenant, seconds in earlier:
-        sums[pool, priority, tenant] += seconds
+    for row in earlier:
+        sums[row.pool, row.priority, row.tenant] += row.seconds
     for pool, priority_class, tenant, seconds in own:
         sums[pool, priority_class.value, tenant] += seconds
     if len(sums) > _MOST:
         for key in sorted(sums, key=lambda each: -sums[each])[_MOST:]:
             sums[(*key[:2], OTHERS)] += sums.pop(key)
-    return tuple((*key, seconds) for key, seconds in sums.items())
+    return tuple(CostRow(*key, seconds) for key, seconds in sums.items())
 
 
 OTHER_LABEL = "other"

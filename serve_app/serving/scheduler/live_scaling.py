@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from serve_app.core import Scheduler
-from serve_app.core.routing.snapshot import Snapshot
+from serve_app.core.routing.snapshot import Amount
 from serve_app.core.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
 from serve_app.serving.autoscaling import statistics
 from serve_app.serving.metric_cells import counters
@@ -46,6 +47,12 @@ class _Fault:
     kind: type[Exception]
     file: str
     line: int | None
+
+
+class ScalingState(Struct):
+    """Learned start times of engines by pool."""
+
+    start_s: dict[str, Amount]
 
 
 class LiveScaling(Collector):
@@ -87,13 +94,13 @@ class LiveScaling(Collector):
         self._scaler.change(settings)
         self._begin_counts()
 
-    def state(self) -> dict[str, object]:
-        """Return the learned state for persistence; see `FleetScaler.state`."""
-        return self._scaler.state()
+    def state(self) -> ScalingState:
+        """Return the learned state for persistence (see `snapshot`)."""
+        return ScalingState(self._scaler.start_times())
 
-    def restore(self, state: Snapshot) -> None:
+    def restore(self, state: ScalingState) -> None:
         """Restore persisted state; see `FleetScaler.restore`."""
-        self._scaler.restore(state)
+        self._scaler.restore(state.start_s)
 
     def stop(self) -> None:
         """Stop deciding."""

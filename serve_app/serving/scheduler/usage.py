@@ -14,15 +14,16 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.commands import Conclude
 from serve_app.core.events import DispatchFailed, Finished
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.snapshot import section
+from serve_app.core.routing.snapshot import Count, decoded
 from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
@@ -41,6 +42,12 @@ _Figures = list[int]
 _NOTHING = (0, 0, 0, 0)
 _DAY_S = 86_400.0
 _Day = dict[str, dict[str, _Figures]]
+
+
+class _State(Struct):
+    """Figures by day, key and model."""
+
+    days: dict[str, dict[str, dict[str, tuple[Count, Count, Count, Count]]]]
 
 
 class UsageLedger:
@@ -91,7 +98,7 @@ class UsageLedger:
         names = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
         return [
             {"day": day, "key": key_id, "model": model, **dict(zip(names, figures, strict=True))}
-            for day, key_id, model, figures in self._lines()
+            for day, key_id, model, figures in _lines(self._days)
         ]
 
     def spent(self, keys: Iterable[str]) -> dict[str, dict[str, dict[str, _Figures]]]:
@@ -122,17 +129,7 @@ class UsageLedger:
         Raises:
             ValueError: the state is invalid; nothing was added.
         """
-        days: dict[str, Any] = dict(section(document, "days"))
-        stored = [
-            (day, key_id, model, figures)
-            for day, keys in days.items()
-            for key_id, models in keys.items()
-            for model, figures in models.items()
-        ]
-        for day, key_id, _, figures in stored:
-            if len(figures) != 4 or not all(isinstance(each, int) and each >= 0 for each in figures):
-                raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
-        for day, key_id, model, figures in stored:
+        for day, key_id, model, figures in _lines(decoded(document, _State).days):
             models = self._days.setdefault(day, {}).setdefault(key_id, {})
             # New lists, because a day in a returned state must not change.
             models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
@@ -140,12 +137,6 @@ class UsageLedger:
     def exposition(self) -> str:
         """Return the counts since the start of this process in the Prometheus text format."""
         return generate_latest(self._registry).decode()
-
-    def _lines(self) -> Iterator[tuple[str, str, str, _Figures]]:
-        for day in sorted(self._days):
-            for key_id, models in self._days[day].items():
-                for model, figures in models.items():
-                    yield day, key_id, model, figures
 
     def _today(self) -> _Day:
         now = self._clock()
@@ -164,6 +155,15 @@ class UsageLedger:
                 for key_id, models in self._days[day].items()
             }
         return self._days[day]
+
+
+def _lines(
+    days: Mapping[str, Mapping[str, Mapping[str, Sequence[int]]]],
+) -> Iterator[tuple[str, str, str, Sequence[int]]]:
+    for day in sorted(days):
+        for key_id, models in days[day].items():
+            for model, figures in models.items():
+                yield day, key_id, model, figures
 
 
 def _day_of(moment: float) -> str:
@@ -241,7 +241,7 @@ class PersistentUsage:
         if document is not None:
             try:
                 self.ledger.add_stored(document)
-            except (ValueError, TypeError, AttributeError) as exc:
+            except ValueError as exc:
                 keeper.rejected(str(exc))
         return True
 

@@ -410,8 +410,8 @@ def test_the_next_scheduler_continues_with_what_was_spent() -> None:
     assert conclusion.retry_after_s == pytest.approx(3_660.0 - 600.0)
 
 
-@pytest.mark.parametrize("state", [[[1.0, 5.0], [9.0, 5.0]], [[-1.0, 5.0]], [[1.0, -5.0]]])
-def test_an_impossible_state_is_rejected(state: list[list[float]]) -> None:
+@pytest.mark.parametrize("state", [[(1.0, 5.0), (9.0, 5.0)], [(-1.0, 5.0)], [(1.0, -5.0)]])
+def test_an_impossible_state_is_rejected(state: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="spending must have"):
         Spending(PRICE, 1.0).restore(state, 0.0)
 

@@ -10,12 +10,12 @@ from tests.builders import spec
 
 
 def test_the_prior_applies_before_the_first_observation() -> None:
-    assert PrefillCost().seconds(1_000) == pytest.approx(0.13)
+    assert PrefillCost.prior().seconds(1_000) == pytest.approx(0.13)
 
 
 def test_a_linear_cost_is_found() -> None:
     rng = random.Random(1)
-    cost = PrefillCost()
+    cost = PrefillCost.prior()
     for _ in range(1_000):
         tokens = rng.randint(32, 4_096)
         cost.observe(tokens, (0.02 + 5e-4 * tokens) * rng.uniform(0.9, 1.1))
@@ -24,7 +24,7 @@ def test_a_linear_cost_is_found() -> None:
 
 
 def test_a_faster_engine_is_learned_within_some_hundreds() -> None:
-    cost = PrefillCost()
+    cost = PrefillCost.prior()
     for speed in (1e-3, 1e-4):
         for number in range(1_000):
             tokens = 100 + number % 50 * 80
@@ -33,7 +33,7 @@ def test_a_faster_engine_is_learned_within_some_hundreds() -> None:
 
 
 def test_noise_never_makes_a_prompt_free() -> None:
-    cost = PrefillCost()
+    cost = PrefillCost.prior()
     for number in range(500):
         cost.observe(4_000 if number % 2 else 40, 0.01 if number % 2 else 3.0)
     assert cost.seconds(1) > 0
@@ -41,7 +41,7 @@ def test_noise_never_makes_a_prompt_free() -> None:
 
 
 def test_impossible_observations_are_ignored() -> None:
-    cost = PrefillCost()
+    cost = PrefillCost.prior()
     cost.observe(0, 1.0)
     cost.observe(10, 0.0)
     assert cost.observations == 0

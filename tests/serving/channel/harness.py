@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -287,7 +288,7 @@ class ControlPlane:
         model = self.settings.model
         live.queries = AdminQueries(
             live=live,
-            previous_costs=PersistentCosts(),
+            previous_costs=PersistentCosts(time.time(), (), ()),
             live_scaling=LiveScaling(model, ScalingSettings()),
             persistent_usage=PersistentUsage(model, None, model, 1.0),
             save=AsyncMock(),

@@ -18,6 +18,7 @@ from serve_app.serving.scheduler.actor import (
     SchedulerActor,
     SchedulerActorSettings,
 )
+from serve_app.serving.scheduler.live_scaling import ScalingState
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state import StateStore
 from tests import builders
@@ -236,7 +237,7 @@ async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     store.save({"estimator": {"version": 99}, "prefill_costs": {}})
     actor = await cluster.started(str(tmp_path))
     await wait_until(lambda: Path(f"{store.path}.rejected").exists())
-    assert "has version 99, this release reads 2" in caplog.text
+    assert "Invalid enum value 99 - at `$.estimator.version`" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
     )
@@ -250,7 +251,7 @@ async def test_a_restarted_actor_has_the_start_times_of_engines(
     monkeypatch.setattr(live_scaling, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.0)
     first = await cluster.started(str(tmp_path))
-    first.scaling.restore({"start_s": {"short": 240.0}})
+    first.scaling.restore(ScalingState({"short": 240.0}))
     await first.close()
     second = await cluster.started(str(tmp_path))
     await wait_until(lambda: bool(second.scaling.status()["pools"]))
@@ -275,7 +276,7 @@ async def test_a_restarted_actor_continues_cost_attribution(cluster: Cluster, tm
     assert [row["engine_seconds"] for row in (await costs_of(second))["rows"]] == [12.5]
 
 
-async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_is_not(
+async def test_a_state_of_a_release_without_start_times_and_costs_is_used_and_a_wrong_one_is_not(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     first = await cluster.started(str(tmp_path))
@@ -284,14 +285,34 @@ async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_
     store = StateStore(str(tmp_path), "scheduler", "app/m")
     document = dict(store.load() or {})
     del document["scaling"]
+    del document["costs"]
     store.save(document)
     second = await cluster.started(str(tmp_path))
     assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
+    assert (await costs_of(second))["rows"] == []
     await second.close()
     store.save({**document, "scaling": {"start_s": {"short": -1}}})
     third = await cluster.started(str(tmp_path))
     await wait_until(lambda: Path(f"{store.path}.rejected").exists())
     assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"scaling": {"start_s": {"short": 10**400}}}, {"costs": {"since": 10**400, "used": [], "imposed": []}}],
+    ids=["start time", "costs"],
+)
+async def test_an_actor_starts_despite_a_stored_number_that_is_too_large_for_a_float(
+    cluster: Cluster, tmp_path: Path, damaged: dict[str, Any]
+) -> None:
+    first = await cluster.started(str(tmp_path))
+    learned = observe_answers(first, output_tokens=77)
+    await first.close()
+    store = StateStore(str(tmp_path), "scheduler", "app/m")
+    store.save({**(store.load() or {}), **damaged})
+    second = await cluster.started(str(tmp_path))
+    await wait_until(lambda: Path(f"{store.path}.rejected").exists())
+    assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
 async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_path: Path) -> None:

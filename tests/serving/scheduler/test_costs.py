@@ -5,10 +5,11 @@ import pytest
 
 from serve_app.core import events as ev
 from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler import gauges as kept_costs
-from serve_app.serving.scheduler.gauges import PersistentCosts
+from serve_app.serving.scheduler.gauges import CostRow, PersistentCosts
 from tests.builders import ManualDriver, one_replica
 
 
@@ -28,7 +29,7 @@ def seconds(costs: PersistentCosts) -> dict[str, float]:
 
 
 def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> None:
-    costs = PersistentCosts(since=time.time() - 60.0).plus(busy().scheduler)
+    costs = PersistentCosts(time.time() - 60.0, (), ()).plus(busy().scheduler)
     document = costs.document({"only": 4.0})
 
     assert document["engine_seconds"] == 3.0
@@ -43,8 +44,8 @@ def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> No
 
 
 def test_counts_of_earlier_schedulers_are_added_and_survive_a_file() -> None:
-    first = PersistentCosts(since=1_000.0).plus(busy().scheduler)
-    kept = PersistentCosts.restored({"costs": json.loads(json.dumps(first.state()))}, "costs")
+    first = PersistentCosts(1_000.0, (), ()).plus(busy().scheduler)
+    kept = decoded(json.loads(json.dumps(encoded(first))), PersistentCosts)
     again = kept.plus(busy().scheduler)
 
     assert again.since == 1_000.0
@@ -54,8 +55,8 @@ def test_counts_of_earlier_schedulers_are_added_and_survive_a_file() -> None:
 
 def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_costs, "_MOST", 2)
-    used = tuple(("only", "batch", f"t{number}", float(number)) for number in range(5))
-    costs = PersistentCosts(used=used).plus(busy().scheduler)
+    used = tuple(CostRow("only", "batch", f"t{number}", float(number)) for number in range(5))
+    costs = PersistentCosts(time.time(), used, ()).plus(busy().scheduler)
 
     assert seconds(costs) == {"t4": 4.0, "t3": 3.0, "other": 2.0 + 2.0 + 1.0 + 1.0}
 
@@ -71,8 +72,4 @@ def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.M
 )
 def test_a_damaged_state_is_rejected(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="learned state"):
-        PersistentCosts.restored({"costs": broken}, "costs")
-
-
-def test_a_state_of_a_release_without_costs_begins_to_count() -> None:
-    assert seconds(PersistentCosts.restored({}, "costs")) == {}
+        decoded(broken, PersistentCosts)

@@ -7,9 +7,10 @@ import logging
 import pytest
 
 from serve_app.core import Scheduler
+from serve_app.core.routing.snapshot import decoded
 from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
 from serve_app.serving.scheduler import live_scaling
-from serve_app.serving.scheduler.live_scaling import LiveScaling
+from serve_app.serving.scheduler.live_scaling import LiveScaling, ScalingState
 from tests.builders import ManualDriver, settings
 from tests.serving.channel.harness import wait_until
 
@@ -136,3 +137,9 @@ def fault_events(caplog: pytest.LogCaptureFixture) -> list[str]:
     # Ray may add a second handler that records here.
     records = {id(record): record.getMessage().split()[0] for record in caplog.records}
     return [event for event in records.values() if event.startswith("event=scaling_")]
+
+
+@pytest.mark.parametrize("document", [{}, {"start_s": 4.0}, {"start_s": {"short": 42.0, "long": -1.0}}])
+def test_an_impossible_stored_start_time_is_rejected(document: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"learned state: .*start_s"):
+        decoded(document, ScalingState)

@@ -71,11 +71,18 @@ def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledg
     assert state["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5]
 
 
-@pytest.mark.parametrize("figures", [[1, 2, 3], [1, 2, 3, -1], [1, 2, 3, "4"]])
-def test_a_state_that_makes_no_sense_is_rejected_as_a_whole(figures: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ([1, 2, 3], "Expected `array` of length 4, got 3"),
+        ([1, 2, 3, -1], "Expected `int` >= 0"),
+        ([1, 2, 3, "4"], "Expected `int`, got `str`"),
+    ],
+)
+def test_a_state_that_makes_no_sense_is_rejected_as_a_whole(figures: list[object], reason: str) -> None:
     ledger = UsageLedger("m", Clock())
     good = [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="must be four counts"):
+    with pytest.raises(ValueError, match=rf"{reason} - at `\$\.days"):
         ledger.add_stored({"days": {"1970-01-01": {"a": {"m": good}, "b": {"m": figures}}}})
     assert ledger.rows() == []
 

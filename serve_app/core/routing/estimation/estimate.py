@@ -54,15 +54,17 @@ filters, such as Haykin, Adaptive Filter Theory.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from serve_app.core.routing.estimation.byte_classes import CLASSES, ByteClass
-from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
-from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
+from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator, OutputState
+from serve_app.core.routing.snapshot import Amount, Number
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 
@@ -74,20 +76,23 @@ _OUTLIER = 20.0  # a page of documents after many thumbnails
 _ITEM_TOKENS = 1024.0
 
 
-class MediaTokens:
+class MediaTokens(Struct):
     """The learned tokens of one image, sound or file.
 
     Attributes:
         mean: tokens per item.
         deviation: mean absolute error of the forecast, in tokens per item; 0 before any was observed.
+        weight: observations that the mean consists of.
     """
 
-    __slots__ = ("_weight", "deviation", "mean")
+    mean: Amount
+    deviation: Amount
+    weight: Amount
 
-    def __init__(self) -> None:
-        self.mean = _ITEM_TOKENS
-        self.deviation = 0.0
-        self._weight = _COLD_WEIGHT
+    @classmethod
+    def prior(cls) -> "MediaTokens":
+        """Return the tokens before the first observation."""
+        return cls(_ITEM_TOKENS, 0.0, _COLD_WEIGHT)
 
     def __repr__(self) -> str:
         return f"<MediaTokens {self.mean:.0f} +- {self.deviation:.0f}>"
@@ -97,20 +102,10 @@ class MediaTokens:
         if items <= 0 or not math.isfinite(tokens):
             return
         observed = min(max(0.0, tokens / items), max(1.0, self.mean) * _OUTLIER)
-        step = max(_STEP, 1 / (self._weight + 1))
+        step = max(_STEP, 1 / (self.weight + 1))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)
         self.mean += step * (observed - self.mean)
-        self._weight = min(self._weight + 1, 1 / _STEP)
-
-    def state(self) -> dict[str, object]:
-        """Return everything learned (see `snapshot`)."""
-        return {"mean": self.mean, "deviation": self.deviation, "weight": self._weight}
-
-    def restore(self, state: Snapshot) -> None:
-        """Restore a result of `state` (see `snapshot`)."""
-        mean, deviation = number(state, "mean", at_least=0), number(state, "deviation", at_least=0)
-        weight = number(state, "weight", at_least=0)
-        self.mean, self.deviation, self._weight = mean, deviation, weight
+        self.weight = min(self.weight + 1, 1 / _STEP)
 
 
 # Tokens per byte, or per character of several bytes, and the standard deviation between tokenizers.
@@ -202,6 +197,17 @@ class EstimatorSettings:
     # too short for them, and more to the long pool that would have fitted the short one
     # (experiments/estimator has the figures).
     margin_deviations: Annotated[float, NOT_NEGATIVE] = 1.0
+
+
+class PromptLengthState(Struct, kw_only=True):
+    """Everything that `PromptLength` has learned."""
+
+    weights: Annotated[list[Amount], Meta(min_length=_SIZES, max_length=_SIZES)]
+    covariance: Annotated[list[Number], Meta(min_length=_SIZES**2, max_length=_SIZES**2)]
+    # All categories.
+    deviations: Annotated[dict[TextCategory, tuple[Amount, Amount]], Meta(min_length=len(TextCategory))]
+    # States of 0.4.0 have none.
+    fits: dict[str, bool] = {}
 
 
 class PromptLength:
@@ -316,19 +322,22 @@ class PromptLength:
             return 0.0
         return float(self.weights[_CHAT]) + shape.messages * float(self.weights[_MESSAGES])
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PromptLengthState:
         """Return everything learned (see `snapshot`)."""
-        return {
-            "weights": self.weights.tolist(),
-            "covariance": self._covariance.ravel().tolist(),
-            "deviations": {name.value: list(value) for name, value in self._deviations.items()},
-            "fits": dict(self._fits),
-        }
+        return PromptLengthState(
+            weights=self.weights.tolist(),
+            covariance=self._covariance.ravel().tolist(),
+            deviations=dict(self._deviations),
+            fits=dict(self._fits),
+        )
 
-    def restore(self, state: Snapshot) -> None:
-        """Restore a result of `state` (see `snapshot`)."""
-        weights = np.array(numbers(state, "weights", _SIZES, at_least=0))
-        covariance = np.array(numbers(state, "covariance", _SIZES * _SIZES)).reshape(_SIZES, _SIZES)
+    def restore(self, state: PromptLengthState) -> None:
+        """Restore a result of `state` (see `snapshot`).
+
+        Raises:
+            ValueError: the covariance is impossible; nothing is restored.
+        """
+        covariance = np.array(state.covariance).reshape(_SIZES, _SIZES)
         variances = covariance.diagonal()
         bound = np.sqrt(np.abs(np.outer(variances, variances))) * _ROUNDING + _ROUNDING - 1
         if (
@@ -337,16 +346,13 @@ class PromptLength:
             or (np.abs(covariance) > bound).any()
         ):
             raise ValueError("learned state: 'covariance' is not one of the weights; delete the state")
-        by_category = section(state, "deviations")
-        deviations = {}
-        for name in TextCategory:
-            deviation, weight = numbers(by_category, name.value, 2, at_least=0)
-            deviations[name] = max(_MIN_DEVIATION, deviation), weight
-        self.weights, self._covariance, self._deviations = weights, covariance, deviations
+        self.weights, self._covariance = np.array(state.weights), covariance
         self._variances = _diagonal(covariance)
-        # States of 0.4.0 have none.
-        fits = section(state, "fits") if "fits" in state else {}
-        self._fits = {tenant: fit is True for tenant, fit in fits.items()}
+        self._deviations = {
+            name: (max(_MIN_DEVIATION, deviation), count)
+            for name, (deviation, count) in state.deviations.items()
+        }
+        self._fits = dict(state.fits)
 
 
 def _diagonal(matrix: Sizes) -> Sizes:
@@ -361,7 +367,6 @@ def _sizes(shape: PromptShape) -> Sizes:
     return np.array((*classes, shape.tool_bytes, min(messages, 1), messages), dtype=np.float64)
 
 
-_STATE_VERSION = 2
 _BULK = 0.5
 # Assumed longest of several prompts in one request, as a multiple of their mean; only their sum is known. An
 # engine rejects a request with a longer one as too long, and it is then sent to another pool.
@@ -418,13 +423,22 @@ class TokenEstimate:
         )
 
 
+class EstimatorState(Struct, kw_only=True):
+    """Everything that a `TokenEstimator` has learned."""
+
+    version: Literal[2]
+    text: PromptLengthState
+    media: MediaTokens
+    output: OutputState
+
+
 class TokenEstimator:
     """Estimates the requests of one model, and learns from their actual token counts."""
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self.settings = settings
         self._text = PromptLength(settings)
-        self._media = MediaTokens()
+        self._media = MediaTokens.prior()
         self._output = OutputLengthEstimator()
 
     def __repr__(self) -> str:
@@ -479,20 +493,14 @@ class TokenEstimator:
         if media >= _BULK * (text + media):
             self._media.observe(shape.media_items, tokens - text)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> EstimatorState:
         """Return everything learned (see `snapshot`)."""
-        return {
-            "version": _STATE_VERSION,
-            "text": self._text.state(),
-            "media": self._media.state(),
-            "output": self._output.state(),
-        }
+        return EstimatorState(
+            version=2, text=self._text.state(), media=copy(self._media), output=self._output.state()
+        )
 
-    def restore(self, state: Snapshot) -> None:
+    def restore(self, state: EstimatorState) -> None:
         """Restore a result of `state` (see `snapshot`)."""
-        check_version(state, _STATE_VERSION)
-        fresh = TokenEstimator(self.settings)
-        fresh._text.restore(section(state, "text"))
-        fresh._media.restore(section(state, "media"))
-        fresh._output.restore(section(state, "output"))
-        self._text, self._media, self._output = fresh._text, fresh._media, fresh._output
+        self._text.restore(state.text)
+        self._media = copy(state.media)
+        self._output.restore(state.output)

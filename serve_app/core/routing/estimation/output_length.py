@@ -10,9 +10,11 @@ and constants before that.
 import bisect
 import itertools
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
+from msgspec import Meta, Struct
+
+from serve_app.core.routing.snapshot import MOST, Amount, Count
 from serve_app.request import Request, TextCategory, Usage
 
 # Quantile of the lengths that replaces a missing max_tokens. It is high, because an engine silently cuts off
@@ -63,6 +65,19 @@ _FEWEST = 1e-3
 _LONGER = 1.5
 _REFRESH_EVERY = 32  # observations; a curve costs about 10 us to compute
 _MAX_SCALE = 1e12  # before new observations exceed what a float can add up
+
+
+# Weights of the buckets that are not empty.
+_Weights = dict[Annotated[int, Meta(ge=0, lt=_BUCKETS)], Amount]
+
+
+class CurveState(Struct, kw_only=True):
+    """Everything that a `LengthCurve` has learned."""
+
+    seen: Count
+    scale: Annotated[float, Meta(ge=1, le=MOST)]
+    ended: _Weights
+    cut: _Weights
 
 
 class LengthCurve:
@@ -201,22 +216,24 @@ class LengthCurve:
         self._cut = [weight / self._scale for weight in self._cut]
         self._scale = 1.0
 
-    def state(self) -> dict[str, object]:
-        """Return everything learned (see `snapshot`), without empty buckets."""
-        return {
-            "seen": self.ended,
-            "scale": self._scale,
-            "ended": {str(index): weight for index, weight in enumerate(self._ended) if weight},
-            "cut": {str(index): weight for index, weight in enumerate(self._cut) if weight},
-        }
+    def state(self) -> CurveState:
+        """Return everything learned (see `snapshot`)."""
+        return CurveState(
+            seen=self.ended,
+            scale=self._scale,
+            ended={index: weight for index, weight in enumerate(self._ended) if weight},
+            cut={index: weight for index, weight in enumerate(self._cut) if weight},
+        )
 
-    def restore(self, state: Snapshot) -> None:
+    @classmethod
+    def restored(cls, state: CurveState) -> "LengthCurve":
         """Restore a result of `state` (see `snapshot`)."""
-        seen, scale = int(number(state, "seen", at_least=0)), number(state, "scale", at_least=1)
-        ended, cut = _weights(section(state, "ended")), _weights(section(state, "cut"))
-        self.ended, self._scale, self._ended, self._cut = seen, scale, ended, cut
-        self.observed = seen + round(sum(cut) / scale)
-        self._fresh_for = 0
+        curve = cls()
+        curve.ended, curve._scale = state.seen, state.scale
+        curve._ended = [state.ended.get(index, 0.0) for index in range(_BUCKETS)]
+        curve._cut = [state.cut.get(index, 0.0) for index in range(_BUCKETS)]
+        curve.observed = state.seen + round(sum(curve._cut) / state.scale)
+        return curve
 
 
 def bucket_of(tokens: float) -> int:
@@ -224,15 +241,6 @@ def bucket_of(tokens: float) -> int:
     if tokens <= 1:
         return 0
     return min(_BUCKETS - 1, max(0, math.ceil(_PER_OCTAVE * math.log2(tokens)) - 1))
-
-
-def _weights(state: Snapshot) -> list[float]:
-    weights = [0.0] * _BUCKETS
-    for name in state:
-        if not (name.isdecimal() and int(name) < _BUCKETS):
-            raise ValueError(f"learned state: {name!r} is not a bucket of output lengths; delete the state")
-        weights[int(name)] = number(state, name, at_least=0)
-    return weights
 
 
 class OutputEstimate(NamedTuple):
@@ -275,6 +283,21 @@ class OutputEstimate(NamedTuple):
         if self.curve is not None:
             return self.curve.ends(age, longest)
         return tuple(min(longest, age - _DEFAULT_MEAN_TOKENS * math.log1p(-share)) for share in _POINTS)
+
+
+class TenantCurve(Struct):
+    """State of the curve of a tenant's answers of one category."""
+
+    tenant: str
+    category: TextCategory
+    curve: CurveState
+
+
+class OutputState(Struct):
+    """Everything that an `OutputLengthEstimator` has learned; the tenants by their last use."""
+
+    categories: dict[TextCategory, CurveState]
+    tenants: list[TenantCurve]
 
 
 class OutputLengthEstimator:
@@ -334,27 +357,15 @@ class OutputLengthEstimator:
             curve = self._categories.get(category)
         return curve if curve is not None and curve.is_learned else None
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> OutputState:
         """Return everything learned (see `snapshot`)."""
-        return {
-            "categories": {category.value: curve.state() for category, curve in self._categories.items()},
-            "tenants": [
-                {"tenant": tenant, "category": category.value, "curve": curve.state()}
-                for (tenant, category), curve in self._tenants.items()
-            ],
-        }
+        return OutputState(
+            {category: curve.state() for category, curve in self._categories.items()},
+            [TenantCurve(*key, curve.state()) for key, curve in self._tenants.items()],
+        )
 
-    def restore(self, state: Snapshot) -> None:
+    def restore(self, state: OutputState) -> None:
         """Restore a result of `state` (see `snapshot`)."""
-        by_category = section(state, "categories")
-        categories = {TextCategory(name): self._restored(section(by_category, name)) for name in by_category}
-        tenants = {}
-        for entry in sections(state, "tenants"):
-            key = (text(entry, "tenant"), TextCategory(text(entry, "category")))
-            tenants[key] = self._restored(section(entry, "curve"))
-        self._categories, self._tenants = categories, tenants
-
-    def _restored(self, state: Snapshot) -> LengthCurve:
-        curve = LengthCurve()
-        curve.restore(state)
-        return curve
+        restored = LengthCurve.restored
+        self._categories = {category: restored(curve) for category, curve in state.categories.items()}
+        self._tenants = {(each.tenant, each.category): restored(each.curve) for each in state.tenants}

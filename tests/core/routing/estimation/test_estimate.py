@@ -15,8 +15,10 @@ from serve_app.core.routing.estimation.estimate import (
     EstimatorSettings,
     MediaTokens,
     PromptLength,
+    PromptLengthState,
     TokenEstimator,
 )
+from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from tests.core.routing.prompts import CHINESE, CODE, GERMAN, KOREAN, PROSE, RUSSIAN, request
 
@@ -85,9 +87,9 @@ def test_media_items_cost_the_settings_constant_at_first_and_affect_no_ratio() -
     bare = learned.estimate(request(text_bytes=400, messages=1))
     with_image = learned.estimate(request(text_bytes=400, messages=1, media_items=2))
     assert with_image.expected_prompt_tokens - bare.expected_prompt_tokens == 2048
-    before = learned.state()["text"]
+    before = learned.state().text
     learned.observe(request(text_bytes=4000, media_items=1), Usage(prompt_tokens=9000, output_tokens=1))
-    assert learned.state()["text"] == before
+    assert learned.state().text == before
 
 
 def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request, Usage]:
@@ -99,11 +101,11 @@ def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request,
 
 def test_image_tokens_are_not_learned_from_prompts_that_are_mostly_text() -> None:
     learned = estimator()
-    before = learned.state()["media"]
+    before = learned.state().media
     learned.observe(*with_images(1, 40_000, 9_000))
-    assert learned.state()["media"] == before
+    assert learned.state().media == before
     learned.observe(*with_images(1, 200, 9_000))
-    assert learned.state()["media"] != before
+    assert learned.state().media != before
 
 
 @pytest.mark.parametrize("tokens_each", [85, 576, 9_000])
@@ -209,7 +211,7 @@ def test_english_has_four_to_five_bytes_per_token_before_the_first_observation()
 def test_the_first_observation_is_a_step_of_recursive_least_squares() -> None:
     made, asked = learned(), shape(PROSE, 20, messages=3, tool_bytes=500)
     mean = made.weights.copy()
-    covariance = np.array(made.state()["covariance"]).reshape(len(mean), len(mean))
+    covariance = np.array(made.state().covariance).reshape(len(mean), len(mean))
     sizes = np.array([*asked.byte_classes, 500, 1, 3], float)
     expected = float(sizes @ mean)
     text = expected - mean[-2] - 3 * mean[-1]
@@ -380,7 +382,7 @@ def test_whatever_is_observed_estimates_are_ordered_and_restored(
         made.observe(size, tokens)
     expected, high, low = made.estimate(asked)
     assert 0 <= low <= expected <= high < math.inf
-    copy.restore(json.loads(json.dumps(made.state())))
+    copy.restore(decoded(json.loads(json.dumps(encoded(made.state()))), PromptLengthState))
     assert copy.state() == made.state()
     assert copy.estimate(asked) == (expected, high, low)
 
@@ -389,7 +391,7 @@ def test_whatever_is_observed_estimates_are_ordered_and_restored(
 
 
 def media(observations: list[tuple[int, float]]) -> MediaTokens:
-    learned = MediaTokens()
+    learned = MediaTokens.prior()
     for items, tokens in observations:
         learned.observe(items, tokens)
     return learned
@@ -411,15 +413,14 @@ def test_the_weight_of_an_absurd_media_report_is_limited() -> None:
 
 @given(st.lists(st.tuples(st.integers(-3, 100), st.floats(-1e9, 1e9) | st.just(math.nan)), max_size=40))
 def test_media_stay_finite_and_are_restored_as_they_were(observations: list[tuple[int, float]]) -> None:
-    learned, copy = media(observations), media([])
+    learned = media(observations)
     assert 0 <= learned.mean < math.inf
     assert 0 <= learned.deviation < math.inf
-    copy.restore(learned.state())
-    assert copy.state() == learned.state()
+    assert decoded(encoded(learned), MediaTokens) == learned
 
 
 def test_media_items_are_averaged_with_the_error_of_the_forecast() -> None:
-    learned = MediaTokens()
+    learned = MediaTokens.prior()
     learned.mean = 1_000.0
     learned.observe(2, 1_200.0)  # 600 each, against 1,000; half the weight
     assert (learned.mean, learned.deviation) == pytest.approx((800.0, 200.0))
@@ -430,4 +431,4 @@ def test_media_items_are_averaged_with_the_error_of_the_forecast() -> None:
     # The memory is that of a step of a twentieth.
     learned.observe(1, 1_700.0)
     assert learned.mean == pytest.approx(750.0, abs=1.0)
-    assert learned.state()["weight"] == pytest.approx(20.0)
+    assert learned.weight == pytest.approx(20.0)

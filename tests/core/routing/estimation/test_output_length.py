@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.estimation import output_length
-from serve_app.core.routing.estimation.output_length import LengthCurve, OutputLengthEstimator, bucket_of
+from serve_app.core.routing.estimation.output_length import (
+    LengthCurve,
+    OutputLengthEstimator,
+    OutputState,
+    bucket_of,
+)
 from serve_app.request import TextCategory, Usage
 from tests.core.routing.prompts import request
 
@@ -123,14 +128,14 @@ def test_the_least_recently_seen_tenant_is_evicted_first(monkeypatch: pytest.Mon
     learned = OutputLengthEstimator()
     for tenant in ("a", "b", "a", "c"):
         observe(learned, 10, tenant=tenant)
-    assert [row["tenant"] for row in learned.state()["tenants"]] == ["a", "c"]  # type: ignore[attr-defined]
+    assert [each.tenant for each in learned.state().tenants] == ["a", "c"]
 
 
 def test_embeddings_and_answers_of_no_tokens_are_not_learned_from() -> None:
     learned = OutputLengthEstimator()
     observe(learned, 5, limit=0)
     observe(learned, 0)
-    assert learned.state() == {"categories": {}, "tenants": []}
+    assert learned.state() == OutputState({}, [])
     assert learned.estimate(request(max_output_tokens=0)).limit == 0
 
 
@@ -160,7 +165,7 @@ def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: py
         scaled.observe(bucket_of(tokens), was_cut=was_cut)
         monkeypatch.setattr(output_length, "_MAX_SCALE", 1e12)
         whole.observe(bucket_of(tokens), was_cut=was_cut)
-    assert scaled.state()["scale"] != whole.state()["scale"]
+    assert scaled.state().scale != whole.state().scale
     assert scaled.quantile() == whole.quantile()
     assert [scaled.expected(limit) for limit in (50, 200, 800)] == pytest.approx(
         [whole.expected(limit) for limit in (50, 200, 800)]
