@@ -352,7 +352,7 @@ class LatencyTargets:
         if target.is_met is not None or target.limits.ttft_s is None:
             return
         target.is_met = is_met
-        if (share := _share(target)) is not None and not scheduled.put_backs:
+        if (share := _share(target)) is not None and not scheduled.attempts.put_backs:
             self._chance_of(scheduled).learn(share, now, missed=not is_met)
 
     def on_release(self, scheduled: ScheduledRequest, replica_id: str) -> None:

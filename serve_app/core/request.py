@@ -75,6 +75,40 @@ class TargetState:
         return self.latest_at < math.inf and not self.is_late
 
 
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The traces that earlier attempts to serve a request have left. Replaced as a whole at each change.
+
+    Attributes:
+        put_backs: number of put-backs, for any reason but a revocation.
+        returned: whether it was put back for a fault of its replica and precedes requests never dispatched.
+        generated: output tokens so far with which it continues.
+        losses: replicas lost under it; after the first loss it is in quarantine.
+        avoided: replicas on which it has failed.
+        failed_on: the replica on which it failed last, until an answer starts.
+        last_failure: reason of the last failure, as reported by its gateway.
+        moved_from: the replica from which it was moved because its first token was overdue; None for none.
+        backoff_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
+        above_tokens: longest context limit of the engines that rejected it as too long.
+        too_long_for: replicas without a reported context limit that rejected it as too long.
+    """
+
+    put_backs: int = 0
+    returned: bool = False
+    generated: int = 0
+    losses: int = 0
+    avoided: frozenset[str] = frozenset()
+    failed_on: str | None = None
+    last_failure: str = ""
+    moved_from: str | None = None
+    backoff_until: float = 0.0
+    above_tokens: int = 0
+    too_long_for: tuple[str, ...] = ()
+
+
+NO_ATTEMPTS = Attempts()
+
+
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """One request, queued or running.
@@ -84,20 +118,10 @@ class ScheduledRequest:
         pools: pools that may serve it, the home pool first.
         expires_at: end of its queue timeout.
         length_queue: the length queue in which it waits or waited.
-        returned: whether it was put back for a fault of its replica and precedes requests never dispatched.
         claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
         starved_at: time after which it is promoted; infinite outside the queue and without promotion.
-        put_backs: number of put-backs, for any reason but a revocation.
-        generated: output tokens so far with which it continues after a put-back.
+        attempts: the traces of its earlier attempts.
         is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
-        losses: replicas lost under it; after the first loss it is in quarantine.
-        avoided: replicas on which it has failed.
-        failed_on: the replica on which it failed last, until an answer starts.
-        last_failure: reason of the last failure, as reported by its gateway.
-        moved_from: the replica from which it was moved because its first token was overdue; None for none.
-        backoff_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
-        above_tokens: longest context limit of the engines that rejected it as too long.
-        too_long_for: replicas without a reported context limit that rejected it as too long.
         replica_id: its replica; None while it is queued, and after its end.
         hold: its hold on that replica, in the ledger.
         engine_priority: the priority sent to its engine; None for none.
@@ -132,20 +156,10 @@ class ScheduledRequest:
     pools: tuple[str, ...]
     expires_at: float = math.inf
     length_queue: str = ""
-    returned: bool = False
     claimed: bool = False
     starved_at: float = math.inf
-    put_backs: int = 0
-    generated: int = 0
+    attempts: Attempts = NO_ATTEMPTS
     is_guaranteed: bool = False
-    losses: int = 0
-    avoided: frozenset[str] = frozenset()
-    failed_on: str | None = None
-    last_failure: str = ""
-    moved_from: str | None = None
-    backoff_until: float = 0.0
-    above_tokens: int = 0
-    too_long_for: tuple[str, ...] = ()
     queued: bool = False
     replica_id: str | None = None
     hold: Hold = NO_HOLD
@@ -200,7 +214,7 @@ class ScheduledRequest:
         An answer that ended early has at least the tokens that were seen of it, whatever ended it. None if
         the request failed or was lost before its first token.
         """
-        generated, usage = self.generated, self.usage
+        generated, usage = self.attempts.generated, self.usage
         seen = max(self.seen_tokens, generated)
         if usage is not None:
             is_whole = outcome is Outcome.COMPLETED or usage.output_tokens >= seen

@@ -358,11 +358,11 @@ class Scheduler:
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
         is_revoked = event.failure is ev.DispatchFailure.REVOKED
-        was_moved = scheduled.moved_from == event.replica_id
+        was_moved = scheduled.attempts.moved_from == event.replica_id
         cause = WaitCause.REVOKED if is_revoked and not was_moved else WaitCause.EARLIER_ATTEMPT
         record_attempt(scheduled, cause, now)
-        if event.generated_tokens != scheduled.generated:
-            scheduled.generated = event.generated_tokens
+        if event.generated_tokens != scheduled.attempts.generated:
+            scheduled.attempts = replace(scheduled.attempts, generated=event.generated_tokens)
             scheduled.expect(self.estimator.estimate(scheduled.request).after(event.generated_tokens))
         replica = self.ledger[event.replica_id]
         record_put_back(scheduled, event, replica, now)
@@ -478,8 +478,8 @@ class Scheduler:
 
     def _revoke(self, now: float) -> None:
         for scheduled in self._slow_starts.overdue(now):
-            assert scheduled.moved_from is not None, "it is marked as moved"
-            self._commands.append(_revocation(scheduled, scheduled.moved_from))
+            assert scheduled.attempts.moved_from is not None, "it is marked as moved"
+            self._commands.append(_revocation(scheduled, scheduled.attempts.moved_from))
         for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, now):
             self._commands.append(_revocation(scheduled, replica_id))
 
@@ -574,7 +574,7 @@ class Scheduler:
             self.targets.on_end(scheduled, self._now)
         if self.requests.pop(request.request_id) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
-            if dispatched or scheduled.generated:
+            if dispatched or scheduled.attempts.generated:
                 self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)
             self.programs.on_end(scheduled, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)

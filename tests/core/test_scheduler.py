@@ -333,7 +333,7 @@ def test_a_running_request_retains_its_deadline_and_put_backs_in_a_new_scheduler
         assert concluded(commands) == [("r", "failed")]
         return
     scheduled = driver.find("r")
-    assert (scheduled.put_backs, scheduled.losses) == (8, 1)
+    assert (scheduled.attempts.put_backs, scheduled.attempts.losses) == (8, 1)
     driver.join("s2", "only")
     assert concluded(driver.feed(Woke(), after_s=1.0)) == [("r", "expired")]
 

@@ -132,7 +132,7 @@ class RecordingMachine(RuleBasedStateMachine):
         assert self.running[command.request_id] == command.replica_id
         scheduled = self.find(command.request_id)
         request = scheduled.request
-        if scheduled.moved_from == command.replica_id:
+        if scheduled.attempts.moved_from == command.replica_id:
             assert request.spec.streamed
             assert not scheduled.started
             assert self.now >= scheduled.dispatched_at + 5.0
@@ -250,10 +250,10 @@ class RecordingMachine(RuleBasedStateMachine):
             for each, known in self.replicas.items()
             if known.spec.pool in head.pools and head.request.destination.admits(each, known.spec.adapters)
         ]
-        elsewhere = any(self.accepts(each) and each not in head.avoided for each in others)
-        if replica_id in head.avoided and elsewhere and head.request.bound_to is None:
+        elsewhere = any(self.accepts(each) and each not in head.attempts.avoided for each in others)
+        if replica_id in head.attempts.avoided and elsewhere and head.request.bound_to is None:
             return True
-        return head.losses > 0 and self.scheduler.ledger[replica_id].quarantined > 0
+        return head.attempts.losses > 0 and self.scheduler.ledger[replica_id].quarantined > 0
 
     def find(self, request_id: str) -> ScheduledRequest:
         scheduled = self.scheduler.find(request_id)

@@ -184,7 +184,7 @@ class ProgramsMachine(SchedulerMachine):
         queue = self.scheduler.queue
         parked = {scheduled for scheduled in queue if scheduled.parked}
         assert set(self.scheduler.programs.parked) == parked
-        assert set(queue.parked.values()) == {each for each in parked if not each.backoff_until}
+        assert set(queue.parked.values()) == {each for each in parked if not each.attempts.backoff_until}
         assert all(each.turn is not None and each.home is None for each in parked)
 
 

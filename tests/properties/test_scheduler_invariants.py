@@ -279,9 +279,9 @@ class SchedulerMachine(RecordingMachine):
         """No sub-queue head waits while a replica could serve it; other requests wait for their head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
-            if scheduled.backoff_until:
+            if scheduled.attempts.backoff_until:
                 # In backoff, which ends on time.
-                assert scheduled.backoff_until > self.now
+                assert scheduled.attempts.backoff_until > self.now
                 continue
             if scheduled.parked:
                 continue
@@ -299,7 +299,8 @@ class SchedulerMachine(RecordingMachine):
         for requests in sub_queues.values():
             pools = requests[0].pools
             head = min(
-                requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
+                requests,
+                key=lambda e: (not e.attempts.returned, not e.claimed, e.request.arrived_at, e.sequence),
             )
             for replica_id, known in self.replicas.items():
                 if not head.destination.admits(replica_id, known.spec.adapters):
@@ -321,7 +322,7 @@ class SchedulerMachine(RecordingMachine):
                     assert scheduled.pools == (known.spec.pool,)
                 continue
             assert scheduled.pools == router.route(
-                scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
+                scheduled.request, scheduled.estimate, above_tokens=scheduled.attempts.above_tokens
             )
             assert scheduled.pools
 

@@ -274,9 +274,10 @@ class WaitAccounts:
             if not scheduled.queued:
                 continue
             tally = _tally(scheduled, now)
-            if scheduled.backoff_until or scheduled.parked:
+            in_backoff = scheduled.attempts.backoff_until > 0
+            if in_backoff or scheduled.parked:
                 tally.held_since = at
-                tally.held_for = WaitCause.BACKOFF if scheduled.backoff_until else WaitCause.RESIDENCY
+                tally.held_for = WaitCause.BACKOFF if in_backoff else WaitCause.RESIDENCY
             elif tally.account is None:
                 key = key_of(scheduled)
                 account = self._accounts.get(key)

@@ -509,7 +509,7 @@ class Admission:
         if scheduled.target is not None:
             scheduled.target.is_promised = claimed
         tokens_ahead = self._queue.work_ahead(scheduled.request)
-        if not scheduled.returned:
+        if not scheduled.attempts.returned:
             scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
         if scheduled.request.submission.no_wait:
             return self._no_wait(scheduled)

@@ -285,7 +285,7 @@ class KeyAccounts:
         charge = scheduled.key_charge
         if charge is None:
             return
-        usage = scheduled.used_after(outcome) if dispatched or scheduled.generated else None
+        usage = scheduled.used_after(outcome) if dispatched or scheduled.attempts.generated else None
         used = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         account.tokens.expire(now)
         if used < charge:

@@ -60,7 +60,7 @@ from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.latency_targets import LatencyTargets
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQueue
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import NO_ATTEMPTS, ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.prefix import PrefixAffinity, PrefixQuery
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -501,7 +501,7 @@ class Dispatcher:
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, is_backfill))
-            if not is_promoted and not head.returned:
+            if not is_promoted and not head.attempts.returned:
                 query.headroom = self._headroom.tokens(head, pool)
             needed, replica = tokens + query.headroom, None
             if query.is_restricted:
@@ -523,18 +523,19 @@ class Dispatcher:
         query = _bound(head, query)
         # One that was put back has begun to wait already.
         query.at_once = head.request.submission.no_wait and head.dispatch is None
-        if not (head.put_backs or head.avoided):
+        attempts = head.attempts
+        if attempts is NO_ATTEMPTS:
             return query
         destination = query.destination
         elsewhere = destination.replica_id is None and any(
             state.is_usable
-            and state.spec.replica_id not in head.avoided
+            and state.spec.replica_id not in attempts.avoided
             and destination.admits(state.spec.replica_id, state.spec.adapters)
             for pool in head.pools
             for state in self._ledger.of_pool(pool)
         )
-        avoided = head.avoided if elsewhere else frozenset()
-        return replace(query, avoided=avoided, quarantined=head.losses > 0)
+        avoided = attempts.avoided if elsewhere else frozenset()
+        return replace(query, avoided=avoided, quarantined=attempts.losses > 0)
 
     def _may_reserve(self, head: ScheduledRequest, pool: str) -> bool:
         """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation.

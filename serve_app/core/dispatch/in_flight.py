@@ -54,6 +54,7 @@ twice.
 import heapq
 import itertools
 import zlib
+from dataclasses import replace
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
@@ -62,7 +63,7 @@ from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
 from serve_app.core.dispatch.promotion import EnginePriorities
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillTracker
-from serve_app.core.request import NO_HOLD, ScheduledRequest
+from serve_app.core.request import NO_HOLD, Attempts, ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.observed import AnswerStart
 from serve_app.core.routing.replica_state import Hold, KvUse, PrefillClass, ReplicaState
@@ -82,37 +83,44 @@ def record_put_back(
 ) -> None:
     """Record a put-back in the state of the request."""
     scheduled.bypassed = False
+    before, replica_id = scheduled.attempts, event.replica_id
     if event.failure.is_after_service(event.generated_tokens):
         # It did not wait in this time, so its queue timeout begins again.
         request = scheduled.request
         scheduled.expires_at = now + request.expires_at - request.arrived_at
     if event.failure is DispatchFailure.REVOKED:
         # A request that was moved precedes those that were never dispatched.
-        scheduled.returned = scheduled.moved_from == event.replica_id
-        scheduled.avoided |= {event.replica_id} if scheduled.returned else frozenset()
+        was_moved = before.moved_from == replica_id
+        avoided = before.avoided | {replica_id} if was_moved else before.avoided
+        scheduled.attempts = replace(before, returned=was_moved, avoided=avoided)
         return
-    scheduled.put_backs += 1
-    scheduled.last_failure = event.message or str(event.failure)
+    put_backs, text = before.put_backs + 1, event.message or str(event.failure)
+    after = replace(before, put_backs=put_backs, last_failure=text)
     if event.failure is DispatchFailure.TOO_LONG:
         # The replica is healthy, and the request goes to pools with a longer context.
-        scheduled.returned = True
-        scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
+        above_tokens = max(before.above_tokens, replica.context_limit)
+        scheduled.attempts = replace(after, returned=True, above_tokens=above_tokens)
         return
-    scheduled.returned = event.failure in REPLICA_FAULTS
-    scheduled.losses += event.failure is DispatchFailure.LOST
-    scheduled.avoided |= {event.replica_id}
-    if event.failure is DispatchFailure.ENGINE_ERROR:
-        scheduled.failed_on = event.replica_id
-    backoff_s = _backoff_s(scheduled)
-    scheduled.backoff_until = now + backoff_s if backoff_s else 0.0
+    backoff_s = _backoff_s(scheduled.request.request_id, put_backs - 1)
+    scheduled.attempts = replace(
+        after,
+        returned=event.failure in REPLICA_FAULTS,
+        losses=before.losses + (event.failure is DispatchFailure.LOST),
+        avoided=before.avoided | {replica_id},
+        failed_on=replica_id if event.failure is DispatchFailure.ENGINE_ERROR else before.failed_on,
+        backoff_until=now + backoff_s if backoff_s else 0.0,
+    )
 
 
 def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
     """Restore the put-backs of a request that an earlier scheduler had dispatched."""
     request = scheduled.request
-    scheduled.returned = request.attempts > 0
-    scheduled.put_backs = min(request.attempts, settings.max_put_backs - 1)
-    scheduled.losses = min(int(request.lost), settings.max_attempts - 1)
+    if request.attempts or request.lost:
+        scheduled.attempts = Attempts(
+            put_backs=min(request.attempts, settings.max_put_backs - 1),
+            returned=request.attempts > 0,
+            losses=min(int(request.lost), settings.max_attempts - 1),
+        )
 
 
 def retry_limit_conclusion(
@@ -124,32 +132,33 @@ def retry_limit_conclusion(
         many_lost: whether several replicas were lost at the same time, so that the request is hardly the
             cause: then it gets one more attempt.
     """
-    reason = scheduled.last_failure
-    if scheduled.losses >= settings.max_attempts + many_lost:
-        text = f"{scheduled.losses} replicas were lost under this request; last failure: {reason}"
-    elif scheduled.put_backs >= settings.max_put_backs:
-        text = f"the request was put back {scheduled.put_backs} times; last failure: {reason}"
+    attempts = scheduled.attempts
+    if attempts.losses >= settings.max_attempts + many_lost:
+        text = f"{attempts.losses} replicas were lost under this request"
+    elif attempts.put_backs >= settings.max_put_backs:
+        text = f"the request was put back {attempts.put_backs} times"
     else:
         return None
-    return Conclusion(Outcome.FAILED, text)
+    return Conclusion(Outcome.FAILED, f"{text}; last failure: {attempts.last_failure}")
 
 
 def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
     """Describe an expired request for its client: its wait, the main cause and its put-backs."""
     text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
-    if not scheduled.put_backs:
+    attempts = scheduled.attempts
+    if not attempts.put_backs:
         waited = wait_breakdown(scheduled, now)
         cause = waited.main_cause if waited is not None else None
         return text if cause is None else f"{text}; main cause: {cause.meaning}"
-    text = f"{text}; it was put back {scheduled.put_backs} times"
-    return f"{text}; last failure: {scheduled.last_failure}" if scheduled.last_failure else text
+    text = f"{text}; it was put back {attempts.put_backs} times"
+    return f"{text}; last failure: {attempts.last_failure}" if attempts.last_failure else text
 
 
-def _backoff_s(scheduled: ScheduledRequest) -> float:
-    tries = scheduled.put_backs - 1
+def _backoff_s(request_id: str, tries: int) -> float:
+    """Return the pause before another attempt, in seconds, after so many retries without one."""
     if tries < 1:
         return 0.0
-    jitter = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
+    jitter = zlib.crc32(f"{request_id} {tries}".encode()) / 2**32
     usual_s: float = min(_FIRST_BACKOFF_S * 2.0 ** min(tries - 1, 20), _MAX_BACKOFF_S)
     return usual_s * (1 + _JITTER_RATIO * jitter)
 
@@ -199,10 +208,11 @@ class Suspensions:
     def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
         state.faults = state.suspensions = 0
-        if scheduled.failed_on is None:
+        failed_on = scheduled.attempts.failed_on
+        if failed_on is None:
             return
-        failed = self._ledger.get(scheduled.failed_on)
-        scheduled.failed_on = None
+        failed = self._ledger.get(failed_on)
+        scheduled.attempts = replace(scheduled.attempts, failed_on=None)
         if failed is not None and failed is not state:
             self._count_fault(failed, now)
 
@@ -253,7 +263,11 @@ class SlowStarts:
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """Watch a request that was dispatched to a replica."""
         self._credit = min(_MAX_CREDIT, self._credit + _SHARE)
-        if scheduled.request.spec.streamed and scheduled.moved_from is None and not scheduled.bypassed:
+        if (
+            scheduled.request.spec.streamed
+            and scheduled.attempts.moved_from is None
+            and not scheduled.bypassed
+        ):
             heapq.heappush(self._due, (now + _LEAST_WAIT_S, next(self._order), scheduled, scheduled.hold))
 
     def next_at(self) -> float | None:
@@ -273,7 +287,7 @@ class SlowStarts:
             due_at = scheduled.dispatched_at + limit_s
             if due_at <= now and self._credit >= 1 and self._can_move(scheduled, replica, now):
                 self._credit -= 1
-                scheduled.moved_from = replica.spec.replica_id
+                scheduled.attempts = replace(scheduled.attempts, moved_from=replica.spec.replica_id)
                 if replica.hang_detector.is_silent_since(scheduled.dispatched_at):
                     replica.hang_detector.hangs = True
                     self._ledger.open.update(replica)
@@ -388,19 +402,19 @@ class InFlight:
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
         """Learn from a complete answer. `release` follows."""
         assert scheduled.replica_id is not None
-        replica = self._ledger[scheduled.replica_id]
+        replica, generated = self._ledger[scheduled.replica_id], scheduled.attempts.generated
         if not scheduled.request.spec.streamed:
             # Without a count, the times of whole answers vary too much to be compared.
             tokens = None
             if usage is not None:
                 prompt_tokens = scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-                tokens = max(0, usage.output_tokens - scheduled.generated + prompt_tokens)
+                tokens = max(0, usage.output_tokens - generated + prompt_tokens)
             self._observe_start(scheduled, replica, tokens, now)
         elif usage is not None:
-            self._observe_pace(scheduled, usage.output_tokens - scheduled.generated, now)
+            self._observe_pace(scheduled, usage.output_tokens - generated, now)
         output_tokens = scheduled.estimate.expected_output_tokens
         if usage is not None:
-            output_tokens = usage.output_tokens - scheduled.generated
+            output_tokens = usage.output_tokens - generated
         seconds = now - scheduled.dispatched_at
         if usage is not None or scheduled.request.spec.streamed:
             # Otherwise neither its length nor its wait in the engine is known.

@@ -118,7 +118,7 @@ def _rank(
     score = queue.policy.score
     least, latest = float("-inf"), 0
     for scheduled in waiting:
-        if scheduled.returned:
+        if scheduled.attempts.returned:
             returned.append(scheduled)
             continue
         urgency = -score(scheduled, now)
@@ -559,7 +559,7 @@ class WatchedRequests:
         if uncorrected_s is None or self._core.admission.outages.all_down(scheduled.pools):
             return None
         start = self._estimates.time_to_start_s(scheduled, position, uncorrected_s)
-        backoff_s = scheduled.backoff_until - now
+        backoff_s = scheduled.attempts.backoff_until - now
         if backoff_s > start.low:
             start = Quantiles(backoff_s, max(backoff_s, start.middle), max(backoff_s, start.high))
         return start

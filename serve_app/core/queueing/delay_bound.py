@@ -57,7 +57,7 @@ class DelayBound:
 
     def join(self, scheduled: ScheduledRequest) -> None:
         """Add a request that joins the queue. Put-back requests that precede all others are ignored."""
-        if scheduled.prefill_class is PrefillClass.SHORT or scheduled.returned:
+        if scheduled.prefill_class is PrefillClass.SHORT or scheduled.attempts.returned:
             return
         scheduled.fcfs_turn = self._joined_tokens
         self._pending_turns.append((self._joined_tokens, scheduled.request.arrived_at))

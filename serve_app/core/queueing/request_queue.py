@@ -27,7 +27,7 @@ Both are heaps with lazy deletion: an entry is valid while its request is the he
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.core.accounting.waits import WaitAccounts
 from serve_app.core.policies.protocol import OrderingPolicy
@@ -133,7 +133,7 @@ class HeadGroup:
 
     def count(self, scheduled: ScheduledRequest, by: int) -> None:
         """Count a request that has joined (1) or left (-1) one of the sub-queues."""
-        if scheduled.put_backs or scheduled.destination is not ANYWHERE:
+        if scheduled.attempts.put_backs or scheduled.destination is not ANYWHERE:
             self.restricted += by
         if scheduled.cached_tokens:
             self.cached += by
@@ -307,7 +307,7 @@ class WaitingWork:
 
 
 def _backoff_until(scheduled: ScheduledRequest) -> float:
-    return scheduled.backoff_until
+    return scheduled.attempts.backoff_until
 
 
 class BackoffRequests:
@@ -463,7 +463,7 @@ class RequestQueue:
     def end_backoffs(self, now: float) -> None:
         """Move the requests whose backoff has ended to their sub-queues."""
         for scheduled in self.backoff.pop_due(now):
-            scheduled.backoff_until = 0.0
+            scheduled.attempts = replace(scheduled.attempts, backoff_until=0.0)
             tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
             self._insert_or_hold(scheduled, tenant)
             self.waits.remove(scheduled, now)
@@ -639,7 +639,7 @@ class RequestQueue:
         return self._delays[scheduled.request.priority, scheduled.pools[0]]
 
     def _insert_or_hold(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        if scheduled.backoff_until:
+        if scheduled.attempts.backoff_until:
             self.backoff.add(scheduled)
         elif scheduled.parked:
             self.parked[scheduled.request.request_id] = scheduled
@@ -659,7 +659,7 @@ class RequestQueue:
             group.add_sub_queue(request.tenant, sub_queue)
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
-        precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
+        precedence = 0 if scheduled.attempts.returned else 1 if scheduled.claimed else 2
         place = self.policy.key(scheduled) if target is None else target.latest_at
         order = (precedence, place, scheduled.sequence, self._insertions)
         sub_queue.add(order, scheduled)
@@ -762,7 +762,7 @@ class RequestQueue:
         self.restricted += by * (scheduled.request.destination is not ANYWHERE)
         self.with_targets += by * (scheduled.target is not None)
         self._fair_work[scheduled.request.priority].update(scheduled.request.tenant, tokens)
-        if scheduled.returned:
+        if scheduled.attempts.returned:
             _update_index(self._put_backs, scheduled, by)
         if (key := scheduled.request.submission.key) is not None:
             self.waiting_by_key[key.key_id] += by

@@ -784,7 +784,8 @@ class ContextLearning:
         before = context.limit_tokens
         estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
         context.on_rejection(estimated, stated_tokens)
-        scheduled.too_long_for += (scheduled.replica_id,)
+        rejected_by = (*scheduled.attempts.too_long_for, scheduled.replica_id)
+        scheduled.attempts = replace(scheduled.attempts, too_long_for=rejected_by)
         return self._changed(scheduled.replica_id, context, before)
 
     def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
@@ -800,7 +801,7 @@ class ContextLearning:
             before = context.limit_tokens
             context.on_served(served)
             changed += self._changed(scheduled.replica_id, context, before)
-        for replica_id in scheduled.too_long_for:
+        for replica_id in scheduled.attempts.too_long_for:
             if (context := self._context(replica_id)) is not None:
                 before = context.limit_tokens
                 context.on_counted(requested)

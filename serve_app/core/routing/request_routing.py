@@ -76,7 +76,9 @@ class RequestRouting:
 
     def route_again(self, scheduled: ScheduledRequest, now: float, lost_at: float = math.inf) -> Route:
         """Return the route of a request that has been admitted; see `route`."""
-        return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens, lost_at)
+        return self.route(
+            scheduled.request, scheduled.estimate, now, scheduled.attempts.above_tokens, lost_at
+        )
 
     def next_at(self) -> float | None:
         """Return the next end of a grace period for missing replicas, or None if there is none."""

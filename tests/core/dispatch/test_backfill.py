@@ -256,7 +256,11 @@ def test_a_revoked_request_continues_as_one_with_a_longer_prompt() -> None:
     put_back(driver, "b19", generated=200)
     waiting = driver.find("b19")
     assert waiting.queued
-    assert (waiting.put_backs, waiting.backoff_until, waiting.avoided) == (0, 0.0, frozenset())
+    assert (waiting.attempts.put_backs, waiting.attempts.backoff_until, waiting.attempts.avoided) == (
+        0,
+        0.0,
+        frozenset(),
+    )
     assert waiting.estimate.expected_prompt_tokens == before.expected_prompt_tokens + 200
     assert waiting.estimate.max_output_tokens == before.max_output_tokens - 200
     assert waiting.estimate.budget_tokens == before.budget_tokens
@@ -350,7 +354,7 @@ def test_a_request_that_begins_anew_is_estimated_from_its_beginning() -> None:
     assert driver.find("b19").replica_id == "r1"
     # The engine could not continue it, and it has generated less when it is revoked again.
     put_back(driver, "b19", generated=0)
-    assert (driver.find("b19").estimate, driver.find("b19").generated) == (before, 0)
+    assert (driver.find("b19").estimate, driver.find("b19").attempts.generated) == (before, 0)
 
 
 def test_a_request_that_waits_for_something_else_revokes_nothing() -> None:

@@ -510,8 +510,8 @@ def test_a_turn_in_backoff_waits_for_its_end_and_for_room() -> None:
     for _ in range(2):
         driver.feed(DispatchFailed("b1", "s1", DispatchFailure.BUSY))
     again = driver.find("b1")
-    assert again.backoff_until > driver.now
-    commands = driver.feed(Woke(), after_s=again.backoff_until - driver.now)
+    assert again.attempts.backoff_until > driver.now
+    commands = driver.feed(Woke(), after_s=again.attempts.backoff_until - driver.now)
     assert dispatched(commands) == [("b1", "s1")]
     assert set(causes(commands)) <= {"backoff", "earlier_attempt"}
     driver.end_turn("b1")

@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.queueing.delay_bound import DelayBound, DelayBoundSettings
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import Attempts, ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, TraceChoice, simulate
 from serve_app.lab.simulation.simulation import FixedPartition
@@ -89,7 +89,7 @@ def test_the_longest_turn_fades_so_that_a_burst_is_forgotten() -> None:
 def test_short_prompts_and_returned_ones_have_no_turn() -> None:
     line = BoundedQueue()
     short, returned = prompt("s", 100, 0.0, PrefillClass.SHORT), prompt("r", 4_000, 0.0)
-    returned.returned = True
+    returned.attempts = Attempts(returned=True)
     line.add(short, returned)
     assert (short.fcfs_turn, returned.fcfs_turn) == (None, None)
     line.take("s", 10.0)

@@ -7,7 +7,7 @@ from typing import Any
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
 from serve_app.core.queueing.request_queue import HeadQuery, RequestQueue
-from serve_app.core.request import ScheduledRequest
+from serve_app.core.request import Attempts, ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.request import PriorityClass
 from tests.builders import request, scheduled_request
@@ -75,7 +75,7 @@ def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() ->
     queue = queue_of(scheduled("r20", 20, 1))
     for name, length, sequence in (("back", 90, 2), ("back-large", 900, 3)):
         returned = scheduled(name, length, sequence)
-        returned.returned = True
+        returned.attempts = Attempts(returned=True)
         queue.add(returned)
     assert heads(queue) == ["back", "back-large"]
     listed = [head.request.request_id for head in queue.put_back_heads("short", position=0)]
@@ -206,7 +206,7 @@ def test_a_group_has_its_smallest_and_its_first_starved_head_after_any_change() 
 def test_requests_that_exclude_replicas_are_counted_while_they_wait_in_the_group() -> None:
     queue = RequestQueue(ShortestFirst(), FairnessSettings())
     one = waiting(1, "a", 50)
-    one.put_backs = 1
+    one.attempts = Attempts(put_backs=1)
     one.expect_cached(20)
     queue.add(one)
     group = queue.groups.of(*GROUP)

@@ -122,6 +122,6 @@ async def test_a_new_scheduler_does_not_serve_a_revoked_request_first() -> None:
     host.connect(Submit(submission("r1", **BATCH), 12.0, 2, put_back))
     entry = host.core.find("r1")
     assert entry is not None
-    assert (entry.returned, entry.put_backs) == (False, 0)
+    assert (entry.attempts.returned, entry.attempts.put_backs) == (False, 0)
     assert entry.expires_at > host.now() + 12.0
     assert entry.request.grants == 3
