@@ -12,6 +12,7 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.routing.replica_state import Running
 from serve_app.errors import Conclusion
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.request import (
@@ -151,6 +152,12 @@ def scheduled_request(
     """Return a request in the form that the scheduler admits."""
     wanted = request(request_id, **fields)
     return ScheduledRequest(wanted, _ESTIMATOR.estimate(wanted), sequence, pools)
+
+
+def running_of(scheduled: ScheduledRequest) -> Running:
+    """Return what a dispatched request holds on its replica."""
+    assert scheduled.running is not None
+    return scheduled.running
 
 
 class ManualDriver:

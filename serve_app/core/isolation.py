@@ -28,7 +28,7 @@ from typing import Annotated
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import PrefillClass, Running
 from serve_app.core.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.request import PriorityClass
 
@@ -260,47 +260,41 @@ class PrefillTracker:
         self._ledger = ledger
         self.costs = costs
         self._delay = delay
-        # A heap of (assumed end, order of dispatch, request, its hold, which identifies the attempt).
-        self._assumed: list[tuple[float, int, ScheduledRequest, Hold]] = []
+        # A heap of (assumed end, order of dispatch, request, its attempt).
+        self._assumed: list[tuple[float, int, ScheduledRequest, Running]] = []
         self._sent = 0
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Schedule the assumed end of a dispatched request's prefill if its answer is not streamed."""
         if not scheduled.request.spec.streamed:
-            assert scheduled.replica_id is not None
-            cost = self.costs.of(self._ledger[scheduled.replica_id].spec.pool)
+            cost = self.costs.of(running.replica.spec.pool)
             self._sent += 1
             ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
-            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.hold))
+            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, running))
 
-    def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+    def on_first_token(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Learn from the first token of a streamed answer. `ReplicaLedger.start` ends its prefill."""
-        still_alone = scheduled.dispatch_number == replica.dispatches
-        if scheduled.prefilled_alone and still_alone:
-            self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
-        self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
+        replica, seconds = running.replica, now - scheduled.dispatched_at
+        if running.prefilled_alone and running.number == replica.dispatches:
+            self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, seconds)
+        self._learn_delay(scheduled.prefill_tokens, running, seconds)
 
     def end_assumed(self, now: float) -> None:
         """End the prefills whose assumed end has come."""
         while self._assumed and self._assumed[0][0] <= now:
-            _, _, scheduled, hold = heapq.heappop(self._assumed)
-            if scheduled.hold is hold:
-                self._end(scheduled)
+            _, _, scheduled, running = heapq.heappop(self._assumed)
+            if scheduled.running is running:
+                self._ledger.end_prefill(running)
 
     def next_at(self) -> float | None:
         """Return the next assumed end of a prefill, or None."""
         return self._assumed[0][0] if self._assumed else None
 
-    def _learn_delay(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
-        if scheduled.hold.prefill_class is not PrefillClass.SHORT:
+    def _learn_delay(self, prefill_tokens: int, running: Running, seconds: float) -> None:
+        replica = running.replica
+        if running.prefill_class is not PrefillClass.SHORT:
             self._delay.on_long_first_token(seconds)
         elif replica.in_flight < replica.likely_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
             token_s = self.costs.of(replica.spec.pool).per_token_s
-            self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)
-
-    def _end(self, scheduled: ScheduledRequest) -> None:
-        hold = scheduled.hold
-        if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
-            scheduled.hold = hold.without_prefill()
-            self._ledger.end_prefill(scheduled.replica_id, hold)
+            self._delay.on_short_first_token(seconds - token_s * prefill_tokens - iteration_s)

@@ -4,15 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from serve_app.core.accounting.wait_causes import EngineShare, WaitTally
+from serve_app.core.accounting.wait_causes import WaitTally
 from serve_app.core.commands import Dispatch
 from serve_app.core.programs.program import ProgramTurn
 from serve_app.core.routing.estimation.estimate import TokenEstimate
-from serve_app.core.routing.replica_state import Hold, PrefillClass
+from serve_app.core.routing.replica_state import PrefillClass, Running
 from serve_app.errors import Outcome
 from serve_app.request import Destination, LatencyTarget, Request, Usage
-
-NO_HOLD = Hold(0)
 
 # Outcomes after which the engine may have worked for the client without reporting usage.
 _SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
@@ -121,19 +119,12 @@ class ScheduledRequest:
         claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
         starved_at: time after which it is promoted; infinite outside the queue and without promotion.
         attempts: the traces of its earlier attempts.
-        is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
-        replica_id: its replica; None while it is queued, and after its end.
-        hold: its hold on that replica, in the ledger.
-        engine_priority: the priority sent to its engine; None for none.
+        running: its place on a replica; None while it is queued, and after its end.
         prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
         cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
         prefill_tokens: expected uncached prompt tokens, at least 1; the length of the request for policies.
+        dispatched_at: time of its last dispatch, or of its arrival at this scheduler if it ran already.
         dispatch: its last dispatch by this scheduler; None before one.
-        dispatch_number: number of requests sent to that replica by then, this one included.
-        prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
-        sent_as: requests in flight on that replica, those without a start, both with this one, and the long
-            prefills in flight.
-        started_at: time at which its answer started; None if an earlier scheduler observed it.
         charged: service charged to its tenant for it.
         key_charge: tokens charged to the limit of its key; None without such a limit.
         usage: token counts of its engine, after its end.
@@ -146,7 +137,6 @@ class ScheduledRequest:
         home: the replica that it is bound to because its context is there; None for any.
         parked: whether it waits for room for its context, see `programs`.
         waits: its wait so far by cause; None until it has waited.
-        engine_share: its account of engine time; None while it is on no replica.
         target: its latency target; None without one.
     """
 
@@ -159,20 +149,12 @@ class ScheduledRequest:
     claimed: bool = False
     starved_at: float = math.inf
     attempts: Attempts = NO_ATTEMPTS
-    is_guaranteed: bool = False
     queued: bool = False
-    replica_id: str | None = None
-    hold: Hold = NO_HOLD
+    running: Running | None = None
     prefill_class: PrefillClass = PrefillClass.SHORT
-    engine_priority: int | None = None
     cached_tokens: int = 0
     dispatched_at: float = 0.0
     dispatch: Dispatch | None = None
-    dispatch_number: int = 0
-    prefilled_alone: bool = False
-    sent_as: tuple[int, int, int] = (0, 0, 0)
-    started: bool = False
-    started_at: float | None = None
     charged: float = 0.0
     key_charge: int | None = None
     usage: Usage | None = None
@@ -184,7 +166,6 @@ class ScheduledRequest:
     home: str | None = None
     parked: bool = False
     waits: WaitTally | None = None
-    engine_share: EngineShare | None = None
     target: TargetState | None = None
     prefill_tokens: int = field(init=False)
 
@@ -200,6 +181,21 @@ class ScheduledRequest:
         """Replace the estimate."""
         self.estimate = estimate
         self.expect_cached(self.cached_tokens)
+
+    @property
+    def replica_id(self) -> str | None:
+        """Its replica; None while it is queued, and after its end."""
+        return None if self.running is None else self.running.replica.spec.replica_id
+
+    @property
+    def started_at(self) -> float | None:
+        """Time at which its answer started; None before that, and if an earlier scheduler observed it."""
+        return None if self.running is None else self.running.started_at
+
+    @property
+    def started(self) -> bool:
+        """True if it is on a replica, and its answer has started."""
+        return self.running is not None and self.running.started
 
     @property
     def destination(self) -> Destination:

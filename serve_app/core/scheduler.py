@@ -31,7 +31,7 @@ from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
 from serve_app.core.dispatch.backpressure import EngineBackpressure
-from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, PassThrough, Placement
+from serve_app.core.dispatch.dispatcher import Dispatcher, PassThrough, Placement
 from serve_app.core.dispatch.in_flight import (
     InFlight,
     SlowStarts,
@@ -55,7 +55,7 @@ from serve_app.core.routing.ledger import ContextLearning, ReplicaLedger
 from serve_app.core.routing.pools import ArrivedWork, PoolRouter
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import PrefixAffinity
-from serve_app.core.routing.replica_state import Hold
+from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.core.routing.request_routing import Rejections, RequestRouting, Rerouting
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
@@ -251,12 +251,12 @@ class Scheduler:
         self.programs.on_arrival(scheduled, now)
         may_skip_queue = not (choice or rejection or self.queue.waiting or scheduled.parked)
         if may_skip_queue and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
-            self._send(immediate, now)
+            self._send(scheduled, immediate, now)
             self.dispatcher.on_immediate_dispatch(scheduled, now)
             return
         self._enqueue(scheduled)
         if choice is not None:
-            self._send(choice, now)
+            self._send(scheduled, choice, now)
         elif rejection is not None:
             # It may still fit now, because the queued requests may wait for another pool.
             self._release_parked(now)
@@ -309,17 +309,18 @@ class Scheduler:
         else:
             self._detach(scheduled, now)
             scheduled.dispatch = None
-        hold = Hold(scheduled.estimate.expected_tokens)
-        self.in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
-        self._on_held(scheduled, event.replica_id)
+        replica, tokens = self.ledger.of(event.replica_id, now), scheduled.estimate.expected_tokens
+        running = Running(replica, tokens, started=event.started)
+        self.in_flight.hold(scheduled, running, now, seen=True)
+        self._on_held(scheduled, replica)
 
     def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
         scheduled = self.requests.get(event.request_id)
         if scheduled is not None:
             self.in_flight.start(scheduled, now)
             self.programs.on_first_token(scheduled, now)
-            if scheduled.target is not None and scheduled.replica_id is not None:
-                self.targets.on_first_token(scheduled, self.ledger[scheduled.replica_id], now)
+            if scheduled.target is not None and scheduled.running is not None:
+                self.targets.on_first_token(scheduled, scheduled.running.replica, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self.requests.get(event.request_id)
@@ -333,28 +334,30 @@ class Scheduler:
             self.estimator.observe(scheduled.request, usage)
             self.queue.settle(scheduled, usage)
             self._on_contexts_learned(self._contexts.on_completion(scheduled, usage), now)
-        dispatched = scheduled.replica_id is not None
-        if dispatched and event.outcome is Outcome.COMPLETED:
-            self.in_flight.complete(scheduled, usage, now)
+        running = scheduled.running
+        if running is not None and event.outcome is Outcome.COMPLETED:
+            self.in_flight.complete(scheduled, running, usage, now)
         self._detach(scheduled, now)
-        self._conclude(scheduled, Conclusion(event.outcome), dispatched=dispatched)
+        self._conclude(scheduled, Conclusion(event.outcome), dispatched=running is not None)
 
     def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
         scheduled = self.requests.get(event.request_id)
         if scheduled is not None:
-            dispatched = scheduled.replica_id is not None
+            dispatched = scheduled.running is not None
             self._detach(scheduled, now)
             self._conclude(scheduled, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
         for scheduled in self.requests.of_gateway(event.gateway_id):
-            if scheduled.replica_id is None:
+            if scheduled.running is None:
                 self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
     def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
         scheduled = self.requests.get(event.request_id)
-        if scheduled is None or scheduled.replica_id != event.replica_id:
+        running = None if scheduled is None else scheduled.running
+        if scheduled is None or running is None or scheduled.replica_id != event.replica_id:
             return
+        replica = running.replica
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
         is_revoked = event.failure is ev.DispatchFailure.REVOKED
@@ -364,12 +367,8 @@ class Scheduler:
         if event.generated_tokens != scheduled.attempts.generated:
             scheduled.attempts = replace(scheduled.attempts, generated=event.generated_tokens)
             scheduled.expect(self.estimator.estimate(scheduled.request).after(event.generated_tokens))
-        replica = self.ledger[event.replica_id]
         record_put_back(scheduled, event, replica, now)
-        self.in_flight.release(scheduled, now, ran=is_revoked)
-        self.programs.on_release(scheduled, event.replica_id)
-        if scheduled.target is not None:
-            self.targets.on_release(scheduled, event.replica_id)
+        self._release(scheduled, running, now, ran=is_revoked)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
@@ -473,8 +472,8 @@ class Scheduler:
             self.programs.on_enqueue(scheduled)
 
     def _dispatch(self, now: float) -> None:
-        for choice in self.dispatcher.choices(now):
-            self._send(choice, now)
+        for scheduled, running in self.dispatcher.choices(now):
+            self._send(scheduled, running, now)
 
     def _revoke(self, now: float) -> None:
         for scheduled in self._slow_starts.overdue(now):
@@ -483,21 +482,21 @@ class Scheduler:
         for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, now):
             self._commands.append(_revocation(scheduled, replica_id))
 
-    def _send(self, choice: DispatchChoice, now: float) -> None:
-        """Hold the capacity of a choice and emit its command."""
-        scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
+    def _send(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
+        """Hold the capacity that was chosen for a request, and emit its command."""
+        replica = running.replica
         if scheduled.queued:
             self._dequeue(scheduled)
         self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
-        scheduled.prefilled_alone = replica.unstarted == 0
-        scheduled.expect_cached(scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens)
+        running.prefilled_alone = replica.unstarted == 0
+        scheduled.expect_cached(scheduled.estimate.expected_prompt_tokens - running.prefill_tokens)
         if scheduled.target is not None:
             self.targets.on_dispatch(scheduled, replica)
-        self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
-        self._on_held(scheduled, replica.spec.replica_id)
-        self._prefills.on_dispatch(scheduled, now)
-        self._slow_starts.on_dispatch(scheduled, now)
+        self.in_flight.hold(scheduled, running, now)
+        self._on_held(scheduled, replica)
+        self._prefills.on_dispatch(scheduled, running, now)
+        self._slow_starts.on_dispatch(scheduled, running, now)
         request = scheduled.request
         scheduled.dispatch = cmd.Dispatch(
             request_id=request.request_id,
@@ -507,7 +506,7 @@ class Scheduler:
             length_queue=scheduled.length_queue,
             estimated_tokens=scheduled.estimate.budget_tokens,
             queue_wait_s=now - request.arrived_at,
-            engine_priority=scheduled.engine_priority,
+            engine_priority=running.engine_priority,
             rate_limits=self.admission.keys.status(request.submission.key, now),
             passed=scheduled.bypassed,
             waited=wait_breakdown(scheduled, now),
@@ -539,20 +538,24 @@ class Scheduler:
         self.admission.predictor.on_enqueue(scheduled)
         self.programs.on_enqueue(scheduled)
 
-    def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
-        self.affinity.on_dispatch(replica_id, scheduled.request)
-        self.programs.on_dispatch(scheduled, self.ledger[replica_id])
+    def _on_held(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
+        self.affinity.on_dispatch(replica.spec.replica_id, scheduled.request)
+        self.programs.on_dispatch(scheduled, replica)
         self.queue.charge(scheduled)
 
     def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self._dequeue(scheduled)
             self._prune()
-        elif (replica_id := scheduled.replica_id) is not None:
-            self.in_flight.release(scheduled, now, ran=True)
-            self.programs.on_release(scheduled, replica_id)
-            if scheduled.target is not None:
-                self.targets.on_release(scheduled, replica_id)
+        elif scheduled.running is not None:
+            self._release(scheduled, scheduled.running, now, ran=True)
+
+    def _release(self, scheduled: ScheduledRequest, running: Running, now: float, *, ran: bool) -> None:
+        """Release what a request holds on its replica; `ran` as in `ReplicaLedger`."""
+        self.in_flight.release(scheduled, running, now, ran=ran)
+        self.programs.on_release(scheduled, running.replica.spec.replica_id)
+        if scheduled.target is not None:
+            self.targets.on_release(scheduled, running.replica.spec.replica_id)
 
     def _reject_all(self, rejected: Rejections) -> None:
         """Reject the queued requests that can no longer be served, after replicas or routes have changed."""

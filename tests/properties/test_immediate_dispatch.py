@@ -6,14 +6,14 @@ from hypothesis import HealthCheck, settings
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.commands import Command
-from serve_app.core.dispatch.dispatcher import DispatchChoice
 from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.replica_state import Running
 from tests.builders import dispatched, two_pools
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
 
 
 def all_join_the_queue(scheduler: Scheduler) -> None:
-    def choose_immediate(scheduled: ScheduledRequest, now: float) -> DispatchChoice | None:
+    def choose_immediate(scheduled: ScheduledRequest, now: float) -> Running | None:
         return None
 
     scheduler.dispatcher.choose_immediate = choose_immediate  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from serve_app.core.routing.pools import PoolRouter, RoutingSettings
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from tests.builders import report, request
+from tests.builders import report, request, running_of
 from tests.properties.recording_machine import (
     BATCH,
     DEFAULT,
@@ -241,7 +241,7 @@ class SchedulerMachine(RecordingMachine):
         for request_id, replica_id in self.running.items():
             scheduled = self.find(request_id)
             assert scheduled.replica_id == replica_id
-            held.setdefault(replica_id, []).append(scheduled.hold.tokens)
+            held.setdefault(replica_id, []).append(running_of(scheduled).tokens)
         for state in self.scheduler.ledger:
             here = held.pop(state.spec.replica_id, [])
             running = [r for r, replica in self.running.items() if replica == state.spec.replica_id]
@@ -250,19 +250,19 @@ class SchedulerMachine(RecordingMachine):
             assert state.unstarted == len([r for r in running if r not in self.started])
             assert 0 <= state.unseen <= state.unstarted
             requests = [self.find(request_id) for request_id in running]
-            prefill_classes = [scheduled.hold.prefill_class for scheduled in requests]
+            prefill_classes = [running_of(scheduled).prefill_class for scheduled in requests]
             assert state.long_prefills == (
                 sum(prefill_class >= PrefillClass.LONG for prefill_class in prefill_classes),
                 prefill_classes.count(PrefillClass.LONGEST),
             )
-            assert state.quarantined == sum(scheduled.hold.quarantined for scheduled in requests) <= 1
-            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests)
+            assert state.quarantined == sum(running_of(scheduled).quarantined for scheduled in requests) <= 1
+            assert state.pending_prefill_tokens == sum(running_of(e).prefill_tokens for e in requests)
             for request_id, scheduled in zip(running, requests, strict=True):
                 # A streamed request holds its long prefill exactly until its first token.
                 kept = scheduled.prefill_class if request_id not in self.started else 0
-                assert scheduled.hold.prefill_class in {0, kept}
+                assert running_of(scheduled).prefill_class in {0, kept}
                 if scheduled.request.spec.streamed and request_id in self.sent:
-                    assert scheduled.hold.prefill_class == kept
+                    assert running_of(scheduled).prefill_class == kept
         assert not held
 
     @invariant()

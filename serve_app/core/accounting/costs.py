@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from serve_app.core.accounting.wait_causes import EngineShare, ReplicaTime
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.prefill_cost import PrefillCosts
-from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.routing.replica_state import Running
 from serve_app.request import PriorityClass, Request
 
 # Bound on memory: seconds of tenants beyond these are summed under `OTHERS`.
@@ -80,41 +80,40 @@ class EngineTime:
     def __repr__(self) -> str:
         return f"<EngineTime of {len(self._replicas)} replicas at work, {self.used}>"
 
-    def on_dispatch(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Open the account of a request that the replica already holds.
 
         A request whose answer has already started is charged no prefill.
         """
-        spec = state.spec
+        spec = running.replica.spec
         time = self._replicas.get(spec.replica_id)
         if time is None:
             time = self._replicas[spec.replica_id] = ReplicaTime(now)
         else:
             time.advance(now)
         time.requests += 1
-        if scheduled.started:
-            scheduled.engine_share = EngineShare(time, 0.0, 0.0, 1)
+        if running.started:
+            running.share = EngineShare(time, 0.0, 0.0, 1)
             return
         cost, tokens = self._costs.of(spec.pool), scheduled.prefill_tokens
         chunk = spec.long_prefill_token_threshold or spec.max_num_batched_tokens or _LIKELY_CHUNK_TOKENS
         read_s = cost.base_s * tokens / chunk if tokens > chunk else cost.base_s
-        scheduled.engine_share = EngineShare(time, cost.per_token_s * tokens, read_s, state.unstarted or 1)
+        prefills = running.replica.unstarted or 1
+        running.share = EngineShare(time, cost.per_token_s * tokens, read_s, prefills)
 
-    def on_first_token(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+    def on_first_token(self, running: Running, now: float) -> None:
         """Charge the prefill of a streamed request. The replica must still count it as unstarted."""
-        share = scheduled.engine_share
+        share = running.share
         if share is not None:
             share.time.advance(now)
-            share.charge(share.excess_s((share.prefills + (state.unstarted or 1)) / 2))
+            share.charge(share.excess_s((share.prefills + (running.replica.unstarted or 1)) / 2))
 
-    def on_departure(
-        self, scheduled: ScheduledRequest, state: ReplicaState, now: float, *, ran: bool
-    ) -> None:
+    def on_departure(self, request: Request, running: Running, now: float, *, ran: bool) -> None:
         """Move a request's seconds to `used`. If it never ran on the engine, its prefill costs nothing."""
-        share = scheduled.engine_share
+        share, spec = running.share, running.replica.spec
         if share is None:
             return
-        time, scheduled.engine_share = share.time, None
+        time, running.share = share.time, None
         time.advance(now)
         if share.reserved_s:
             share.charge(share.reserved_s if ran else 0.0)
@@ -122,5 +121,5 @@ class EngineTime:
         time.requests -= 1
         if not time.requests:
             seconds += time.undivided_s
-            del self._replicas[state.spec.replica_id]
-        self.used.add(state.spec.pool, scheduled.request, seconds)
+            del self._replicas[spec.replica_id]
+        self.used.add(spec.pool, request, seconds)

@@ -62,7 +62,7 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import DecayingRate, PrefillCosts
 from serve_app.core.routing.replica import ReplicaReport
-from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, SHARE, settings
 from serve_app.request import PriorityClass
 
@@ -108,9 +108,8 @@ class TenantHeadroom:
     def __repr__(self) -> str:
         return f"<TenantHeadroom of {len(self._active)} tenants>"
 
-    def on_hold(self, scheduled: ScheduledRequest, pool: str, now: float) -> None:
-        """Count a request that a replica of the pool holds from now on."""
-        tenant, tokens = scheduled.request.tenant, scheduled.hold.tokens
+    def on_hold(self, tenant: str, pool: str, tokens: int, now: float) -> None:
+        """Count the tokens that a replica of the pool holds from now on for a request of a tenant."""
         self._touch(tenant, now)
         use = self._pools.get(pool)
         if use is None:
@@ -124,11 +123,10 @@ class TenantHeadroom:
         if is_light:
             use.light_mean += (_WEIGHT if use.light_mean else 1.0) * (tokens - use.light_mean)
 
-    def on_release(self, scheduled: ScheduledRequest) -> None:
+    def on_release(self, tenant: str, running: Running) -> None:
         """Count a request that is no longer held."""
-        tenant, tokens, kv_use = scheduled.request.tenant, scheduled.hold.tokens, scheduled.hold.use
-        assert kv_use is not None
-        use = self._pools[kv_use.pool]
+        assert running.use is not None
+        use, tokens = self._pools[running.use.pool], running.tokens
         use.tokens -= tokens
         # A request may need no tokens, so a tenant without any may still have requests.
         left = use.by_tenant.pop(tenant, 0) - tokens
@@ -257,8 +255,8 @@ class _Load:
         shared_until: end of the time for which it counts as shared.
         running: mean number of running sequences over the time for which engines report the mean TPOT.
         prefill_s: seconds by which batch prefills lengthen iterations, per second.
-        prefilling: the last batch request, and the seconds of its prefill that lengthen iterations only
-            beside another prefill.
+        prefilling: the last batch request on it, and the seconds of its prefill that lengthen iterations
+            only beside another prefill.
         batch: number of the batch class.
         revocable: batch requests that may be revoked.
         movable: requests above the batch class that may be revoked while the replica drains.
@@ -269,7 +267,7 @@ class _Load:
     running: float = 0.0
     others: int = 0
     shared_until: float = -math.inf
-    prefilling: tuple[ScheduledRequest, float] | None = None
+    prefilling: tuple[Running, float] | None = None
     batch: int = 0
     revocable: dict[ScheduledRequest, None] = field(default_factory=dict)
     movable: dict[ScheduledRequest, None] = field(default_factory=dict)
@@ -296,25 +294,24 @@ class Backfill:
         batch = sum(load.batch for load in self._loads.values())
         return f"<Backfill {batch} on {len(self._loads)} replicas>"
 
-    def on_dispatch(
-        self, scheduled: ScheduledRequest, replica_id: str, replica: ReplicaState | None, now: float
-    ) -> None:
-        """Count a request before its replica holds it; None for a replica that has not registered yet."""
+    def on_dispatch(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
+        """Count a request before its replica holds it."""
+        replica_id = running.replica.spec.replica_id
         load = self._loads.get(replica_id)
         if load is None:
             load = self._loads[replica_id] = _Load(DecayingRate(_PREFILL_WINDOW_S, now))
         is_revocable = scheduled.request.submission.revocable
         if scheduled.request.priority is PriorityClass.BATCH:
-            self._count_prefill(load, scheduled, replica, now)
+            self._count_prefill(load, running, now)
             load.batch += 1
-            if is_revocable and not (scheduled.is_guaranteed or scheduled.bypassed):
+            if is_revocable and not (running.is_guaranteed or scheduled.bypassed):
                 load.revocable[scheduled] = None
                 self._with_revocable[replica_id] = None
             return
         load.others += 1
         if load.prefilling is not None:
             prefilling, hidden_s = load.prefilling
-            if prefilling.hold.prefill_tokens:
+            if prefilling.prefill_tokens:
                 load.prefill_s.add(hidden_s, now)
             load.prefilling = None
         if is_revocable:
@@ -322,13 +319,14 @@ class Backfill:
         if load.batch:
             self._crowded.add(replica_id)
 
-    def on_release(self, scheduled: ScheduledRequest, replica_id: str, now: float) -> None:
+    def on_release(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Remove a request before its replica releases it."""
+        replica_id = running.replica.spec.replica_id
         load = self._loads[replica_id]
         load.revoked.discard(scheduled)
         load.revocable.pop(scheduled, None)
         load.movable.pop(scheduled, None)
-        if load.prefilling is not None and load.prefilling[0] is scheduled:
+        if load.prefilling is not None and load.prefilling[0] is running:
             load.prefilling = None
         if not (load.revocable or load.revoked):
             self._with_revocable.pop(replica_id, None)
@@ -406,19 +404,18 @@ class Backfill:
             if account.priority is not PriorityClass.BATCH and account.pool and account.cause in _CAPACITY:
                 yield from self._make_room(ledger, account, now)
 
-    def _count_prefill(
-        self, load: _Load, scheduled: ScheduledRequest, replica: ReplicaState | None, now: float
-    ) -> None:
+    def _count_prefill(self, load: _Load, running: Running, now: float) -> None:
         """Count the seconds of a batch prefill that lengthen iterations, and note those that may yet."""
-        token_s = self._prefill_costs.of("" if replica is None else replica.spec.pool).per_token_s
-        prefill_s, hidden_s = token_s * scheduled.hold.prefill_tokens, 0.0
-        chunk = 0 if replica is None else replica.spec.long_prefill_token_threshold
-        if replica is not None and chunk and not replica.pending_prefill_tokens:
+        replica = running.replica
+        token_s = self._prefill_costs.of(replica.spec.pool).per_token_s
+        prefill_s, hidden_s = token_s * running.prefill_tokens, 0.0
+        chunk = replica.spec.long_prefill_token_threshold
+        if chunk and not replica.pending_prefill_tokens:
             tpot_s = replica.tpot_s or _LIKELY_TPOT_S
             # One chunk is computed while an iteration reads the weights, if it is small enough.
             hidden_s = prefill_s * min(1.0, tpot_s / (token_s * chunk))
         load.prefill_s.add(prefill_s - hidden_s, now)
-        load.prefilling = scheduled, hidden_s
+        load.prefilling = running, hidden_s
 
     def _make_room(
         self, ledger: ReplicaLedger, account: WaitAccount, now: float
@@ -435,7 +432,7 @@ class Backfill:
             if not _lacks(replica, load, tokens):
                 # It fits as soon as earlier revocations have arrived, or waits for something else.
                 return
-            held = sum(each.hold.tokens for each in load.revocable)
+            held = _held_tokens(load.revocable)
             if found is None or held > found[0]:
                 found = held, replica, load
         if found is None:
@@ -469,9 +466,10 @@ def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[Sche
     tpot_s = replica.tpot_s or _LIKELY_TPOT_S
 
     def computed_tokens(scheduled: ScheduledRequest) -> float:
-        if scheduled.started_at is None:
+        started_at = scheduled.started_at
+        if started_at is None:
             return 0.0
-        return scheduled.estimate.expected_prompt_tokens + (now - scheduled.started_at) / tpot_s
+        return scheduled.estimate.expected_prompt_tokens + (now - started_at) / tpot_s
 
     return sorted(load.revocable, key=lambda each: (computed_tokens(each), -each.sequence))
 
@@ -484,6 +482,10 @@ def _revoke(load: _Load, scheduled: ScheduledRequest) -> ScheduledRequest:
     return scheduled
 
 
+def _held_tokens(requests: Iterable[ScheduledRequest]) -> int:
+    return sum(each.running.tokens for each in requests if each.running is not None)
+
+
 def _has_other(ledger: ReplicaLedger, scheduled: ScheduledRequest) -> bool:
     """Return whether a replica that accepts requests can continue one of a replica that drains."""
     return any(ledger.has_usable(pool) for pool in scheduled.pools)
@@ -491,7 +493,7 @@ def _has_other(ledger: ReplicaLedger, scheduled: ScheduledRequest) -> bool:
 
 def _lacks(replica: ReplicaState, load: _Load, tokens: int) -> bool:
     """Return whether a replica lacks KV cache or a place for a request, after its revocations."""
-    freed = sum(each.hold.tokens for each in load.revoked)
+    freed = _held_tokens(load.revoked)
     places = replica.max_num_seqs
     lacks_place = places is not None and replica.in_flight - len(load.revoked) >= places
     return lacks_place or replica.free_tokens + freed < tokens

@@ -63,7 +63,7 @@ from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQ
 from serve_app.core.request import NO_ATTEMPTS, ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.prefix import PrefixAffinity, PrefixQuery
-from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import PrefillClass, ReplicaState, Running
 from serve_app.core.settings import SchedulerSettings
 from serve_app.request import ANYWHERE, PriorityClass, Request
 
@@ -229,8 +229,8 @@ class Placement:
 
     def choose(
         self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
-    ) -> tuple[ReplicaState, Hold] | None:
-        """Return the replica and what to hold there, or None if no replica may accept the request.
+    ) -> Running | None:
+        """Return what to hold for the request on which replica, or None if none may accept it.
 
         Args:
             by_load: the best of like replicas for the whole prefill; None if isolation or load excludes all.
@@ -245,7 +245,7 @@ class Placement:
 
     def _usual(
         self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
-    ) -> tuple[ReplicaState, Hold] | None:
+    ) -> Running | None:
         """Return the replica for a request without regard to latency targets, as `choose` does."""
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
@@ -257,7 +257,7 @@ class Placement:
         if by_load is not None and not head.request.submission.prefix:
             # No replica can have a part of the prompt cached.
             prompt_tokens = estimate.expected_prompt_tokens
-            return by_load, Hold(query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
+            return Running(by_load, query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
 
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             return self._admissible(head, replica_id, prefill_tokens, query, now)
@@ -266,14 +266,12 @@ class Placement:
         found = self._affinity.choose(by_load, prompt, admissible)
         if found is None:
             return None
-        return found.replica, self._hold(head, found.prefill_tokens, query)
+        return self._placed(head, found.replica, found.prefill_tokens, query)
 
-    def _by_target(
-        self, head: ScheduledRequest, usual: tuple[ReplicaState, Hold], query: CapacityQuery, now: float
-    ) -> tuple[ReplicaState, Hold]:
+    def _by_target(self, head: ScheduledRequest, usual: Running, query: CapacityQuery, now: float) -> Running:
         """Return the usual replica, or the best of those on which all latency targets are met."""
-        targets, hold = self._targets, usual[1]
-        if targets.are_met(head, usual[0], hold.prefill_tokens, now):
+        targets = self._targets
+        if targets.are_met(head, usual.replica, usual.prefill_tokens, now):
             return usual
         prompt_tokens = head.estimate.expected_prompt_tokens
         best, least_s = usual, math.inf
@@ -284,12 +282,10 @@ class Placement:
                 continue
             first_s = targets.first_token_s(replica, left)
             if first_s < least_s and targets.are_met(head, replica, left, now):
-                best, least_s = (replica, self._hold(head, left, query)), first_s
+                best, least_s = self._placed(head, replica, left, query), first_s
         return best
 
-    def _by_speed(
-        self, head: ScheduledRequest, query: CapacityQuery, now: float
-    ) -> tuple[ReplicaState, Hold] | None:
+    def _by_speed(self, head: ScheduledRequest, query: CapacityQuery, now: float) -> Running | None:
         """Return the best of unlike replicas that may accept the request; see `routing.prefill_cost`."""
         speeds, estimate, fits = self._ledger.speeds, head.estimate, self._ledger.open.fits
         left: dict[ReplicaState, int] = {}
@@ -308,23 +304,22 @@ class Placement:
             return None
         if head.cached_tokens and best.in_flight:
             best = min(left, key=lambda at: (speeds.cost(at, left[at], now), at.order))
-        return best, self._hold(head, left[best], query)
+        return self._placed(head, best, left[best], query)
 
-    def _hold(self, head: ScheduledRequest, prefill_tokens: int, query: CapacityQuery) -> Hold:
-        return Hold(
-            query.tokens, self._prefill_class(head, prefill_tokens), prefill_tokens, query.quarantined
-        )
+    def _placed(
+        self, head: ScheduledRequest, replica: ReplicaState, prefill_tokens: int, query: CapacityQuery
+    ) -> Running:
+        prefill_class = self._prefill_class(head, prefill_tokens)
+        return Running(replica, query.tokens, prefill_class, prefill_tokens, query.quarantined)
 
-    def _at_home(
-        self, head: ScheduledRequest, query: CapacityQuery, now: float
-    ) -> tuple[ReplicaState, Hold] | None:
+    def _at_home(self, head: ScheduledRequest, query: CapacityQuery, now: float) -> Running | None:
         """Return the replica of the request's context, or None if it may not accept the request."""
         assert head.home is not None
         prefill_tokens = head.prefill_tokens
         replica = self._admissible(head, head.home, prefill_tokens, query, now)
         if replica is None:
             return None
-        return replica, self._hold(head, prefill_tokens, query)
+        return self._placed(head, replica, prefill_tokens, query)
 
     def _admissible(
         self, head: ScheduledRequest, replica_id: str, prefill_tokens: int, query: CapacityQuery, now: float
@@ -342,16 +337,6 @@ class Placement:
             return head.prefill_class
         # Boundaries may have changed since admission, but a cached prefix never raises the class.
         return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))
-
-
-# Not frozen, because creation is faster; as `CapacityQuery`.
-@dataclass(slots=True)
-class DispatchChoice:
-    """A request to dispatch now, its replica, and what to hold there."""
-
-    scheduled: ScheduledRequest
-    replica: ReplicaState
-    hold: Hold
 
 
 class Dispatcher:
@@ -391,8 +376,8 @@ class Dispatcher:
         if self._promotion is not None:
             scheduled.starved_at = self._promotion.starved_at(scheduled)
 
-    def choices(self, now: float) -> Iterable[DispatchChoice]:
-        """Yield the choices of one round, until nothing fits.
+    def choices(self, now: float) -> Iterable[tuple[ScheduledRequest, Running]]:
+        """Yield the requests of one round with what to hold for each, until nothing fits.
 
         Before the next choice, the caller must remove the request from the queue and hold its capacity in the
         ledger. Each pool first serves requests whose home it is, then requests that spill, in the
@@ -401,7 +386,7 @@ class Dispatcher:
         self.reservations.prune()
         return self._round(now) if self._queue.waiting else ()
 
-    def _round(self, now: float) -> Iterator[DispatchChoice]:
+    def _round(self, now: float) -> Iterator[tuple[ScheduledRequest, Running]]:
         self._policy.on_round_start()
         # Optimisation: most events of a saturated fleet free no replica.
         spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
@@ -418,7 +403,7 @@ class Dispatcher:
                     break
         self._policy.on_round_end(self._queue.queue_names())
 
-    def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> DispatchChoice | None:
+    def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> Running | None:
         """Return what `choices` would select for a request that has just arrived while nothing else waits.
 
         It bypasses the queue, because there is nothing to compare with. Returns None if the request fits
@@ -439,7 +424,7 @@ class Dispatcher:
             placed = self._placement.choose(scheduled, replica, query, now)
             if placed is not None:
                 self._queue.account_immediate(scheduled)
-                return DispatchChoice(scheduled, *placed)
+                return placed
         return None
 
     def on_immediate_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -470,11 +455,13 @@ class Dispatcher:
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
-    def _fill(self, pools: Iterable[str], now: float, *, position: int) -> Iterator[DispatchChoice]:
+    def _fill(
+        self, pools: Iterable[str], now: float, *, position: int
+    ) -> Iterator[tuple[ScheduledRequest, Running]]:
         for pool in pools:
             while self._queue.waiting and (choice := self._choose(pool, now, position=position)) is not None:
                 yield choice
-                self._on_dispatch(choice.scheduled, now)
+                self._on_dispatch(choice[0], now)
 
     def _on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         capacity_was_reserved = self.reservations.on_dispatch(scheduled)
@@ -484,7 +471,7 @@ class Dispatcher:
         starved = self._queue.starved_classes(now)
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes(), starved)
 
-    def _choose(self, pool: str, now: float, *, position: int) -> DispatchChoice | None:
+    def _choose(self, pool: str, now: float, *, position: int) -> tuple[ScheduledRequest, Running] | None:
         """Return the first head in the order of service that fits a replica of `pool`, or None."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not any(self._queue.groups.at(pool, position)):
@@ -512,8 +499,8 @@ class Dispatcher:
                     misfits[limits, is_backfill] = needed
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
-                head.is_guaranteed = not is_backfill
-                return DispatchChoice(head, *placed)
+                placed.is_guaranteed = not is_backfill
+                return head, placed
             if not position and (is_promoted or self._may_reserve(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
@@ -692,8 +679,8 @@ class PassThrough:
         share = self.active_share
         return share < 1 and zlib.crc32(request.request_id.encode()) >= share * _HASHES
 
-    def choice(self, scheduled: ScheduledRequest) -> DispatchChoice | None:
-        """Return the dispatch of a bypassing request; None for others, and while no replica can hold it."""
+    def choice(self, scheduled: ScheduledRequest) -> Running | None:
+        """Return what to hold for a bypassing request; None for others, and while no replica can hold it."""
         if not self.selects(scheduled.request):
             return None
         destination = scheduled.request.destination
@@ -713,6 +700,4 @@ class PassThrough:
         scheduled.bypassed = True
         estimate = scheduled.estimate
         tokens = min(estimate.expected_tokens, replica.spec.max_model_len)
-        return DispatchChoice(
-            scheduled, replica, Hold(tokens, scheduled.prefill_class, estimate.expected_prompt_tokens)
-        )
+        return Running(replica, tokens, scheduled.prefill_class, estimate.expected_prompt_tokens)

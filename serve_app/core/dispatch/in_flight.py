@@ -56,17 +56,16 @@ import itertools
 import zlib
 from dataclasses import replace
 
-from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
 from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.backfill import Backfill, TenantHeadroom
 from serve_app.core.dispatch.promotion import EnginePriorities
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillTracker
-from serve_app.core.request import NO_HOLD, Attempts, ScheduledRequest
+from serve_app.core.request import Attempts, ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.observed import AnswerStart
-from serve_app.core.routing.replica_state import Hold, KvUse, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import KvUse, PrefillClass, ReplicaState, Running
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request, Usage
@@ -253,14 +252,14 @@ class SlowStarts:
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
         self._credit = _MAX_CREDIT
-        # (time of the next look, order, request, its hold, which identifies the attempt).
-        self._due: list[tuple[float, int, ScheduledRequest, Hold]] = []
+        # (time of the next look, order, request, its attempt).
+        self._due: list[tuple[float, int, ScheduledRequest, Running]] = []
         self._order = itertools.count()
 
     def __repr__(self) -> str:
         return f"<SlowStarts {len(self._due)} credit={self._credit:.1f}>"
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Watch a request that was dispatched to a replica."""
         self._credit = min(_MAX_CREDIT, self._credit + _SHARE)
         if (
@@ -268,7 +267,7 @@ class SlowStarts:
             and scheduled.attempts.moved_from is None
             and not scheduled.bypassed
         ):
-            heapq.heappush(self._due, (now + _LEAST_WAIT_S, next(self._order), scheduled, scheduled.hold))
+            heapq.heappush(self._due, (now + _LEAST_WAIT_S, next(self._order), scheduled, running))
 
     def next_at(self) -> float | None:
         """Return the time of the next look, or None if every watched answer has started."""
@@ -280,12 +279,11 @@ class SlowStarts:
         """Return the requests to move now, each once."""
         moved = []
         while (at := self.next_at()) is not None and at <= now:
-            _, _, scheduled, hold = heapq.heappop(self._due)
-            assert scheduled.replica_id is not None, "it waits for its first token"
-            replica = self._ledger[scheduled.replica_id]
+            _, _, scheduled, running = heapq.heappop(self._due)
+            replica = running.replica
             limit_s = self._limit_s(replica)
             due_at = scheduled.dispatched_at + limit_s
-            if due_at <= now and self._credit >= 1 and self._can_move(scheduled, replica, now):
+            if due_at <= now and self._credit >= 1 and self._can_move(scheduled, running, now):
                 self._credit -= 1
                 scheduled.attempts = replace(scheduled.attempts, moved_from=replica.spec.replica_id)
                 if replica.hang_detector.is_silent_since(scheduled.dispatched_at):
@@ -294,7 +292,7 @@ class SlowStarts:
                 moved.append(scheduled)
             else:
                 again_at = max(due_at, now + _LEAST_WAIT_S)
-                heapq.heappush(self._due, (again_at, next(self._order), scheduled, hold))
+                heapq.heappush(self._due, (again_at, next(self._order), scheduled, running))
         return moved
 
     def _limit_s(self, replica: ReplicaState) -> float:
@@ -305,21 +303,22 @@ class SlowStarts:
         slowest_s = max((max(each.first_tokens_s, default=0.0) for each in known), default=0.0)
         return max(_LEAST_WAIT_S, _FACTOR * slowest_s)
 
-    def _can_move(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> bool:
+    def _can_move(self, scheduled: ScheduledRequest, running: Running, now: float) -> bool:
         """Return whether another replica accepts the request, and its own shows no reason to wait."""
+        replica = running.replica
         if replica.reports_queue and not replica.hang_detector.is_silent_since(scheduled.dispatched_at):
             return False
         elsewhere = frozenset({replica.spec.replica_id})
         queries = (
-            CapacityQuery(pool, scheduled.hold.tokens, avoided=elsewhere, destination=scheduled.destination)
+            CapacityQuery(pool, running.tokens, avoided=elsewhere, destination=scheduled.destination)
             for pool in scheduled.pools
         )
         return any(self._ledger.open.best(query, now) is not None for query in queries)
 
 
-def _is_waiting(scheduled: ScheduledRequest, hold: Hold) -> bool:
+def _is_waiting(scheduled: ScheduledRequest, running: Running) -> bool:
     """Return whether an attempt still waits for its first token."""
-    return scheduled.hold is hold and not scheduled.started
+    return scheduled.running is running and not running.started
 
 
 # Prompt tokens that take about as long as one output token; only used to compare answers that are not
@@ -350,122 +349,104 @@ class InFlight:
     def __repr__(self) -> str:
         return f"<InFlight {sum(replica.in_flight for replica in self._ledger)}>"
 
-    def hold(
-        self,
-        scheduled: ScheduledRequest,
-        replica_id: str,
-        hold: Hold,
-        now: float,
-        *,
-        resumed: ev.Resumed | None = None,
-    ) -> None:
-        """Hold capacity for a request sent to a replica, or resumed there by a new scheduler."""
-        known, choices = self._ledger.get(replica_id), max(1, scheduled.request.spec.choices)
-        prompt_tokens = scheduled.estimate.expected_prompt_tokens
-        cached_tokens = 0 if resumed is not None else max(0, prompt_tokens - hold.prefill_tokens)
-        use = KvUse(scheduled.estimate, choices, "" if known is None else known.spec.pool, cached_tokens)
-        hold = Hold(hold.tokens, hold.prefill_class, hold.prefill_tokens, hold.quarantined, use)
-        scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
-        scheduled.started = resumed is not None and resumed.started
-        scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
-        self._backfill.on_dispatch(scheduled, replica_id, known, now)
-        self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
-        replica = self._ledger[replica_id]
-        self._headroom.on_hold(scheduled, use.pool, now)
-        scheduled.dispatch_number = replica.dispatches
-        scheduled.sent_as = (replica.in_flight, replica.unstarted, replica.long_prefills[0])
-        self.engine_time.on_dispatch(scheduled, replica, now)
-        if (adapter := scheduled.request.spec.adapter) is not None:
+    def hold(self, scheduled: ScheduledRequest, running: Running, now: float, *, seen: bool = False) -> None:
+        """Hold capacity for a request that is sent to a replica, or runs there already (`seen`)."""
+        replica, request = running.replica, scheduled.request
+        prompt_tokens, choices = scheduled.estimate.expected_prompt_tokens, max(1, request.spec.choices)
+        cached_tokens = 0 if seen else max(0, prompt_tokens - running.prefill_tokens)
+        running.use = KvUse(scheduled.estimate, choices, replica.spec.pool, cached_tokens)
+        running.engine_priority = self._priorities.on_dispatch(request)
+        scheduled.running, scheduled.dispatched_at = running, now
+        self._backfill.on_dispatch(scheduled, running, now)
+        self._ledger.hold(running, now, seen=seen)
+        self._headroom.on_hold(request.tenant, running.use.pool, running.tokens, now)
+        running.number = replica.dispatches
+        running.sent_as = (replica.in_flight, replica.unstarted, replica.long_prefills[0])
+        self.engine_time.on_dispatch(scheduled, running, now)
+        if (adapter := request.spec.adapter) is not None:
             replica.record_adapter(adapter)
-        if _awaits_first_token(scheduled):
+        if request.spec.streamed and not running.started:
             replica.hang_detector.on_dispatch(now)
 
     def start(self, scheduled: ScheduledRequest, now: float) -> None:
         """Record the start of an answer."""
-        if scheduled.started or scheduled.replica_id is None:
+        running = scheduled.running
+        if running is None or running.started:
             return
-        replica, streamed = self._ledger[scheduled.replica_id], scheduled.request.spec.streamed
+        replica, streamed = running.replica, scheduled.request.spec.streamed
         if streamed:
             # Its first token was outstanding until now.
             replica.hang_detector.on_end()
         replica.hang_detector.on_progress(now)
-        scheduled.started, scheduled.started_at = True, now
-        self.engine_time.on_first_token(scheduled, replica, now)
+        running.started_at = now
+        self.engine_time.on_first_token(running, now)
         # An answer that is not streamed starts at its end, long after its prefill.
         if streamed:
             replica.first_tokens_s.append(now - scheduled.dispatched_at)
-            self._observe_start(scheduled, replica, scheduled.prefill_tokens, now)
-            self._prefills.on_first_token(scheduled, replica, now)
-        scheduled.hold = self._ledger.start(scheduled.replica_id, scheduled.hold, now)
+            self._observe_start(scheduled, running, scheduled.prefill_tokens, now)
+            self._prefills.on_first_token(scheduled, running, now)
+        self._ledger.start(running, now)
         self._suspensions.on_success(scheduled, replica, now)
 
-    def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
+    def complete(
+        self, scheduled: ScheduledRequest, running: Running, usage: Usage | None, now: float
+    ) -> None:
         """Learn from a complete answer. `release` follows."""
-        assert scheduled.replica_id is not None
-        replica, generated = self._ledger[scheduled.replica_id], scheduled.attempts.generated
-        if not scheduled.request.spec.streamed:
+        replica, spec = running.replica, scheduled.request.spec
+        output_tokens = None if usage is None else usage.output_tokens - scheduled.attempts.generated
+        if not spec.streamed:
             # Without a count, the times of whole answers vary too much to be compared.
             tokens = None
-            if usage is not None:
-                prompt_tokens = scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-                tokens = max(0, usage.output_tokens - generated + prompt_tokens)
-            self._observe_start(scheduled, replica, tokens, now)
-        elif usage is not None:
-            self._observe_pace(scheduled, usage.output_tokens - generated, now)
-        output_tokens = scheduled.estimate.expected_output_tokens
-        if usage is not None:
-            output_tokens = usage.output_tokens - generated
-        seconds = now - scheduled.dispatched_at
-        if usage is not None or scheduled.request.spec.streamed:
+            if output_tokens is not None:
+                tokens = max(0, output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT)
+            self._observe_start(scheduled, running, tokens, now)
+        elif (
+            spec.choices == 1  # with several, the pace of each one is unknown
+            and running.started_at is not None
+            and output_tokens is not None
+            and output_tokens >= 2
+        ):
+            replica.pace.record((now - running.started_at) / (output_tokens - 1), now)
+        if usage is not None or spec.streamed:
             # Otherwise neither its length nor its wait in the engine is known.
+            if output_tokens is None:
+                output_tokens = scheduled.estimate.expected_output_tokens
+            seconds = now - scheduled.dispatched_at
             self._ledger.observe_speed(replica, scheduled.prefill_tokens, output_tokens, seconds, now)
         replica.hang_detector.on_progress(now)
         self._suspensions.on_success(scheduled, replica, now)
 
-    def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
+    def release(self, scheduled: ScheduledRequest, running: Running, now: float, *, ran: bool) -> None:
         """Release the capacity of a request that has left its replica; `ran` as in `ReplicaLedger`."""
-        assert scheduled.replica_id is not None
-        self._priorities.on_departure(scheduled.request)
-        self._backfill.on_release(scheduled, scheduled.replica_id, now)
-        replica = self._ledger[scheduled.replica_id]
-        self._headroom.on_release(scheduled)
-        self.engine_time.on_departure(scheduled, replica, now, ran=ran)
-        if _awaits_first_token(scheduled):
-            replica.hang_detector.on_end()
-        self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
-        scheduled.replica_id, scheduled.hold = None, NO_HOLD
-        scheduled.started, scheduled.started_at = False, None
+        request = scheduled.request
+        self._priorities.on_departure(request)
+        self._backfill.on_release(scheduled, running, now)
+        self._headroom.on_release(request.tenant, running)
+        self.engine_time.on_departure(request, running, now, ran=ran)
+        if request.spec.streamed and not running.started:
+            running.replica.hang_detector.on_end()
+        self._ledger.release(running, now, ran=ran)
+        scheduled.running = None
 
     def _observe_start(
-        self, scheduled: ScheduledRequest, replica: ReplicaState, tokens: int | None, now: float
+        self, scheduled: ScheduledRequest, running: Running, tokens: int | None, now: float
     ) -> None:
         """Learn about an engine of unknown load from the start of an answer of so many tokens."""
+        replica = running.replica
         if replica.reports_queue:
             return
-        in_flight, unstarted, long_prefills = scheduled.sent_as
+        in_flight, unstarted, long_prefills = running.sent_as
         seconds, streamed = now - scheduled.dispatched_at, scheduled.request.spec.streamed
         kind: int | None = None
         if streamed:
             # A time to the first token varies less with the length than that of a whole answer.
             kind = (tokens or 0).bit_length() // 2
-            if scheduled.hold.prefill_class is PrefillClass.SHORT:
+            if running.prefill_class is PrefillClass.SHORT:
                 beside_long = long_prefills + replica.long_prefills[0] > 0
                 replica.interference.on_start(kind, seconds, beside_long=beside_long)
         elif tokens is not None:
             kind = -tokens.bit_length()
         if replica.observed is not None:
-            running = replica.in_flight - replica.unstarted + 1 if streamed else 0
-            replica.observed.on_start(AnswerStart(kind, now, seconds, in_flight, unstarted, running))
+            at_work = replica.in_flight - replica.unstarted + 1 if streamed else 0
+            replica.observed.on_start(AnswerStart(kind, now, seconds, in_flight, unstarted, at_work))
         self._ledger.open.update(replica)
-
-    def _observe_pace(self, scheduled: ScheduledRequest, output_tokens: int, now: float) -> None:
-        """Learn the pace of a completed stream. With several choices, the pace of each one is unknown."""
-        began_at, replica_id = scheduled.started_at, scheduled.replica_id
-        if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
-            return
-        self._ledger[replica_id].pace.record((now - began_at) / (output_tokens - 1), now)
-
-
-def _awaits_first_token(scheduled: ScheduledRequest) -> bool:
-    """Return whether a first token of a dispatched request is still expected."""
-    return scheduled.request.spec.streamed and not scheduled.started

@@ -44,7 +44,7 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.observed import LearnedBatch, LearnedContext, LearnedLimit
 from serve_app.core.routing.prefill_cost import DecayingRate, Speeds
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.core.routing.replica_state import Hold, KvUse, PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import KvUse, PrefillClass, ReplicaState, Running
 from serve_app.request import ANYWHERE, Destination, Usage
 
 
@@ -520,69 +520,69 @@ class ReplicaLedger:
 
     # Requests
 
-    def hold(
-        self, replica_id: str, hold: Hold, now: float, *, seen: bool = False, started: bool = False
-    ) -> None:
+    def of(self, replica_id: str, now: float) -> ReplicaState:
+        """Return a replica by its id, or a lost one if it is unknown: its gateway reconnected before it."""
+        state = self._replicas.get(replica_id)
+        if state is None:
+            state = self._add(_unknown_spec(replica_id), now)
+            state.joined, state.lost_at = False, now
+        return state
+
+    def hold(self, running: Running, now: float, *, seen: bool = False) -> None:
         """Hold a part of a replica for one running request.
 
         Args:
             seen: whether the replica's reports already include the request (it ran before this scheduler
                 started).
-            started: whether its answer has started.
         """
-        state = self._replicas.get(replica_id)
-        if state is None:
-            # The gateway reconnected before the replica: record the hold without opening the replica.
-            state = self._add(_unknown_spec(replica_id), now)
-            state.joined, state.lost_at = False, now
+        state = running.replica
         state.order, self._next_order = self._next_order, self._next_order + 1
         state.in_flight += 1
         state.dispatches += not seen
-        state.held_tokens += hold.tokens
-        if hold.use is not None:
-            hold.use.started = started
-        self._forecast(state, now, added=hold.use)
-        _count_prefill(state, hold, 1)
-        state.quarantined += hold.quarantined
-        state.unstarted += not started
+        state.held_tokens += running.tokens
+        if running.use is not None:
+            running.use.started = running.started
+        self._forecast(state, now, added=running.use)
+        _count_prefill(running, 1)
+        state.quarantined += running.quarantined
+        state.unstarted += not running.started
         state.unseen += not seen
         self.open.update(state)
 
-    def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
-        """End the prefill and quarantine of a request whose answer has started. Return its remaining hold."""
-        state = self._replicas[replica_id]
-        if hold.use is not None:
-            hold.use.started = True
+    def start(self, running: Running, now: float) -> None:
+        """End the prefill and quarantine of a request whose answer has started."""
+        state = running.replica
+        running.started = True
+        if running.use is not None:
+            running.use.started = True
         state.unstarted -= 1
-        state.quarantined -= hold.quarantined
-        _count_prefill(state, hold, -1)
+        state.quarantined -= running.quarantined
+        running.quarantined = False
+        _end_prefill(running)
         state.starts.add(1.0, now)
         self._clamp_unseen(state)
         self.open.update(state)
-        return Hold(hold.tokens, use=hold.use)
 
-    def end_prefill(self, replica_id: str, hold: Hold) -> None:
-        """End the prefill of one hold, observed or assumed."""
-        state = self._replicas[replica_id]
-        _count_prefill(state, hold, -1)
-        self.open.update(state)
+    def end_prefill(self, running: Running) -> None:
+        """End the prefill of one request, observed or assumed."""
+        _end_prefill(running)
+        self.open.update(running.replica)
 
-    def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
-        """Remove the hold of one request.
+    def release(self, running: Running, now: float, *, ran: bool = True) -> None:
+        """Release what one request holds.
 
         Args:
-            started: whether `start` was called for it.
             ran: whether it left the engine's queue, so that it counts for the engine's pace.
         """
-        state = self._replicas[replica_id]
+        state = running.replica
         state.in_flight -= 1
         if state.observed is not None:
             state.observed.on_departure(now)
-        state.held_tokens -= hold.tokens
-        self._forecast(state, now, removed=hold.use)
-        state.quarantined -= hold.quarantined
-        _count_prefill(state, hold, -1)
-        if not started:
+        state.held_tokens -= running.tokens
+        self._forecast(state, now, removed=running.use)
+        state.quarantined -= running.quarantined
+        _count_prefill(running, -1)
+        if not running.started:
             state.unstarted -= 1
             if ran:
                 state.starts.add(1.0, now)
@@ -761,13 +761,19 @@ def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
     return before.adapters != after.adapters and replace(before, adapters=after.adapters) == after
 
 
-def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
+def _end_prefill(running: Running) -> None:
+    _count_prefill(running, -1)
+    running.prefill_class, running.prefill_tokens = PrefillClass.SHORT, 0
+
+
+def _count_prefill(running: Running, by: int) -> None:
     """Count the start (1) or the end (-1) of a prefill."""
-    state.pending_prefill_tokens += by * hold.prefill_tokens
-    if hold.prefill_class is not PrefillClass.SHORT:
+    state = running.replica
+    state.pending_prefill_tokens += by * running.prefill_tokens
+    if running.prefill_class is not PrefillClass.SHORT:
         long, longest = state.long_prefills
-        state.long_prefills = (long + by, longest + by * (hold.prefill_class is PrefillClass.LONGEST))
-        state.long_prefill_tokens += by * hold.prefill_tokens
+        state.long_prefills = (long + by, longest + by * (running.prefill_class is PrefillClass.LONGEST))
+        state.long_prefill_tokens += by * running.prefill_tokens
 
 
 class ContextLearning:
@@ -778,15 +784,16 @@ class ContextLearning:
 
     def on_rejection(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
         """Learn from a rejection as too long by the replica of a request."""
-        assert scheduled.replica_id is not None
-        if (context := self._context(scheduled.replica_id)) is None:
+        assert scheduled.running is not None
+        replica = scheduled.running.replica
+        if (context := replica.context) is None:
             return []
         before = context.limit_tokens
         estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
         context.on_rejection(estimated, stated_tokens)
-        rejected_by = (*scheduled.attempts.too_long_for, scheduled.replica_id)
+        rejected_by = (*scheduled.attempts.too_long_for, replica.spec.replica_id)
         scheduled.attempts = replace(scheduled.attempts, too_long_for=rejected_by)
-        return self._changed(scheduled.replica_id, context, before)
+        return self._changed(replica, before)
 
     def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
         """Learn from a completed request and its engine's token counts."""
@@ -797,26 +804,25 @@ class ContextLearning:
         # The answer counts as one token: an engine that shifts its context may generate without limit.
         served = usage.prompt_tokens + min(1, usage.output_tokens)
         requested = usage.prompt_tokens + _requested_output(scheduled)
-        if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
+        running = scheduled.running
+        if running is not None and (context := running.replica.context) is not None:
             before = context.limit_tokens
             context.on_served(served)
-            changed += self._changed(scheduled.replica_id, context, before)
+            changed += self._changed(running.replica, before)
         for replica_id in scheduled.attempts.too_long_for:
-            if (context := self._context(replica_id)) is not None:
+            state = self._ledger.get(replica_id)
+            if state is not None and (context := state.context) is not None:
                 before = context.limit_tokens
                 context.on_counted(requested)
-                changed += self._changed(replica_id, context, before)
+                changed += self._changed(state, before)
         return changed
 
-    def _context(self, replica_id: str) -> LearnedContext | None:
-        state = self._ledger.get(replica_id)
-        return None if state is None else state.context
-
-    def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
-        if context.limit_tokens == before:
+    def _changed(self, state: ReplicaState, before: int | None) -> list[ContextLearned]:
+        after = None if state.context is None else state.context.limit_tokens
+        if after == before:
             return []
-        self._ledger.contexts.update(self._ledger[replica_id])
-        return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
+        self._ledger.contexts.update(state)
+        return [ContextLearned(replica_id=state.spec.replica_id, context_tokens=after)]
 
 
 def _requested_output(scheduled: ScheduledRequest) -> int:

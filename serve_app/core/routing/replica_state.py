@@ -30,8 +30,8 @@ import enum
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from serve_app.core.accounting.wait_causes import EngineShare
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.observed import (
     HangDetector,
@@ -255,28 +255,6 @@ class PrefillClass(enum.IntEnum):
     LONGEST = 2
 
 
-class Hold(NamedTuple):
-    """The hold of one running request on a replica.
-
-    Attributes:
-        tokens: expected use of the KV cache at its end.
-        prefill_class: class of its prefill until that ends; `SHORT` afterwards.
-        prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
-        quarantined: whether an engine was lost under the request before, and its answer has not started.
-        use: its use of the KV cache over time; None before its dispatch.
-    """
-
-    tokens: int
-    prefill_class: PrefillClass = PrefillClass.SHORT
-    prefill_tokens: int = 0
-    quarantined: bool = False
-    use: KvUse | None = None
-
-    def without_prefill(self) -> "Hold":
-        """Return what remains held after the prefill."""
-        return Hold(self.tokens, quarantined=self.quarantined, use=self.use)
-
-
 # About as many as engines are configured to hold in GPU memory; vLLM's default is one.
 _MAX_RECENT_ADAPTERS = 4
 
@@ -447,3 +425,41 @@ class ReplicaState:
             f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} "
             f"unstarted={self.unstarted} held={self.held_tokens}/{self.kv_budget}{marks}>"
         )
+
+
+# Not frozen, because it changes with the request: one instance for each dispatch.
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request on its replica: what it holds there, from its dispatch until it is released.
+
+    Attributes:
+        tokens: expected use of the KV cache at its end.
+        prefill_class: class of its prefill until that ends; `SHORT` afterwards.
+        prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
+        quarantined: whether an engine was lost under the request before, and its answer has not started.
+        is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
+        started: whether its answer has started.
+        started_at: time of that; None before it, and if an earlier scheduler observed it.
+        engine_priority: the priority sent to its engine; None for none.
+        number: number of requests sent to the replica by then, this one included.
+        prefilled_alone: whether the replica had no other prefill in flight at the dispatch.
+        sent_as: requests in flight on the replica, those without a start, both with this one, and the long
+            prefills in flight.
+        use: its use of the KV cache over time; None before its dispatch.
+        share: its account of engine time; None before its dispatch.
+    """
+
+    replica: ReplicaState
+    tokens: int
+    prefill_class: PrefillClass = PrefillClass.SHORT
+    prefill_tokens: int = 0
+    quarantined: bool = False
+    is_guaranteed: bool = False
+    started: bool = False
+    started_at: float | None = None
+    engine_priority: int | None = None
+    number: int = 0
+    prefilled_alone: bool = False
+    sent_as: tuple[int, int, int] = (0, 0, 0)
+    use: KvUse | None = None
+    share: EngineShare | None = None

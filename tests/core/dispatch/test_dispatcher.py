@@ -32,7 +32,7 @@ from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from tests.builders import ONE_POOL, ManualDriver, dispatched, one_replica, report, request, spec
+from tests.builders import ONE_POOL, ManualDriver, dispatched, one_replica, report, request, running_of, spec
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 # No growth by pace, so three are dispatched before the first of them starts.
@@ -198,7 +198,7 @@ def test_a_single_request_goes_to_the_fast_replica_although_the_slow_one_has_its
     sessions.arrive("second", prompt_tokens=3_300, prefix=SESSION, max_output_tokens=400)
     # What it has to compute there is the whole prompt.
     second = sessions.find("second")
-    assert (second.replica_id, second.hold.prefill_tokens) == ("s2", 3_300)
+    assert (second.replica_id, running_of(second).prefill_tokens) == ("s2", 3_300)
 
 
 def test_a_session_stays_in_the_cache_of_a_slow_replica_while_the_fast_one_is_busy() -> None:
@@ -207,7 +207,7 @@ def test_a_session_stays_in_the_cache_of_a_slow_replica_while_the_fast_one_is_bu
     sessions.started("another")
     sessions.arrive("second", prompt_tokens=3_300, prefix=SESSION, max_output_tokens=400)
     second = sessions.find("second")
-    assert (second.replica_id, second.hold.prefill_tokens) == ("s1", 100)
+    assert (second.replica_id, running_of(second).prefill_tokens) == ("s1", 100)
 
 
 def test_only_uncached_tokens_are_reserved_and_charged() -> None:
@@ -215,7 +215,7 @@ def test_only_uncached_tokens_are_reserved_and_charged() -> None:
     sessions.ask("first")
     sessions.done("first")
     sessions.ask("second")
-    assert sessions.find("second").hold.prefill_tokens == 100
+    assert running_of(sessions.find("second")).prefill_tokens == 100
     assert sessions.find("second").prefill_tokens == 100
     assert sessions.scheduler.ledger["s1"].pending_prefill_tokens == 100
     sessions.ask("fresh", (90, 91))
@@ -233,7 +233,7 @@ def test_a_mostly_cached_long_prompt_is_a_short_prefill_on_that_replica() -> Non
     # Each replica has its maximum of long prefills in flight.
     assert sessions.find(longs[-1]).queued
     assert dispatched(sessions.ask("second")) == [("second", "s1")]
-    assert sessions.find("second").hold.prefill_class == 0
+    assert running_of(sessions.find("second")).prefill_class == 0
 
 
 def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
@@ -620,5 +620,5 @@ def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float],
         for state in before.ledger:
             held = [before.find(f"r{one}") for one in range(number + 1)]
             mine = [each for each in held if each and each.replica_id == state.spec.replica_id]
-            assert state.held_tokens == sum(each.hold.tokens for each in mine)
+            assert state.held_tokens == sum(running_of(each).tokens for each in mine)
     assert replay(LoggedRun(RunHeader(settings=before.settings), decisions)) is None

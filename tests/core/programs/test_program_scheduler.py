@@ -36,6 +36,7 @@ from tests.builders import (
     report,
     request,
     requests_in_memory,
+    running_of,
     spec,
 )
 from tests.core.programs.builders import KV_TOKENS, ProgramDriver, causes, fleet
@@ -107,7 +108,7 @@ def test_the_context_counts_as_cached_if_the_prompt_extends_it() -> None:
     driver.end_turn("a1", context=40_000)
     driver.start_turn("a2", "a", prompt_tokens=41_000, prefix=(1, 2), messages=4)
     assert driver.find("a2").cached_tokens == 40_000
-    assert driver.find("a2").hold.prefill_tokens == 1_000
+    assert running_of(driver.find("a2")).prefill_tokens == 1_000
 
 
 def test_a_turn_waits_for_a_busy_replica_as_long_as_computing_its_context_takes() -> None:

@@ -9,7 +9,7 @@ from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT
-from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.errors import Outcome
 from serve_app.request import PromptShape, Usage
 from tests.builders import ManualDriver, concluded, dispatched, report, request, spec
@@ -29,9 +29,9 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
     made.join(spec("other", "long", kv_tokens=10**6), 0.0)
     made.report("other", report(), 0.0)
     assert made.most_free("short") is made["a"]
-    made.hold("a", Hold(10), 0.0)
+    made.hold(Running(made["a"], 10), 0.0)
     assert made.most_free("short") is made["b"]
-    made.hold("b", Hold(20), 0.0)
+    made.hold(Running(made["b"], 20), 0.0)
     made.suspend(made["c"], 0.0)
     assert made.most_free("short") is made["a"]
     assert made.most_free("nowhere") is None
@@ -39,13 +39,14 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
 
 def test_the_loss_of_a_lost_or_unknown_replica_is_ignored() -> None:
     made = ledger("a", "b")
-    made.hold("a", Hold(10), 0.0)
+    running = Running(made["a"], 10)
+    made.hold(running, 0.0)
     made.lose("a", 0.0)
     made.lose("a", 0.0)
     made.lose("unknown", 0.0)
     assert made.connected_count == 1
     assert made["a"].joined is False
-    made.release("a", Hold(10), 3.0, started=False)
+    made.release(running, 3.0)
     assert made.get("a") is None
 
 

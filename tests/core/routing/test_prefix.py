@@ -20,7 +20,7 @@ from serve_app.core.routing.prefix import (
     ReplicaFilter,
     cached_tokens,
 )
-from serve_app.core.routing.replica_state import Hold, ReplicaState
+from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.request import PromptShape
 from tests.builders import report, request, spec
 
@@ -281,7 +281,7 @@ class Fleet:
 
     def busy(self, replica_id: str, requests: int, *, prefill_tokens: int = 0) -> None:
         for _ in range(requests):
-            self.ledger.hold(replica_id, Hold(10, prefill_tokens=prefill_tokens), 0.0)
+            self.ledger.hold(Running(self.ledger[replica_id], 10, prefill_tokens=prefill_tokens), 0.0)
 
     def admissible(self, replica_id: str, _prefill_tokens: int) -> ReplicaState | None:
         return self.ledger[replica_id]

@@ -7,6 +7,7 @@ import pytest
 from serve_app.core.commands import Conclude
 from serve_app.core.events import Arrived, Event, FirstToken, Woke
 from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.replica_state import Running
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler.journal import SLOT_S, SLOTS, Entry, RecentActivity
@@ -44,7 +45,8 @@ def first_token(activity: RecentActivity, priority: PriorityClass, ttft_s: float
     token = entry(activity, FirstToken("r1"))
     arrival = request(priority=priority, arrived_at=token.now - ttft_s)
     token.scheduled = ScheduledRequest(arrival, token.core.estimator.estimate(arrival), 1, ("short",))
-    token.scheduled.started_at = token.now
+    replica = token.core.ledger.of("s1", token.now)
+    token.scheduled.running = Running(replica, 1, started=True, started_at=token.now)
     pass_to(activity, token)
 
 
