@@ -132,10 +132,7 @@ class ScheduledRequest:
         prediction: its predicted wait; None if none was possible or it was put back.
         fcfs_turn: prompt tokens that leave the queue before it in order of arrival, see
             `queueing.delay_bound`; None for short prompts, and outside the queue.
-        bypassed: whether it bypasses the scheduler.
         turn: its turn in a program; None if it belongs to none.
-        home: the replica that it is bound to because its context is there; None for any.
-        parked: whether it waits for room for its context, see `programs`.
         waits: its wait so far by cause; None until it has waited.
         target: its latency target; None without one.
     """
@@ -161,10 +158,7 @@ class ScheduledRequest:
     seen_tokens: int = 0
     prediction: PredictedWait | None = None
     fcfs_turn: int | None = None
-    bypassed: bool = False
     turn: ProgramTurn | None = None
-    home: str | None = None
-    parked: bool = False
     waits: WaitTally | None = None
     target: TargetState | None = None
     prefill_tokens: int = field(init=False)
@@ -198,10 +192,20 @@ class ScheduledRequest:
         return self.running is not None and self.running.started
 
     @property
+    def home(self) -> str | None:
+        """The replica that it is bound to because the context of its program is there; None for any."""
+        return None if self.turn is None else self.turn.home
+
+    @property
+    def parked(self) -> bool:
+        """True if it waits for room for the context of its program, see `programs`."""
+        return self.turn is not None and self.turn.parked
+
+    @property
     def destination(self) -> Destination:
         """The replicas of its pools that may serve it."""
-        destination = self.request.destination
-        return destination if self.home is None else Destination(self.home, destination.adapter)
+        destination, home = self.request.destination, self.home
+        return destination if home is None else Destination(home, destination.adapter)
 
     def used_after(self, outcome: Outcome) -> Usage | None:
         """Return the tokens of a dispatched request that has ended, for limits, budgets and usage.

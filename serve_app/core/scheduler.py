@@ -508,7 +508,7 @@ class Scheduler:
             queue_wait_s=now - request.arrived_at,
             engine_priority=running.engine_priority,
             rate_limits=self.admission.keys.status(request.submission.key, now),
-            passed=scheduled.bypassed,
+            passed=running.bypassed,
             waited=wait_breakdown(scheduled, now),
         )
         self._commands.append(scheduled.dispatch)

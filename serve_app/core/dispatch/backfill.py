@@ -304,7 +304,7 @@ class Backfill:
         if scheduled.request.priority is PriorityClass.BATCH:
             self._count_prefill(load, running, now)
             load.batch += 1
-            if is_revocable and not (running.is_guaranteed or scheduled.bypassed):
+            if is_revocable and not (running.is_guaranteed or running.bypassed):
                 load.revocable[scheduled] = None
                 self._with_revocable[replica_id] = None
             return

@@ -236,8 +236,9 @@ class Placement:
             by_load: the best of like replicas for the whole prefill; None if isolation or load excludes all.
             query: requirements of the whole prefill.
         """
-        if head.home is not None:
-            return self._at_home(head, query, now)
+        if (home := head.home) is not None:
+            replica = self._admissible(head, home, head.prefill_tokens, query, now)
+            return None if replica is None else self._placed(head, replica, head.prefill_tokens, query)
         usual = self._usual(head, by_load, query, now)
         if usual is None or not self._targets.affects(head):
             return usual
@@ -311,15 +312,6 @@ class Placement:
     ) -> Running:
         prefill_class = self._prefill_class(head, prefill_tokens)
         return Running(replica, query.tokens, prefill_class, prefill_tokens, query.quarantined)
-
-    def _at_home(self, head: ScheduledRequest, query: CapacityQuery, now: float) -> Running | None:
-        """Return the replica of the request's context, or None if it may not accept the request."""
-        assert head.home is not None
-        prefill_tokens = head.prefill_tokens
-        replica = self._admissible(head, head.home, prefill_tokens, query, now)
-        if replica is None:
-            return None
-        return self._placed(head, replica, prefill_tokens, query)
 
     def _admissible(
         self, head: ScheduledRequest, replica_id: str, prefill_tokens: int, query: CapacityQuery, now: float
@@ -697,7 +689,7 @@ class PassThrough:
         )
         if replica is None:
             return None
-        scheduled.bypassed = True
         estimate = scheduled.estimate
         tokens = min(estimate.expected_tokens, replica.spec.max_model_len)
-        return Running(replica, tokens, scheduled.prefill_class, estimate.expected_prompt_tokens)
+        prompt_tokens = estimate.expected_prompt_tokens
+        return Running(replica, tokens, scheduled.prefill_class, prompt_tokens, bypassed=True)

@@ -81,7 +81,6 @@ def record_put_back(
     scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
 ) -> None:
     """Record a put-back in the state of the request."""
-    scheduled.bypassed = False
     before, replica_id = scheduled.attempts, event.replica_id
     if event.failure.is_after_service(event.generated_tokens):
         # It did not wait in this time, so its queue timeout begins again.
@@ -262,11 +261,7 @@ class SlowStarts:
     def on_dispatch(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
         """Watch a request that was dispatched to a replica."""
         self._credit = min(_MAX_CREDIT, self._credit + _SHARE)
-        if (
-            scheduled.request.spec.streamed
-            and scheduled.attempts.moved_from is None
-            and not scheduled.bypassed
-        ):
+        if scheduled.request.spec.streamed and scheduled.attempts.moved_from is None and not running.bypassed:
             heapq.heappush(self._due, (now + _LEAST_WAIT_S, next(self._order), scheduled, running))
 
     def next_at(self) -> float | None:

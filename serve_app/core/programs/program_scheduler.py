@@ -255,10 +255,13 @@ class ProgramScheduler:
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
         """Watch the times of a turn that was queued."""
-        if scheduled.parked:
+        turn = scheduled.turn
+        if turn is None:
+            return
+        if turn.parked:
             self._overdue.add(scheduled)
             self._overdue.prune(len(self.parked))
-        elif scheduled.home is not None:
+        elif turn.home is not None:
             self._bound.add(scheduled)
 
     def on_dispatch(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
@@ -329,7 +332,7 @@ class ProgramScheduler:
             conversation.ended_at = now
             self._learn_capacity(scheduled, turn)
             self._observe(scheduled, conversation)
-        elif turn.parked_since is not None and not scheduled.parked:
+        elif turn.parked_since is not None and not turn.parked:
             # It was admitted, but its context was never computed.
             self._leave(conversation)
         self._retire(conversation, now)
@@ -397,7 +400,7 @@ class ProgramScheduler:
 
     def _place(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
         """Bind a turn to the replica of its context, or park it."""
-        scheduled.home, scheduled.parked = None, False
+        turn.home, turn.parked = None, False
         if scheduled.request.bound_to is not None:
             return
         conversation = turn.conversation
@@ -409,7 +412,7 @@ class ProgramScheduler:
                 scheduled.expect_cached(max(0, min(known, conversation.context_tokens)))
             self._admit(scheduled, turn, replica, now)
         elif self._settings.residency and not self._is_small(scheduled):
-            scheduled.parked, turn.parked_since = True, now
+            turn.parked, turn.parked_since = True, now
             self.parked.add(scheduled)
             self._may_have_room = True
 
@@ -534,7 +537,7 @@ class ProgramScheduler:
         turn.conversation.replica_id = replica_id
         turn.admitted_to, turn.admitted_tokens = replica_id, tokens
         if self._settings.stay:
-            scheduled.home = replica_id
+            turn.home = replica_id
             saved = scheduled.cached_tokens or scheduled.estimate.expected_prompt_tokens
             turn.bound_until = now + self._costs.of(replica.spec.pool).seconds(saved)
 
@@ -601,7 +604,7 @@ class ProgramScheduler:
 
     def _overdue_at(self, scheduled: ScheduledRequest) -> float:
         turn = scheduled.turn
-        if turn is None or turn.parked_since is None or not scheduled.parked:
+        if turn is None or turn.parked_since is None or not turn.parked:
             return math.inf
         return turn.parked_since + self._promotion.max_wait_s(scheduled.request.priority)
 
@@ -618,7 +621,7 @@ def _evidence(
 
 def _bound_until(scheduled: ScheduledRequest) -> float:
     turn = scheduled.turn
-    return math.inf if turn is None or scheduled.home is None else turn.bound_until
+    return math.inf if turn is None or turn.home is None else turn.bound_until
 
 
 @dataclass(frozen=True, slots=True)

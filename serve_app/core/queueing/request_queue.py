@@ -566,11 +566,12 @@ class RequestQueue:
         self._insert_or_hold(scheduled, tenant)
 
     def bind(self, scheduled: ScheduledRequest, home: str | None) -> None:
-        """Bind a queued request to a replica, or to none; it is no longer parked."""
+        """Bind a queued turn of a program to a replica, or to none; it is no longer parked."""
+        assert scheduled.turn is not None, "only turns are bound"
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._detach(scheduled, tenant)
         self.waits.remove(scheduled, self._now)
-        scheduled.home, scheduled.parked = home, False
+        scheduled.turn.home, scheduled.turn.parked = home, False
         self.waits.add(scheduled)
         self._insert_or_hold(scheduled, tenant)
 

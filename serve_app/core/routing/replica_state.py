@@ -437,6 +437,7 @@ class Running:
         prefill_class: class of its prefill until that ends; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
         quarantined: whether an engine was lost under the request before, and its answer has not started.
+        bypassed: whether it bypassed the queue (see pass-through in `dispatch.dispatcher`).
         is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
         started: whether its answer has started.
         started_at: time of that; None before it, and if an earlier scheduler observed it.
@@ -454,6 +455,7 @@ class Running:
     prefill_class: PrefillClass = PrefillClass.SHORT
     prefill_tokens: int = 0
     quarantined: bool = False
+    bypassed: bool = False
     is_guaranteed: bool = False
     started: bool = False
     started_at: float | None = None

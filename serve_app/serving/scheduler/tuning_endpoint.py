@@ -181,9 +181,10 @@ class SchedulingMode:
     def _on_first_token(self, entry: Entry) -> None:
         scheduled = entry.scheduled
         # A gateway that reconnects may repeat a first token.
-        if scheduled is not None and scheduled.started_at == entry.now:
+        running = None if scheduled is None else scheduled.running
+        if scheduled is not None and running is not None and running.started_at == entry.now:
             window, waited_s = self._windows[-1], entry.now - scheduled.request.arrived_at
-            part = window.bypassed if scheduled.bypassed else window.scheduled
+            part = window.bypassed if running.bypassed else window.scheduled
             part.append((scheduled.estimate.expected_prompt_tokens, waited_s))
             if not self._is_judged:
                 # Not now: the event that this entry records is still being observed.
