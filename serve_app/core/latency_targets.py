@@ -313,10 +313,6 @@ class LatencyTargets:
             self._work.add(scheduled.request.priority.rank, target.latest_at, -target.tokens)
             target.tokens = 0
 
-    def prune(self, live: int) -> None:
-        """Forget requests that have left the queue; `live` requests with a target are queued."""
-        self._late.prune(live)
-
     def on_dispatch(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
         """Predict the first token of a request, before its replica holds it, and pace the replica."""
         target = scheduled.target

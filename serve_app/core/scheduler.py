@@ -525,10 +525,6 @@ class Scheduler:
             self.targets.on_dequeue(scheduled)
         self.admission.predictor.on_dequeue(scheduled)
 
-    def _prune(self) -> None:
-        self._expiry.prune(self.queue.waiting)
-        self.targets.prune(self.queue.with_targets)
-
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
         self.dispatcher.before_enqueue(scheduled)
         if scheduled.target is not None:
@@ -546,7 +542,6 @@ class Scheduler:
     def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self._dequeue(scheduled)
-            self._prune()
         elif scheduled.running is not None:
             self._release(scheduled, scheduled.running, now, ran=True)
 
@@ -565,7 +560,6 @@ class Scheduler:
 
     def _reject_waiting(self, scheduled: ScheduledRequest, rejection: Conclusion) -> None:
         self._dequeue(scheduled)
-        self._prune()
         self._conclude(scheduled, rejection)
 
     def _conclude(

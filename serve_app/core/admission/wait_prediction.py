@@ -367,7 +367,6 @@ class WaitPredictor:
         for scheduled in self._due.pop_expired(now):
             self._overdue.add(scheduled)
             self._count_overdue(scheduled, 1)
-        self._due.prune(waiting)
 
     def seconds_per_token(self, kind: WaitKind, tokens_ahead: int) -> float | None:
         """Return the wait that a token of work ahead adds for this kind, or None if the rate is unknown."""

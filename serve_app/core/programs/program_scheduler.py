@@ -260,7 +260,6 @@ class ProgramScheduler:
             return
         if turn.parked:
             self._overdue.add(scheduled)
-            self._overdue.prune(len(self.parked))
         elif turn.home is not None:
             self._bound.add(scheduled)
 
@@ -378,7 +377,6 @@ class ProgramScheduler:
             assert scheduled.turn is not None
             self._withdraw(scheduled, scheduled.turn, now)
             yield scheduled
-        self._bound.prune(self._queue.waiting)
 
     def next_at(self) -> float | None:
         """Return when time alone changes something, or None."""

@@ -1,10 +1,16 @@
-"""A heap of queued requests by a time, such as the end of the queue timeout."""
+"""A heap of queued requests by a time, such as the end of the queue timeout.
+
+A request that leaves the queue stays in the heap until its entry is the first, or the heap has grown to twice
+its size after the last time that such entries were removed. That takes constant time per added request.
+"""
 
 import heapq
 import math
 from collections.abc import Callable, Iterator
 
 from serve_app.core.request import ScheduledRequest
+
+_MIN_ENTRIES = 64
 
 
 def earliest(*times: float | None) -> float | None:
@@ -31,20 +37,26 @@ class ExpiryHeap:
     def __init__(self, when: Callable[[ScheduledRequest], float] = _expires_at) -> None:
         self._when = when
         self._heap: list[tuple[float, int, ScheduledRequest]] = []
+        self._clean_at = _MIN_ENTRIES
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Add a queued request."""
         at = self._when(scheduled)
-        if at < math.inf:
-            heapq.heappush(self._heap, (at, scheduled.sequence, scheduled))
+        if at == math.inf:
+            return
+        if len(self._heap) >= self._clean_at:
+            # Before the push, because a request may be added just before it is queued.
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+            self._clean_at = max(_MIN_ENTRIES, 2 * len(self._heap))
+        heapq.heappush(self._heap, (at, scheduled.sequence, scheduled))
 
     def next_at(self) -> float | None:
         """Return the earliest time, or None if no queued request has one."""
         heap = self._heap
         while heap:
-            at, _, scheduled = heap[0]
-            if scheduled.queued and self._when(scheduled) == at:
-                return at
+            if self._is_live(heap[0]):
+                return heap[0][0]
             heapq.heappop(heap)
         return None
 
@@ -55,10 +67,8 @@ class ExpiryHeap:
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         """Yield the queued requests with a time, unordered."""
-        return (each for at, _, each in self._heap if each.queued and self._when(each) == at)
+        return (entry[2] for entry in self._heap if self._is_live(entry))
 
-    def prune(self, live: int) -> None:
-        """Rebuild the heap if most entries are of requests that have left; `live` requests are queued."""
-        if len(self._heap) > 64 and len(self._heap) > 2 * live:
-            self._heap = [item for item in self._heap if item[2].queued and self._when(item[2]) == item[0]]
-            heapq.heapify(self._heap)
+    def _is_live(self, entry: tuple[float, int, ScheduledRequest]) -> bool:
+        at, _, scheduled = entry
+        return scheduled.queued and self._when(scheduled) == at

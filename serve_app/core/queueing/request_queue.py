@@ -331,7 +331,6 @@ class BackoffRequests:
         for scheduled in self._ends.pop_expired(now):
             if self.remove(scheduled):
                 yield scheduled
-        self._ends.prune(len(self._requests))
 
     def next_at(self) -> float | None:
         """Return the next end of a backoff, or None."""
