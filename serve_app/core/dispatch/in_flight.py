@@ -131,13 +131,14 @@ def retry_limit_conclusion(
             cause: then it gets one more attempt.
     """
     attempts = scheduled.attempts
+    failure = attempts.last_failure
     if attempts.losses >= settings.max_attempts + many_lost:
-        text = f"{attempts.losses} replicas were lost under this request"
+        message = f"{attempts.losses} replicas were lost under this request; last failure: {failure}"
     elif attempts.put_backs >= settings.max_put_backs:
-        text = f"the request was put back {attempts.put_backs} times"
+        message = f"the request was put back {attempts.put_backs} times; last failure: {failure}"
     else:
         return None
-    return Conclusion(Outcome.FAILED, f"{text}; last failure: {attempts.last_failure}")
+    return Conclusion(Outcome.FAILED, message)
 
 
 def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
