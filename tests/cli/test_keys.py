@@ -10,7 +10,7 @@ import pytest
 from serve_app.cli import keys, main
 from serve_app.serving.api_keys import read_keys
 from serve_app.serving.gateway.answer.responses import RequestRejected
-from serve_app.serving.gateway.keys import FileKeys
+from serve_app.serving.gateway.keys import Keyring
 from tests.e2e.served import wait_for
 
 CONFIG = """
@@ -54,9 +54,9 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "keys.json"
     options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
     secret = created(capsys, path, *options, "--weight", "2", "--expires-in-days", "30", "--name", "night")
-    file_keys = FileKeys(path, poll_s=0.01)
-    caller = file_keys.caller(secret.encode())
-    assert caller is not None
+    authorization = b"Bearer " + secret.encode()
+    keyring = Keyring((), {}, path, poll_s=0.01)
+    caller = keyring.caller(authorization)
     assert caller.is_admin
     assert (caller.may_use("demo"), caller.may_use("other")) == (True, False)
 
@@ -73,8 +73,8 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
     with pytest.raises(RequestRejected, match="was revoked"):
-        wait_for(lambda: not file_keys.caller(secret.encode()), 30)
-    file_keys.close()
+        wait_for(lambda: not keyring.caller(authorization), 30)
+    keyring.close()
     assert [key.status() for key in read_keys(path)] == ["revoked"]
 
 

@@ -30,7 +30,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
@@ -323,6 +322,17 @@ class Caller:
         """Return whether its key has this id."""
         return self.key is not None and self.key.id == key_id
 
+    def if_valid(self) -> "Caller":
+        """Return this caller; raise `RequestRejected` if its key has expired or was revoked."""
+        if self.key is not None:
+            for word, since in (("was revoked", self.key.revoked_at), ("has expired", self.key.expires_at)):
+                if since is not None and since <= datetime.now(UTC):
+                    moment = f"{since.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+                    raise RequestRejected(
+                        Outcome.REJECTED_UNAUTHORISED, f"this API key {word} ({moment}): request a new one"
+                    )
+        return self
+
     def tenant(self, header: bytes | None, user: str | None) -> str:
         """Return the tenant of a request.
 
@@ -408,102 +418,21 @@ def _tenant_of_user(user: str | None) -> str:
     return "user-" + hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-class FileKeys:
-    """Keys of a file by id, reloaded when the file changes.
-
-    A thread checks the file, so requests never wait for a file system, and a busy event loop does not delay
-    revocations. If the file cannot be read, the previous keys stay in effect and the error is logged with its
-    position: a typo must not lock all clients out.
-
-    Args:
-        poll_s: interval between checks, in seconds.
-
-    Raises:
-        KeysFileError: the file cannot be read at the start.
-    """
-
-    def __init__(self, path: Path, poll_s: float = POLL_S) -> None:
-        self._path = path
-        self._poll_s = poll_s
-        self._last = self._fingerprint()
-        self._entries = _entries(read_keys(path))
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="keys-file", daemon=True).start()
-
-    def __repr__(self) -> str:
-        return f"<FileKeys {self._path} keys={len(self._entries)}>"
-
-    def close(self) -> None:
-        """Stop watching the file."""
-        self._closed.set()
-
-    def caller(self, secret: bytes) -> Caller | None:
-        """Return the caller that a key identifies; None if the file has no such key.
-
-        Raises:
-            RequestRejected: the key has expired or was revoked; raised only for the complete secret.
-        """
-        key_id = id_of(secret)
-        entry = None if key_id is None else self._entries.get(key_id)
-        if entry is None or not is_secret_of(secret, entry.salt, entry.digest):
-            return None
-        if entry.expires_at is not None or entry.revoked_at is not None:
-            entry.check_validity(time.time())
-        return entry.caller
-
-    def caller_with(self, key_id: str) -> Caller | None:
-        """Return the caller with a key id; None if the file has no such key.
-
-        Raises:
-            RequestRejected: the key has expired or was revoked.
-        """
-        entry = self._entries.get(key_id)
-        if entry is None:
-            return None
-        entry.check_validity(time.time())
-        return entry.caller
-
-    def _watch(self) -> None:
-        while not self._closed.wait(self._poll_s):
-            self._check()
-
-    def _check(self) -> None:
-        fingerprint = self._fingerprint()
-        if fingerprint == self._last:
-            return
-        # Set before reading, so that the next check finds changes made during the read.
-        self._last = fingerprint
-        try:
-            entries = _entries(read_keys(self._path))
-        except KeysFileError as exc:
-            logger.error(  # noqa: TRY400 - the message says all
-                "event=keys_file_invalid path=%s reason=%r action=%r",
-                self._path,
-                str(exc),
-                f"the current {len(self._entries)} keys stay in effect",
-            )
-        else:
-            self._entries = entries
-            logger.info("event=keys_file_loaded path=%s keys=%d", self._path, len(entries))
-
-    def _fingerprint(self) -> tuple[int, int, int] | None:
-        """Return a fingerprint of the file's state; None if there is no file."""
-        try:
-            found = os.stat(self._path)  # noqa: PTH116 - one call a look
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 class Keyring:
-    """All keys of a gateway.
+    """All keys of a gateway: those of the configuration by digest, those of a file by id.
+
+    The file is reloaded when it changes. A thread checks it, so requests never wait for a file system, and a
+    busy event loop does not delay revocations. If the file cannot be read, the previous keys stay in effect
+    and the error is logged with its position: a typo must not lock all clients out.
 
     Args:
         keys: keys of the configuration.
         environment: holds the application's own admin key, and secrets that keys refer to.
-        file_keys: keys of the file, if there is one.
+        path: file of keys, if there is one.
+        poll_s: interval between checks of the file, in seconds.
 
     Raises:
+        KeysFileError: the file cannot be read at the start.
         SettingsError: a secret is missing, or two entries share one.
     """
 
@@ -511,27 +440,36 @@ class Keyring:
         self,
         keys: Iterable[ApiKey],
         environment: Mapping[str, str] = os.environ,
-        file_keys: FileKeys | None = None,
+        path: Path | None = None,
+        poll_s: float = POLL_S,
     ) -> None:
-        self._callers: dict[bytes, Caller] = {}
-        self._file_keys = file_keys
-        own = admin_key_of(environment)
-        self._admins = {_digest(own.encode()): _ADMIN} if own else {}
+        self._by_digest: dict[bytes, Caller] = {}
+        self._by_id: dict[str, Caller] = {}
+        self._closed = threading.Event()
+        fingerprint = None
+        if path is not None:
+            # Taken before reading, so that the first check finds changes made during the read.
+            fingerprint = _fingerprint(path)
+            self._by_id = _callers_in(path)
         for key in keys:
             secret = key.secret(environment)
             digest = _digest(secret.encode())
-            if digest in self._callers:
+            if digest in self._by_digest:
                 raise SettingsError(f"the key of tenant {key.tenant} occurs twice: use one entry per key")
-            self._callers[digest] = Caller.with_key(key.record(secret))
-        self._requires = bool(self._callers) or file_keys is not None
+            self._by_digest[digest] = Caller.with_key(key.record(secret))
+        self._requires = bool(self._by_digest) or path is not None
+        if own := admin_key_of(environment):
+            self._by_digest.setdefault(_digest(own.encode()), _ADMIN)
+        if path is not None:
+            watch = (path, fingerprint, poll_s)
+            threading.Thread(target=self._watch, args=watch, name="keys-file", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Keyring keys={len(self._callers)} {self._file_keys!r}>"
+        return f"<Keyring configured={len(self._by_digest)} file={len(self._by_id)}>"
 
     def close(self) -> None:
-        """Stop watching the key file."""
-        if self._file_keys is not None:
-            self._file_keys.close()
+        """Stop watching the file."""
+        self._closed.set()
 
     def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
         """Return the caller of a request.
@@ -542,15 +480,12 @@ class Keyring:
 
         Raises:
             RequestRejected: keys are configured, and the request has none, an unknown one or an invalid one.
+                That a key has expired or was revoked is reported only for the complete secret.
         """
-        if not self._requires and ((authorization is None and api_key is None) or not self._admins):
-            return _ANYONE
         scheme, _, given = (authorization or b"").partition(b" ")
         secret = given if scheme.lower() == b"bearer" else api_key
-        if secret is not None:
-            found = self._caller_with(secret.strip())
-            if found is not None:
-                return found
+        if secret is not None and (found := self._identified(secret.strip())) is not None:
+            return found
         if not self._requires:
             return _ANYONE
         if secret is not None:
@@ -567,62 +502,55 @@ class Keyring:
         """
         if not key_id:
             return _ANYONE
-        found = self._file_keys.caller_with(key_id) if self._file_keys is not None else None
-        if found is None:
-            # Configured keys of a tenant share an id; the request may be for another tenant.
-            configured = [each for each in self._callers.values() if each.has_id(key_id)]
-            found = next((each for each in configured if each.may_act_for_tenants), None)
-            found = found or next(iter(configured), None)
-        if found is None:
+        if (found := self._by_id.get(key_id)) is not None:
+            return found.if_valid()
+        # Configured keys of a tenant share an id; the request may be for another tenant.
+        configured = [each for each in self._by_digest.values() if each.has_id(key_id)]
+        if not configured:
             message = f"the API key {key_id} of this request no longer exists"
             raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
-        return found
+        return max(configured, key=lambda each: each.may_act_for_tenants)
 
-    def _caller_with(self, secret: bytes) -> Caller | None:
-        found = self._file_keys.caller(secret) if self._file_keys is not None else None
-        if found is not None:
-            return found
-        digest = _digest(secret)
-        return self._callers.get(digest) or self._admins.get(digest)
+    def _identified(self, secret: bytes) -> Caller | None:
+        found = self._by_id.get(id_of(secret) or "")
+        if found is not None and found.key is not None and is_secret_of(secret, *parsed_hash(found.key.hash)):
+            return found.if_valid()
+        return self._by_digest.get(_digest(secret))
+
+    def _watch(self, path: Path, last: tuple[int, int, int] | None, poll_s: float) -> None:
+        while not self._closed.wait(poll_s):
+            fingerprint = _fingerprint(path)
+            if fingerprint == last:
+                continue
+            last = fingerprint
+            try:
+                self._by_id = _callers_in(path)
+            except KeysFileError as exc:
+                logger.error(  # noqa: TRY400 - the message says all
+                    "event=keys_file_invalid path=%s reason=%r action=%r",
+                    path,
+                    str(exc),
+                    f"the current {len(self._by_id)} keys stay in effect",
+                )
+            else:
+                logger.info("event=keys_file_loaded path=%s keys=%d", path, len(self._by_id))
 
 
 _ANYONE = Caller()
 _ADMIN = Caller(is_admin=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _FileKey:
-    """One key prepared for comparison; times are seconds since the epoch."""
-
-    salt: bytes
-    digest: bytes
-    caller: Caller
-    expires_at: float | None
-    revoked_at: float | None
-
-    def check_validity(self, now: float) -> None:
-        for word, since in (("was revoked", self.revoked_at), ("has expired", self.expires_at)):
-            if since is not None and since <= now:
-                day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(since))
-                raise RequestRejected(
-                    Outcome.REJECTED_UNAUTHORISED, f"this API key {word} ({day}): request a new one"
-                )
+def _callers_in(path: Path) -> dict[str, Caller]:
+    return {record.id: Caller.with_key(record) for record in read_keys(path)}
 
 
-def _entries(records: tuple[KeyRecord, ...]) -> dict[str, _FileKey]:
-    return {
-        record.id: _FileKey(
-            *parsed_hash(record.hash),
-            Caller.with_key(record),
-            _seconds(record.expires_at),
-            _seconds(record.revoked_at),
-        )
-        for record in records
-    }
-
-
-def _seconds(moment: datetime | None) -> float | None:
-    return None if moment is None else moment.timestamp()
+def _fingerprint(path: Path) -> tuple[int, int, int] | None:
+    """Return a fingerprint of the file's state; None if there is no file."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - one call a look
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(secret: bytes) -> bytes:

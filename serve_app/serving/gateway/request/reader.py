@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.errors import Outcome, SettingsError
+from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, ProgramHint, RequestSpec, Submission, completed
 from serve_app.serving.gateway.answer.assembly import CONTINUABLE_FIELDS
 from serve_app.serving.gateway.answer.responses import RequestRejected, header_text
 from serve_app.serving.gateway.answer.stored import ResponseHolders, StoredResponse
-from serve_app.serving.gateway.keys import Budgets, Caller, FileKeys, Keyring
+from serve_app.serving.gateway.keys import Budgets, Caller, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
 from serve_app.serving.gateway.path import Fallbacks, Request, with_limit
 from serve_app.serving.gateway.request import fields as heads
@@ -197,7 +197,7 @@ class RequestReader:
     ) -> None:
         self._settings = settings
         self._models = models
-        self._keyring = _keyring(settings)
+        self._keyring = Keyring(settings.keys, path=settings.keys_path)
         self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
         self._on_ignored_header = on_ignored_header
@@ -212,7 +212,7 @@ class RequestReader:
         Raises:
             SettingsError: a key cannot be read; the previous settings stay in effect.
         """
-        keyring, before = _keyring(settings), self._keyring
+        keyring, before = Keyring(settings.keys, path=settings.keys_path), self._keyring
         self._settings, self._keyring = settings, keyring
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
@@ -623,13 +623,3 @@ def _file_too_large(limit: int) -> RequestRejected:
         f"the file is longer than {limit:,} bytes: split it",
         param="file",
     )
-
-
-def _keyring(settings: GatewaySettings) -> Keyring:
-    file_keys = FileKeys(settings.keys_path) if settings.keys_path is not None else None
-    try:
-        return Keyring(settings.keys, file_keys=file_keys)
-    except SettingsError:
-        if file_keys is not None:
-            file_keys.close()
-        raise
