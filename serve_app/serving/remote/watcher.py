@@ -15,9 +15,11 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from msgspec import Struct
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.core.routing.snapshot import decoded
 from serve_app.errors import EngineError, SettingsError
 from serve_app.serving._ray import read_record, write_record
 from serve_app.serving.channel.connector import Locate
@@ -37,11 +39,22 @@ logger = logging.getLogger("ray.serve")
 _RETRY_S = 10.0
 
 
+class _Choices(Struct):
+    """Stored choices: URLs."""
+
+    added: set[str]
+    removed: set[str]
+
+    def __post_init__(self) -> None:
+        for url in self.added:
+            EndpointUrl.parse(url)
+
+
 class EndpointChoices:
     """Endpoints that were added or removed by admins.
 
     While the store cannot be read, nothing is overwritten. Choices made in that time are merged with the
-    stored ones later, and take precedence.
+    stored ones later, and take precedence. Stored choices that are invalid are renamed and not used.
 
     Attributes:
         added: URLs in addition to the discovered ones.
@@ -110,8 +123,14 @@ class EndpointChoices:
         self._restored = True
         if document is None:
             return
-        self.added |= set(document["added"]) - self._chosen
-        self.removed |= set(document["removed"]) - self._chosen
+        try:
+            stored = decoded(document, _Choices)
+        except ValueError as exc:
+            reason = str(exc)
+            self._calls.begin(lambda: self._store.reject(reason))
+        else:
+            self.added |= stored.added - self._chosen
+            self.removed |= stored.removed - self._chosen
 
     async def _try_again(self) -> None:
         while not self._restored:

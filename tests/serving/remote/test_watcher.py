@@ -1,6 +1,7 @@
 """Watcher with its endpoints, a scheduler and a gateway, over HTTP and without Ray."""
 
 import asyncio
+import logging
 import re
 import time
 from contextlib import AsyncExitStack
@@ -195,21 +196,45 @@ async def test_requests_on_a_removed_endpoint_continue() -> None:
         assert {(one["url"], one["state"]) for one in shown} == {(other, "serving"), (url, "removed")}
 
 
-async def test_an_admins_choices_persist_across_a_restart(tmp_path: Path) -> None:
-    def store() -> EndpointChoices:
-        return EndpointChoices(StateStore(str(tmp_path), "endpoints", "app/m/short"))
+def kept_in(folder: Path) -> EndpointChoices:
+    return EndpointChoices(StateStore(str(folder), "endpoints", "app/m/short"))
 
+
+async def test_an_admins_choices_persist_across_a_restart(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(VllmLike()))
         two = await stack.enter_async_context(serving(VllmLike()))
-        async with watched(one, kept=store()) as fleet:
+        async with watched(one, kept=kept_in(tmp_path)) as fleet:
             assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["persisted"] is True
             await wait_until(lambda: len(fleet.open()) == 2, "both serve")
             await fleet.http.request("DELETE", "/admin/endpoints", json={"url": one, "pool": "short"})
-        async with watched(one, kept=store()) as fleet:
+        async with watched(one, kept=kept_in(tmp_path)) as fleet:
             await wait_until(lambda: fleet.open() == [f"short/{two.removeprefix('http://')}"], "as before")
             await fleet.http.post("/admin/endpoints", json={"url": one})
             await wait_until(lambda: len(fleet.open()) == 2, "it is given back")
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"removed": []}, "missing required field `added`"),
+        ({"added": ["no url"], "removed": []}, "an endpoint's URL looks like http://host:8000, got 'no url'"),
+    ],
+)
+async def test_invalid_stored_choices_are_named_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, document: dict[str, Any], reason: str
+) -> None:
+    logging.getLogger("ray.serve").propagate = True
+    store = StateStore(str(tmp_path), "endpoints", "app/m/short")
+    store.save(document)
+    async with serving(VllmLike()) as one, serving(VllmLike()) as two:
+        async with watched(one, kept=kept_in(tmp_path)) as fleet:
+            await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+            assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["persisted"] is True
+        async with watched(one, kept=kept_in(tmp_path)) as fleet:
+            await wait_until(lambda: len(fleet.open()) == 2, "both serve")
+    assert f"event=state_rejected kind=endpoints name=app/m/short path={store.path}" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize(
