@@ -320,18 +320,23 @@ class StatePersister:
     def __repr__(self) -> str:
         return f"<StatePersister {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
 
-    @property
-    def is_unreachable(self) -> bool:
-        """True if the last call to the store failed."""
-        return self._is_unreachable
+    async def load(self, restore: Callable[[Document], None]) -> bool:
+        """Restore the last saved state, if there is one, and return whether the store has answered.
 
-    async def load(self) -> Document | None:
-        """Return the last saved state; None if there is none, it is unusable, or the store is unreachable."""
+        Args:
+            restore: raises `ValueError` or `OverflowError` for a state that cannot be used, which is renamed.
+        """
         try:
-            return await self._call(self._store.load, LOAD_TIMEOUT_S)
+            document = await self._call(self._store.load, LOAD_TIMEOUT_S)
         except StateError as exc:
             self._failed("load", exc)
-            return None
+            return False
+        if document is not None:
+            try:
+                restore(document)
+            except (ValueError, OverflowError) as exc:
+                self._rejected(str(exc))
+        return True
 
     def start(self) -> None:
         """Save periodically until `close`. Idempotent."""
@@ -358,14 +363,14 @@ class StatePersister:
             self._task.cancel()
         await self.save(_LAST_SAVE_TIMEOUT_S)
 
-    def rejected(self, reason: str) -> None:
-        """Rename a loaded state that cannot be used, without waiting."""
-        self._failures["restore"].inc()
-        self._calls.begin(lambda: self._store.reject(reason))
-
     def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
         return generate_latest(self._registry).decode()
+
+    def _rejected(self, reason: str) -> None:
+        """Rename a loaded state that cannot be used, without waiting."""
+        self._failures["restore"].inc()
+        self._calls.begin(lambda: self._store.reject(reason))
 
     async def _run(self) -> None:
         while True:

@@ -544,15 +544,8 @@ class SchedulerActor:
 
     async def _load_learned_state(self) -> None:
         """Load learned state from the store, unless a previous live scheduler of this actor has left it."""
-        if self._keeper is None or self._learned is not None:
-            return
-        document = await self._keeper.load()
-        if document is None:
-            return
-        try:
-            self._restore(document)
-        except (ValueError, OverflowError) as exc:
-            self._keeper.rejected(str(exc))
+        if self._keeper is not None and self._learned is None:
+            await self._keeper.load(self._restore)
 
     def _restore(self, document: Mapping[str, Any]) -> None:
         """Restore the state of scaling and costs, and remember the core's if a scheduler can restore it."""

@@ -204,7 +204,8 @@ class PersistentUsage:
         """Read the stored state; while the store is unreachable, retry in the background."""
         if self._keeper is None or self._restored or self._retry is not None:
             return
-        if not await self._restore(self._keeper):
+        self._restored = await self._keeper.load(self.ledger.add_stored)
+        if not self._restored:
             loop = asyncio.get_running_loop()
             self._retry = loop.create_task(self._try_again(self._keeper), context=contextvars.Context())
 
@@ -233,19 +234,7 @@ class PersistentUsage:
     def _take(self) -> Mapping[str, Any] | None:
         return self.ledger.state() if self._restored else None
 
-    async def _restore(self, keeper: StatePersister) -> bool:
-        document = await keeper.load()
-        if keeper.is_unreachable:
-            return False
-        self._restored = True
-        if document is not None:
-            try:
-                self.ledger.add_stored(document)
-            except ValueError as exc:
-                keeper.rejected(str(exc))
-        return True
-
     async def _try_again(self, keeper: StatePersister) -> None:
         while not self._restored:
             await asyncio.sleep(self._interval_s)
-            await self._restore(keeper)
+            self._restored = await keeper.load(self.ledger.add_stored)
