@@ -315,6 +315,22 @@ class HttpServer:
         )
 
 
+class _Head:
+    """The head of a request as far as it has been received."""
+
+    __slots__ = ("expects_continue", "headers", "url")
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: Headers = []
+        self.expects_continue = False
+
+    @property
+    def size(self) -> int:
+        """Bytes received, without its version and its end."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+
 class Connection(asyncio.Protocol):
     """One connection: parses requests and runs them one after the other.
 
@@ -343,7 +359,7 @@ class Connection(asyncio.Protocol):
         self._is_started = False
         self._waiting: deque[Exchange] = deque()
         self._last: Exchange | None = None
-        # Start of the head being received; None between the end of a head and the first byte of the next.
+        # The first byte of that head, or the start of the connection; None as long as there is none.
         self._head_since: float | None = None
         self._response_ended_at = 0.0
         # Bytes that the client had not read at the last check, and the checks since it has read any.
@@ -353,12 +369,10 @@ class Connection(asyncio.Protocol):
         self._elapsed_since: float | None = None
         # Closes once the rest of a request has been read and dropped.
         self._closes = False
-        self._in_head = False
+        # The head being received; None between the end of a head and the beginning of the next.
+        self._head: _Head | None = None
         # Bytes received since a head, a piece of a body or a request was complete.
         self._framing_bytes = 0
-        self._url = b""
-        self._headers: Headers = []
-        self._expects_continue = False
         self._head_without_upgrade = b""
 
     # asyncio.
@@ -421,7 +435,7 @@ class Connection(asyncio.Protocol):
         """Return which limit the framing of the request exceeds; empty if none."""
         if self._framing_bytes <= MAX_HEAD_BYTES:
             return ""
-        part = "head" if self._in_head else "chunk framing"
+        part = "chunk framing" if self._head is None else "head"
         return f"The request's {part} is longer than {MAX_HEAD_BYTES} bytes."
 
     def _parse_rest(self) -> None:
@@ -461,44 +475,41 @@ class Connection(asyncio.Protocol):
         """Begin a head."""
         if self._head_since is None:
             self._head_since = self._loop.time()
-        self._in_head = True
-        self._url = b""
-        self._headers = []
-        self._expects_continue = False
+        self._head = _Head()
 
     def on_url(self, url: bytes) -> None:
         """Append bytes to the target, which may arrive in several pieces."""
-        self._url += url
+        assert self._head is not None, "called by the parser"
+        self._head.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Append a header; trailers are dropped."""
-        if not self._in_head:
+        if (head := self._head) is None:
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
-        self._headers.append((name, value))
+            head.expects_continue = True
+        head.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Run the request, or queue it behind the previous one."""
-        if self._framing_bytes > MAX_HEAD_BYTES:
-            # The bytes may include a part of the body.
-            head_bytes = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if head_bytes > MAX_HEAD_BYTES:
-                raise ValueError("the head is too long")
-        self._in_head, self._head_since = False, None
-        self._framing_bytes = 0
-        parser = self._parser
+        parser, head = self._parser, self._head
         assert parser is not None, "called by the parser"
+        assert head is not None, "called by the parser"
+        # The bytes may include a part of the body.
+        if self._framing_bytes > MAX_HEAD_BYTES and head.size > MAX_HEAD_BYTES:
+            raise ValueError("the head is too long")
+        self._head = self._head_since = None
+        self._framing_bytes = 0
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         if method == "CONNECT" or version not in _VERSIONS:
             raise ValueError(f"{method} with HTTP/{version} is not supported")
         if parser.should_upgrade():
-            self._head_without_upgrade = head_without_upgrade(method, self._url, self._headers)
+            self._head_without_upgrade = head_without_upgrade(method, head.url, head.headers)
             return
-        exchange = Exchange(self, method, version, self._url, self._headers)
+        exchange = Exchange(self, method, version, head.url, head.headers)
         exchange.keep_alive = version != "1.0" and parser.should_keep_alive()
-        exchange.expects_continue = self._expects_continue
+        exchange.expects_continue = head.expects_continue
         self._last = exchange
         if self._active is None and not self.write_paused:
             self._active, self._is_started = exchange, False
@@ -578,7 +589,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """True if no request is open or arriving."""
-        return self._active is None and not self._waiting and not self._in_head
+        return self._active is None and not self._waiting and self._head is None
 
     def close(self) -> None:
         """Close after pending writes."""
@@ -604,7 +615,7 @@ class Connection(asyncio.Protocol):
             self._elapsed_since = None
         elif self._elapsed_since != since:
             self._elapsed_since = since
-        elif self._in_head and not self._closes:
+        elif self._head is not None and not self._closes:
             self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
             self.transport.close()
