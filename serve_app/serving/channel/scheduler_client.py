@@ -80,11 +80,14 @@ class ChannelRequest(ABC):
 
     Attributes:
         submission: what the scheduler knows about it.
-        id_of_client: id chosen by the client; empty for none.
     """
 
     submission: Submission
-    id_of_client = ""
+
+    @property
+    def id_of_client(self) -> str:
+        """Id chosen by the client; empty for none."""
+        return ""
 
     @property
     def seen_tokens(self) -> int:

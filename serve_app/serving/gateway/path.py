@@ -45,13 +45,14 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 from urllib.parse import parse_qs
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import DecodeGap, EngineTimes, RequestSpec, RequestTimes, Submission, Usage
+from serve_app.request import DecodeGap, RequestSpec, RequestTimes, Submission, Usage
 from serve_app.serving.channel.scheduler_client import (
     ChannelRequest,
     ReplicaAddress,
@@ -67,6 +68,7 @@ from serve_app.serving.gateway.answer.assembly import (
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
+    ClientApi,
     ClientExchange,
     ClientGone,
     EngineTimedOut,
@@ -80,6 +82,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.answer.stored import BackgroundWork, StoredResponse
 from serve_app.serving.gateway.answer.stream import (
     Announcements,
+    Counts,
     QueuedComments,
     QueueForm,
     QueueUpdates,
@@ -126,6 +129,7 @@ _FALLS_BACK = frozenset(
         Outcome.FAILED,
     }
 )
+_NO_COUNTS = Counts()
 _logged: set[tuple[str, type[Exception]]] = set()
 
 
@@ -160,12 +164,33 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 }
 
 
+class AnswerForm(Struct, frozen=True):
+    """What a client and the settings request of an answer.
+
+    Attributes:
+        model: the model's name in the body.
+        hide_usage: the client did not request the usage event that ends the stream.
+        assembles: the engine streams, but the client requested a non-streamed answer.
+        continuable: models whose engines may continue each other's answers (see `Request.assembly`), with the
+            longest context of these engines in tokens; None if it is unknown.
+        queue_updates: format of queue updates; None if the client does not subscribe.
+    """
+
+    model: str = ""
+    hide_usage: bool = False
+    assembles: bool = False
+    continuable: Mapping[str, int | None] = MappingProxyType({})
+    queue_updates: QueueForm | None = None
+
+
 @dataclass(slots=True)
 class Attempt:
     """A grant of the scheduler: the permission to send the request to one replica. All times are monotonic.
 
     Attributes:
         granted_at: arrival of the grant.
+        response: the engine's answer; None before it is requested and after its end.
+        stream: the last stream of the engine; None without one.
         ended_at: its end in the engine, or its put-back; None before, while it holds capacity.
         failure: why the request was put back; None if it was not.
         outcome: reported outcome; None before, and after a put-back.
@@ -175,6 +200,8 @@ class Attempt:
     dispatch: Dispatch
     address: ReplicaAddress
     granted_at: float
+    response: UpstreamResponse | None = None
+    stream: "Stream | None" = None
     ended_at: float | None = None
     failure: UpstreamError | None = None
     outcome: Outcome | None = None
@@ -313,9 +340,7 @@ class Request(ChannelRequest):
 
     Attributes:
         exchange: the server's side of the request.
-        path: its path at the gateway.
         endpoint: how its path is treated.
-        api: API in which it is answered.
         headers: headers by name in lower case; of repeated ones the last.
         request_id: the gateway's id, unique among all gateways.
         client_request_id: the client's id, or the gateway's if it sent none.
@@ -325,66 +350,43 @@ class Request(ChannelRequest):
         submission: what the scheduler is told about it.
         forwarded: client header lines for the engine.
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
-        requested: the model's name in the body.
-        hide_usage: the client did not request the usage event that ends the stream.
-        assembles: the engine streams, but the client requested a non-streamed answer.
-        continuable: models whose engines may continue each other's answers (see `assembly`), with the longest
-            context of these engines in tokens; None if it is unknown.
+        form: what was requested of its answer.
         stored: its response, if its engine will store it; None for other APIs.
-        queue_form: format of queue updates; None if the client does not subscribe.
         fallbacks: the other models of its route; None if the requested name is not a route's.
 
         state: state; the client has received nothing but comments before ANSWERING.
         submitted_at: it was submitted to the scheduler of its model.
         attempt: last grant; None before the first one of its model.
         attempts: all grants.
-        response: answer of the current attempt; None without one.
-        scanner: scanner of the current attempt's stream; None without one.
         assembly: state of an answer that may be continued, which outlives attempts; None for others.
         has_begun: the client has a part of the answer.
         first_token_at: first bytes of a streamed answer; None for other answers.
-        longest_gap: longest gap between two pieces of a stream in seconds, or 0, and its end.
-        outcome: outcome; None until it is known. `detail` explains it in the log.
-        usage: counts of the engine; None without any.
-        engine_times: stage times reported by the engine; None if it reports none.
-        response_id: the id of the engine's answer; empty if it has none.
+        conclusion: its outcome, with a text for the log; None until it is known.
+        counts: figures of the engine's answer, set with the conclusion.
     """
 
     trace: RequestTrace | None = None
     submission: Submission
     forwarded = b""
     body: HeldBody = NO_BODY
-    requested = ""
-    hide_usage = False
-    assembles = False
-    continuable: Mapping[str, int | None] = MappingProxyType({})
+    form = AnswerForm()
     stored: StoredResponse | None = None
-    queue_form: QueueForm | None = None
     fallbacks: Fallbacks | None = None
     state = State.READING
-    scheduler: SchedulerClient
     submitted_at = 0.0
     attempt: Attempt | None = None
-    response: UpstreamResponse | None = None
-    scanner: StreamScanner | None = None
     assembly: ContinuableAssembly | None = None
     has_begun = False
     first_token_at: float | None = None
-    longest_gap = 0.0, 0.0
-    outcome: Outcome | None = None
-    detail = ""
-    usage: Usage | None = None
-    engine_times: EngineTimes | None = None
-    response_id = ""
+    conclusion: Conclusion | None = None
+    counts = _NO_COUNTS
     _engine_failed = False
     _comments: QueuedComments | None = None
 
     def __init__(self, services: Services, exchange: ClientExchange, own_id: str, arrived_at: float) -> None:
         self.services = services
         self.exchange = exchange
-        self.path = path = exchange.path
-        self.endpoint = endpoint = ENDPOINTS.get(path, OTHER)
-        self.api = endpoint.api
+        self.endpoint = ENDPOINTS.get(exchange.path, OTHER)
         self.headers: Mapping[bytes, bytes] = dict(exchange.headers)
         self.request_id = own_id
         self.client_request_id = request_id(self.headers.get(b"x-request-id"), own_id)
@@ -395,6 +397,26 @@ class Request(ChannelRequest):
         return f"<Request {self.request_id} {self.state.name.lower()}>"
 
     # What it asks for, and plain responses.
+
+    @property
+    def path(self) -> str:
+        """Path at the gateway."""
+        return self.exchange.path
+
+    @property
+    def api(self) -> ClientApi:
+        """API in which it is answered."""
+        return self.endpoint.api
+
+    @property
+    def scheduler(self) -> SchedulerClient:
+        """Client of the scheduler of its model."""
+        return self.services.schedulers[self.submission.spec.model]
+
+    @property
+    def id_of_client(self) -> str:
+        """Id chosen by the client; empty for none."""
+        return "" if self.client_request_id == self.request_id else self.client_request_id
 
     @property
     def engine_method(self) -> str:
@@ -483,7 +505,6 @@ class Request(ChannelRequest):
     def submit(self) -> None:
         """Queue the request, whose body has been read. Everything else follows by callbacks."""
         services, exchange = self.services, self.exchange
-        self.id_of_client = "" if self.client_request_id == self.request_id else self.client_request_id
         services.open.add(self)
         observe(services.observer.on_arrival, self.submission.spec.model)
         exchange.on_disconnect = self._on_disconnect
@@ -491,7 +512,7 @@ class Request(ChannelRequest):
             if exchange.disconnected:
                 self._on_disconnect()
                 return
-            if services.queue_comment_interval_s or self.queue_form is not None:
+            if services.queue_comment_interval_s or self.form.queue_updates is not None:
                 self._start_comments()
             self._queue(self.submission)
         except Exception as error:  # noqa: BLE001 - a request always ends
@@ -499,7 +520,7 @@ class Request(ChannelRequest):
 
     def end(self, retry_after_s: float) -> None:
         """End the request because the application stops, with an error event if the answer has begun."""
-        if self.outcome is not None:
+        if self.conclusion is not None:
             return
         if self.has_begun:
             message = "the server stopped during this answer, which is incomplete: send the request again"
@@ -560,7 +581,8 @@ class Request(ChannelRequest):
     def seen_tokens(self) -> int:
         """Output tokens seen at least: one for each event, and those with which an answer continues."""
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
-        return kept if self.scanner is None else max(kept, self.scanner.events)
+        stream = None if self.attempt is None else self.attempt.stream
+        return kept if stream is None else max(kept, stream.scanner.events)
 
     def times(self, now: float) -> RequestTimes:
         """Return the stage times known so far, for receipts; those of the attempt if it is not put back."""
@@ -568,7 +590,7 @@ class Request(ChannelRequest):
         if attempt is None or attempt.failure is not None:
             waited_s = now - self.submitted_at
             read_s = self.submitted_at - self.arrived_at
-            return RequestTimes(self.path, read_s, waited_s, None, None, self.engine_times)
+            return RequestTimes(self.path, read_s, waited_s, None, None, self.counts.times)
         granted_at, first_at, ended_at = attempt.granted_at, self.first_token_at, attempt.ended_at
         return RequestTimes(
             self.path,
@@ -576,7 +598,7 @@ class Request(ChannelRequest):
             granted_at - self.submitted_at,
             None if first_at is None else first_at - granted_at,
             None if ended_at is None else ended_at - granted_at,
-            self.engine_times,
+            self.counts.times,
         )
 
     # The common way.
@@ -585,7 +607,6 @@ class Request(ChannelRequest):
         """Submit the request to the scheduler of a model."""
         self._move(State.QUEUED)
         self.submission = submission
-        self.scheduler = self.services.schedulers[submission.spec.model]
         self.submitted_at = monotonic()
         self.scheduler.submit(self)
 
@@ -609,18 +630,19 @@ class Request(ChannelRequest):
     def _send(self, attempt: Attempt) -> None:
         address = attempt.address
         name = self.stored.name(address) if self.stored is not None else None
-        continuation = self._continuation(address) if self.continuable else []
+        continuation = self._continuation(address) if self.form.continuable else []
         served = self.submission.spec.served_name
-        model = served if served != self.requested else None
+        model = served if served != self.form.model else None
         body = body_for(self.body, model, attempt.dispatch.engine_priority, name, continuation)
         forwarded = self.forwarded + attempt.trace_lines
         head = upstream_head(self.engine_method, self.path, self.request_id, forwarded, address, len(body))
-        self.scanner = None
-        self.response = self.services.upstream.start(address.server, head, body, self._on_head)
+        attempt.stream = None
+        attempt.response = self.services.upstream.start(address.server, head, body, self._on_head)
 
     def _on_head(self) -> None:
         """Choose how to forward the answer, once its head has arrived."""
-        response = self.response
+        assert self.attempt is not None
+        response = self.attempt.response
         assert response is not None
         try:
             if response.status:
@@ -634,7 +656,7 @@ class Request(ChannelRequest):
     def _answer(self, response: UpstreamResponse) -> "Answer":
         is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
         if is_stream:
-            if self.assembles:
+            if self.form.assembles:
                 return AssembledAnswer(self, response)
             if isinstance(self.assembly, ContinuableStream):
                 return ContinuedStream(self, response, self.assembly)
@@ -672,7 +694,7 @@ class Request(ChannelRequest):
 
     def break_stream(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
         """Conclude a stream that failed after its first byte, and return the error event that ends it."""
-        self.conclude(Outcome.FAILED, scanner.usage, str(error))
+        self.conclude(Outcome.FAILED, Counts(scanner.usage), str(error))
         message = (
             f"the engine failed during its answer, which is incomplete: send the request again ({error})"
         )
@@ -680,9 +702,9 @@ class Request(ChannelRequest):
 
     def conclude_stream(self, scanner: StreamScanner) -> None:
         """Conclude a request whose stream is complete."""
-        self.engine_times, self.response_id = scanner.times, scanner.response_id
         usage = scanner.usage if self.assembly is None else self.assembly.counted(scanner.usage)
-        self.conclude(stream_outcome(scanner), usage, scanner.error or "")
+        counts = Counts(usage, scanner.times, scanner.response_id)
+        self.conclude(stream_outcome(scanner), counts, scanner.error or "")
 
     def check_retry(self, failure: UpstreamError) -> None:
         """Raise if another replica or model may serve the request.
@@ -737,14 +759,15 @@ class Request(ChannelRequest):
     # Deviations.
 
     def _start_comments(self) -> None:
-        if not self.submission.spec.streamed or self.assembles:
+        form = self.form
+        if not self.submission.spec.streamed or form.assembles:
             return
         exchange, interval_s = self.exchange, self.services.queue_comment_interval_s
-        if self.queue_form is None:
+        if form.queue_updates is None:
             self._comments = QueuedComments(exchange, interval_s, self.id_lines)
         else:
             self._comments = QueueUpdates(
-                exchange, interval_s, self.id_lines, self.queue_form, lambda: self.scheduler.watch(self)
+                exchange, interval_s, self.id_lines, form.queue_updates, lambda: self.scheduler.watch(self)
             )
         self._comments.start()
 
@@ -783,7 +806,8 @@ class Request(ChannelRequest):
         """Send the request again as a whole, because its engine cannot continue the answer."""
         self._close_response()
         model = self.submission.spec.model
-        self.continuable = {name: longest for name, longest in self.continuable.items() if name != model}
+        others = {name: longest for name, longest in self.form.continuable.items() if name != model}
+        self.form = replace(self.form, continuable=others)
         self.assembly = None
         self._send(attempt)
 
@@ -795,20 +819,21 @@ class Request(ChannelRequest):
         """
         spec = self.submission.spec
         # Only engines like vLLM have these fields: those that name responses.
-        if not (spec.model in self.continuable and address.names_responses):
+        continuable = self.form.continuable
+        if not (spec.model in continuable and address.names_responses):
             if self.has_begun:
                 raise NotContinuedError("the next engine cannot continue it")
             self.assembly = None
             return []
         if self.assembly is None or not self.assembly.kept_tokens:
-            self.assembly = self._new_assembly(spec, self.continuable[spec.model])
+            self.assembly = self._new_assembly(spec, continuable[spec.model])
         return self.assembly.begin_attempt()
 
     def _new_assembly(self, spec: RequestSpec, longest: int | None) -> ContinuableAssembly:
         limit, is_chat = spec.max_output_tokens, spec.shape.messages > 0
-        if self.assembles:
+        if self.form.assembles:
             return ContinuableAssembly(limit, is_chat=is_chat, longest=longest)
-        return ContinuableStream(limit, is_chat=is_chat, longest=longest, hide_usage=self.hide_usage)
+        return ContinuableStream(limit, is_chat=is_chat, longest=longest, hide_usage=self.form.hide_usage)
 
     def _end_or_fall_back(self, rejection: RequestRejected) -> None:
         fallbacks = self.fallbacks
@@ -844,8 +869,9 @@ class Request(ChannelRequest):
         try:
             self._withdraw()
             if not self.continues_in_background:
-                usage = None if self.scanner is None or self.assembly is not None else self.scanner.usage
-                self.conclude(Outcome.CANCELLED, usage, "the client closed its connection")
+                stream = None if self.attempt is None else self.attempt.stream
+                usage = None if stream is None or self.assembly is not None else stream.scanner.usage
+                self.conclude(Outcome.CANCELLED, Counts(usage), "the client closed its connection")
             self._leave()
         except Exception as error:  # noqa: BLE001 - a request always ends
             self._fail(error)
@@ -887,27 +913,29 @@ class Request(ChannelRequest):
             self.scheduler.cancel(self)
 
     def _close_response(self) -> None:
-        if self.response is not None:
-            if self.scanner is not None:
-                # What a slow client has not read counts.
-                self.scanner.feed(self.response.take())
-            self.response.close()
-            self.response = None
-            self.exchange.on_writable = None
+        attempt = self.attempt
+        if attempt is None or attempt.response is None:
+            return
+        if attempt.stream is not None:
+            # What a slow client has not read counts.
+            attempt.stream.scanner.feed(attempt.response.take())
+        attempt.response.close()
+        attempt.response = self.exchange.on_writable = None
 
-    def conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
+    def conclude(self, outcome: Outcome, counts: Counts = _NO_COUNTS, detail: str = "") -> None:
         """Set the outcome and release the grant; only the first call sets the outcome."""
-        is_first = self.outcome is None
+        is_first = self.conclusion is None
         if is_first:
-            self.outcome, self.usage, self.detail = outcome, usage, detail
+            self.conclusion, self.counts = Conclusion(outcome, detail), counts
         if is_first or self.is_granted:
-            self._report_end(outcome, usage)
+            self._report_end(outcome, counts.usage)
 
     def _report_end(self, outcome: Outcome, usage: Usage | None = None) -> None:
         """Report the end at one model to its scheduler, which releases the grant."""
-        now, attempt, (gap_s, gap_ended_at) = monotonic(), self.attempt, self.longest_gap
+        now, attempt = monotonic(), self.attempt
         if attempt is not None and attempt.ended_at is None:
             attempt.ended_at, attempt.outcome = now, outcome
+            gap_s, gap_ended_at = (0.0, 0.0) if attempt.stream is None else attempt.stream.longest_gap
             gap = DecodeGap(gap_s, now - gap_ended_at) if gap_s else None
             self.scheduler.finish(self, outcome, usage, self.times(now), gap)
         elif self.state is not State.READING:
@@ -938,7 +966,8 @@ class Request(ChannelRequest):
         self.services.on_end()
 
     def _on_background_end(self, outcome: Outcome, usage: Usage | None, detail: str) -> None:
-        self.conclude(outcome, usage, detail)
+        assert self.stored is not None
+        self.conclude(outcome, Counts(usage, response_id=self.stored.response_id), detail)
         self._record()
 
     def _record(self) -> None:
@@ -1001,33 +1030,41 @@ class WholeAnswer(Answer):
         if request.has_begun:
             raise NotContinuedError(str(failure or f"the engine answered {response.status} without a stream"))
         outcome = outcome_of(response.status)
-        usage = None
+        counts = _NO_COUNTS
         if outcome is Outcome.COMPLETED:
-            usage, request.engine_times, request.response_id = counts_of(body)
+            counts = counts_of(body)
             if request.stored is not None:
                 request.stored.on_answer(body)
         if not request.continues_in_background:
-            request.conclude(outcome, usage, str(failure or ""))
+            request.conclude(outcome, counts, str(failure or ""))
         headers = response_headers(response.headers)
         headers, body = request.api.engine_answer(response.status, request.path, headers, body)
         request.respond_whole(response.status, headers, body)
 
 
-class _Stream(Answer):
-    """Base of the forwarding of event streams."""
+class Stream(Answer):
+    """Base of the forwarding of event streams.
 
-    __slots__ = ("_gaps", "_last_at", "_scanner")
+    Attributes:
+        scanner: its scanner.
+        longest_gap: longest gap between two pieces in seconds, or 0, and its end.
+    """
+
+    __slots__ = ("_gaps", "_last_at", "longest_gap", "scanner")
 
     def __init__(self, request: Request, response: UpstreamResponse, *, hide_usage: bool = False) -> None:
         super().__init__(request, response)
-        self._scanner = request.scanner = StreamScanner(hide_usage=hide_usage)
+        self.scanner = StreamScanner(hide_usage=hide_usage)
+        self.longest_gap = 0.0, 0.0
+        assert request.attempt is not None
+        request.attempt.stream = self
         self._gaps: HistogramCell | None = None
         # The first output, and then each piece; 0 before.
         self._last_at = 0.0
 
     def _take(self) -> bytes:
         """Return the events that are whole now."""
-        response, scanner = self._response, self._scanner
+        response, scanner = self._response, self.scanner
         events = scanner.feed(response.take())
         return events + scanner.flush() if response.complete else events
 
@@ -1039,15 +1076,15 @@ class _Stream(Answer):
 
     def _note_gap(self) -> None:
         """Record the time since the piece before."""
-        request, now = self._request, monotonic()
+        now = monotonic()
         gap_s, self._last_at = now - self._last_at, now
         if self._gaps is not None:
             observe(self._gaps.observe, gap_s)
-        if gap_s > request.longest_gap[0]:
-            request.longest_gap = gap_s, now
+        if gap_s > self.longest_gap[0]:
+            self.longest_gap = gap_s, now
 
 
-class PassedStream(_Stream):
+class PassedStream(Stream):
     """A stream that is passed on as it arrives. Failures can be retried until its first output.
 
     Some APIs begin every stream with announcements. Passed on at once, they would commit the client to this
@@ -1057,7 +1094,7 @@ class PassedStream(_Stream):
     __slots__ = ("_announced", "_events", "_has_room")
 
     def __init__(self, request: Request, response: UpstreamResponse) -> None:
-        super().__init__(request, response, hide_usage=request.hide_usage)
+        super().__init__(request, response, hide_usage=request.form.hide_usage)
         self._announced = request.announced
         self._events = b""
         self._has_room = True
@@ -1086,7 +1123,7 @@ class PassedStream(_Stream):
             self._begin(events)
 
     def _begin(self, events: bytes) -> None:
-        request, response, scanner = self._request, self._response, self._scanner
+        request, response, scanner = self._request, self._response, self.scanner
         if scanner.error is not None and scanner.is_engine_error:
             request.check_retry(engine_failure(scanner))
         if request.stored is not None:
@@ -1102,7 +1139,7 @@ class PassedStream(_Stream):
         self._has_room = request.exchange.write_chunk(events)
 
     def _pass_on(self) -> None:
-        if events := self._scanner.feed(self._response.take()):
+        if events := self.scanner.feed(self._response.take()):
             self._has_room = self._request.exchange.write_chunk(events)
 
     def _on_writable(self) -> None:
@@ -1118,13 +1155,13 @@ class PassedStream(_Stream):
     def _end(self, events: bytes) -> None:
         request, response = self._request, self._response
         if response.error is not None:
-            events += request.break_stream(response.error, self._scanner)
+            events += request.break_stream(response.error, self.scanner)
         else:
-            request.conclude_stream(self._scanner)
+            request.conclude_stream(self.scanner)
         request.finish_stream(events)
 
 
-class AssembledAnswer(_Stream):
+class AssembledAnswer(Stream):
     """A stream of which the client receives one JSON object. Failures can be retried until its end."""
 
     __slots__ = ("_announced", "_assembly")
@@ -1147,7 +1184,7 @@ class AssembledAnswer(_Stream):
             raise response.error
 
     def _end(self) -> None:
-        scanner, request = self._scanner, self._request
+        scanner, request = self.scanner, self._request
         status, body = 200, self._assembly.error
         if body is None:
             request.check_outgrown()
@@ -1163,7 +1200,7 @@ class AssembledAnswer(_Stream):
         request.respond_whole(status, [JSON_TYPE, *others], body)
 
 
-class ContinuedStream(_Stream):
+class ContinuedStream(Stream):
     """A stream, or its rest, that another engine can continue. Failures can be retried until its end."""
 
     __slots__ = ("_stream",)
@@ -1190,7 +1227,7 @@ class ContinuedStream(_Stream):
             self._begin_output()
         else:
             return
-        if response.complete or self._scanner.error is not None:
+        if response.complete or self.scanner.error is not None:
             self._end()
             return
         if ready := self._stream.ready():
@@ -1207,7 +1244,7 @@ class ContinuedStream(_Stream):
         request.begin_stream(self._response)
 
     def _end(self) -> None:
-        request, scanner = self._request, self._scanner
+        request, scanner = self._request, self.scanner
         if scanner.error is None:
             request.check_outgrown()
             events = self._stream.end()

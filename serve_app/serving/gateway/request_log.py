@@ -33,7 +33,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.errors import HTTP_STATUS, Conclusion, Outcome
 from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected
 from serve_app.serving.gateway.keys import DEFAULT_TENANT
 from serve_app.serving.gateway.path import Request
@@ -66,7 +66,8 @@ class ConcludedRequest(RequestRecord, frozen=True, kw_only=True):
 
 def concluded(request: Request) -> ConcludedRequest:
     """Return the record of a request that reached a scheduler."""
-    submission, usage, attempt = request.submission, request.usage, request.attempt
+    submission, usage, attempt = request.submission, request.counts.usage, request.attempt
+    conclusion = request.conclusion or Conclusion(Outcome.FAILED)
     dispatch = None if attempt is None else attempt.dispatch
     return ConcludedRequest(
         request=request,
@@ -75,7 +76,7 @@ def concluded(request: Request) -> ConcludedRequest:
         dispatched_at=None if attempt is None else attempt.granted_at,
         first_token_at=request.first_token_at,
         finished_at=monotonic(),
-        outcome=request.outcome or Outcome.FAILED,
+        outcome=conclusion.outcome,
         prompt_tokens=0 if usage is None else usage.prompt_tokens,
         output_tokens=0 if usage is None else usage.output_tokens,
         tenant=submission.tenant,
@@ -84,7 +85,7 @@ def concluded(request: Request) -> ConcludedRequest:
         replica="" if dispatch is None else dispatch.replica_id,
         length_queue="" if dispatch is None else dispatch.length_queue,
         estimated_tokens=None if dispatch is None else dispatch.estimated_tokens,
-        detail=request.detail,
+        detail=conclusion.message,
         model=submission.spec.model,
         endpoint=request.path,
         key_id="" if submission.key is None else submission.key.key_id,

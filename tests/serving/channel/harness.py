@@ -179,10 +179,14 @@ class AwaitedRequest(ChannelRequest):
 
     def __init__(self, submission: Submission, id_of_client: str, on_revoke: Callable[[], None]) -> None:
         self.submission = submission
-        self.id_of_client = id_of_client
+        self._id_of_client = id_of_client
         self.outlooks: list[RequestOutlook | None] = []
         self._on_revoke = on_revoke
         self._answer: asyncio.Future[Grant | Conclusion] = asyncio.get_running_loop().create_future()
+
+    @property
+    def id_of_client(self) -> str:
+        return self._id_of_client
 
     def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
         self._answer_with(Grant(dispatch, address))

@@ -33,7 +33,7 @@ from serve_app.serving.gateway.answer.responses import RequestRejected, header_t
 from serve_app.serving.gateway.answer.stored import ResponseHolders, StoredResponse
 from serve_app.serving.gateway.keys import Budgets, Caller, Keyring
 from serve_app.serving.gateway.models import FoundModel, FoundName, ServedModels
-from serve_app.serving.gateway.path import Fallbacks, Request, with_limit
+from serve_app.serving.gateway.path import AnswerForm, Fallbacks, Request, with_limit
 from serve_app.serving.gateway.request import fields as heads
 from serve_app.serving.gateway.request.body import (
     AS_STREAM,
@@ -443,13 +443,11 @@ class RequestReader:
             not spec.streamed and not background and spec.max_output_tokens != 0 and not endpoint.is_form
         )
         revocable = priority is PriorityClass.BATCH and not options.no_wait and may_restart
+        hide_usage = assembles = False
         if isinstance(fields, UsageOnRequestFields):
-            request.hide_usage = not fields.usage_requested
-            request.assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
-        assembles = request.assembles
+            hide_usage = not fields.usage_requested
+            assembles = (revocable or settings.assemble_answers) and fields.may_be_assembled
         continuable = _continuable(models, parsed, body, is_whole=assembles and revocable)
-        if continuable:
-            request.continuable = continuable
         prompt = parsed.prompt if settings.prefix.enabled else Prompt()
         isolated = tenant if settings.prefix.per_tenant else ""
         if assembles:
@@ -480,8 +478,8 @@ class RequestReader:
                 request.submission = with_limit(submissions[0], after_s)
         held.data = append_fields(body, _added_fields(parsed, body, isolated, assembles=assembles))
         request.forwarded = self.forwarded(request)
+        request.form = AnswerForm(found.name, hide_usage, assembles, continuable, options.form)
         held.form_model = parsed.form_model
-        request.queue_form, request.requested = options.form, found.name
 
     def owner(self, request: Request, caller: Caller) -> str:
         """Return the tenant that owns stored responses; the end user in the body is ignored.

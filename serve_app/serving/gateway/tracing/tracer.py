@@ -278,7 +278,7 @@ def _concluded(request: Request, record: RequestRecord, status: int) -> dict[str
     if record.prompt_tokens or record.output_tokens:
         attributes[request_trace.USAGE_INPUT_TOKENS] = record.prompt_tokens
         attributes[request_trace.USAGE_OUTPUT_TOKENS] = record.output_tokens
-    if (usage := request.usage) is not None:
+    if (usage := request.counts.usage) is not None:
         attributes[request_trace.USAGE_CACHE_READ_INPUT_TOKENS] = usage.cached_tokens
         if usage.reasoning_tokens:
             attributes[request_trace.USAGE_REASONING_OUTPUT_TOKENS] = usage.reasoning_tokens
@@ -286,8 +286,8 @@ def _concluded(request: Request, record: RequestRecord, status: int) -> dict[str
             attributes[request_trace.RESPONSE_FINISH_REASONS] = [_FINISH_REASONS[usage.ending]]
     if record.dispatched_at is not None:
         attributes[request_trace.RESPONSE_MODEL] = request.submission.spec.served_name
-        if request.response_id:
-            attributes[request_trace.RESPONSE_ID] = request.response_id
+        if response_id := request.counts.response_id:
+            attributes[request_trace.RESPONSE_ID] = response_id
     if not record.completed:
         attributes[request_trace.ERROR_TYPE] = record.outcome.value
     return attributes

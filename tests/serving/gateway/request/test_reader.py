@@ -117,7 +117,7 @@ async def test_a_request_to_a_route_has_the_options_of_its_chosen_model(chosen: 
     reader, request = reader_of([json.dumps(body).encode()], models, (route,))
     await reader.read(request)
     assert request.submission.spec.model == chosen
-    assert request.continuable == ({"resumed": 900} if chosen == "resumed" else {})
+    assert request.form.continuable == ({"resumed": 900} if chosen == "resumed" else {})
     assert request.submission.revocable is (chosen == "resumed")
     request.body.release()
     reader.close()

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from serve_app.core.events import DispatchFailure
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.batches.runner import CollectingExchange
@@ -138,7 +138,7 @@ def serve(request: Request, ends: str, outcome: str, status: int) -> None:
             attempt.outcome = Outcome(end)
         else:
             attempt.failure = UpstreamError(DispatchFailure(end), SECRET)
-    request.outcome, request.detail, request.exchange.status = Outcome(outcome), SECRET, status
+    request.conclusion, request.exchange.status = Conclusion(Outcome(outcome), SECRET), status
     if status == 200:
         request.first_token_at = request.attempts[-1].granted_at + 1.0
     record = replace(concluded(request), finished_at=20.0)
