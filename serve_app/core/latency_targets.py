@@ -366,9 +366,9 @@ class LatencyTargets:
         others.
         """
         cost, spec = self._costs.of(replica.spec.pool), replica.spec
-        pending = replica.pending_prefill_tokens
+        pending = replica.prefills.tokens
         if spec.long_prefill_token_threshold:
-            pending -= replica.long_prefill_tokens
+            pending -= replica.prefills.long_tokens
         return replica.speed.ratio * cost.seconds(prefill_tokens + pending)
 
     def longest_expected_s(self, scheduled: ScheduledRequest) -> float | None:

@@ -87,7 +87,7 @@ def test_a_prefill_that_began_again_on_another_replica_ends_after_its_own_time()
     driver = make_driver()
     driver.join("r2", "only", kv_tokens=20_000)
     driver.arrive("long1", prompt_tokens=500, streamed=False)
-    assert driver.scheduler.ledger["r1"].long_prefills == (1, 0)
+    assert driver.scheduler.ledger["r1"].prefills.long == (1, 0)
     # An unobserved prefill counts for twice its usual time.
     ends_at = 2 * driver.scheduler.prefill_costs.of("only").seconds(500)
     driver.now = ends_at / 2
@@ -95,7 +95,7 @@ def test_a_prefill_that_began_again_on_another_replica_ends_after_its_own_time()
     assert driver.find("long1").replica_id == "r2"
     driver.now = ends_at
     driver.feed(Woke())
-    assert driver.scheduler.ledger["r2"].long_prefills == (1, 0)
+    assert driver.scheduler.ledger["r2"].prefills.long == (1, 0)
 
 
 def test_the_boundary_is_in_the_gap_between_two_kinds_of_traffic() -> None:

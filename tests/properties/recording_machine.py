@@ -143,7 +143,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.revoked.add(command.request_id)
 
     def suspended(self) -> set[str]:
-        return {state.spec.replica_id for state in self.scheduler.ledger if state.suspended}
+        return {state.spec.replica_id for state in self.scheduler.ledger if state.suspension.active}
 
     def suspends_at_most_half_of_a_pool(self, newly: set[str]) -> None:
         """Checked when a replica is suspended; replicas that die later leave fewer."""
@@ -184,7 +184,7 @@ class RecordingMachine(RuleBasedStateMachine):
         hangs = state.hang_detector.hangs and any(
             at == replica_id and request_id not in self.started for request_id, at in self.running.items()
         )
-        return self.replicas[replica_id].is_alive(self.now) and not (state.suspended or hangs)
+        return self.replicas[replica_id].is_alive(self.now) and not (state.suspension.active or hangs)
 
     def new_request(self, gateway_id: str, timeout_s: float) -> str:
         request_id = f"r{len(self.submitted)}"
@@ -219,7 +219,7 @@ class RecordingMachine(RuleBasedStateMachine):
         used = state.peak_tokens
         isolation = self.scheduler.settings.isolation
         limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
-        for count, limit in zip(state.long_prefills, limits[: head.prefill_class], strict=False):
+        for count, limit in zip(state.prefills.long, limits[: head.prefill_class], strict=False):
             if count >= limit:
                 return False
         reservation = self.scheduler.dispatcher.reservations.of(known.spec.pool)
@@ -237,7 +237,7 @@ class RecordingMachine(RuleBasedStateMachine):
         if len(running) >= max_num_seqs + self.target:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
-        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
+        queues = len(unstarted) - state.prefills.long[0], state.reported_queue
         if min(queues) >= self.target:
             return False
         # What batch work gets beside others has its own tests.

@@ -251,12 +251,12 @@ class SchedulerMachine(RecordingMachine):
             assert 0 <= state.unseen <= state.unstarted
             requests = [self.find(request_id) for request_id in running]
             prefill_classes = [running_of(scheduled).prefill_class for scheduled in requests]
-            assert state.long_prefills == (
+            assert state.prefills.long == (
                 sum(prefill_class >= PrefillClass.LONG for prefill_class in prefill_classes),
                 prefill_classes.count(PrefillClass.LONGEST),
             )
             assert state.quarantined == sum(running_of(scheduled).quarantined for scheduled in requests) <= 1
-            assert state.pending_prefill_tokens == sum(running_of(e).prefill_tokens for e in requests)
+            assert state.prefills.tokens == sum(running_of(e).prefill_tokens for e in requests)
             for request_id, scheduled in zip(running, requests, strict=True):
                 # A streamed request holds its long prefill exactly until its first token.
                 kept = scheduled.prefill_class if request_id not in self.started else 0

@@ -410,7 +410,7 @@ class Backfill:
         token_s = self._prefill_costs.of(replica.spec.pool).per_token_s
         prefill_s, hidden_s = token_s * running.prefill_tokens, 0.0
         chunk = replica.spec.long_prefill_token_threshold
-        if chunk and not replica.pending_prefill_tokens:
+        if chunk and not replica.prefills.tokens:
             tpot_s = replica.tpot_s or _LIKELY_TPOT_S
             # One chunk is computed while an iteration reads the weights, if it is small enough.
             hidden_s = prefill_s * min(1.0, tpot_s / (token_s * chunk))
@@ -458,7 +458,7 @@ class Backfill:
 
 def _prefills_chunks(replica: ReplicaState) -> bool:
     """Return whether a replica computes prefills, and in chunks."""
-    return bool(replica.spec.long_prefill_token_threshold and replica.pending_prefill_tokens)
+    return bool(replica.spec.long_prefill_token_threshold and replica.prefills.tokens)
 
 
 def _cheapest_first(replica: ReplicaState, load: _Load, now: float) -> list[ScheduledRequest]:

@@ -110,14 +110,14 @@ class EngineBackpressure:
         batch = replica.max_num_seqs
         if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
-        if replica.pending_prefill_tokens and (
+        if replica.prefills.tokens and (
             self._prefill_backlog_s(replica, without_chunked=True) > settings.max_prefill_backlog_s
         ):
             return False
         # Long prefills have their own limit, and are in the engine's batch, not in its queue.
-        if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
+        if replica.unstarted - replica.prefills.long[0] < settings.target_waiting:
             return True
-        pace = settings.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
+        pace = settings.lag_factor * replica.starts.per_s(now) * replica.reports.gap_s
         return replica.reported_queue < max(settings.target_waiting, math.ceil(pace))
 
     def admits_backfill(self, replica: ReplicaState, now: float) -> bool:
@@ -125,14 +125,14 @@ class EngineBackpressure:
         if not self._backfill.admits(replica, now):
             return False
         settings = self._settings
-        prefill_s = self._prefill_backlog_s(replica) if replica.pending_prefill_tokens else 0.0
+        prefill_s = self._prefill_backlog_s(replica) if replica.prefills.tokens else 0.0
         # If the batch is full, any request waits in the engine, however short its prefill.
         factor = 1 if self._backfill.is_shared(replica, now) else ALONE_FACTOR
         limit_s = factor * settings.batch_prefill_s
         if prefill_s <= limit_s and not self._batch_is_full(replica):
             return True
         # As in `admits`: long prefills are in the batch.
-        queued = min(max(0, replica.unstarted - replica.long_prefills[0]), replica.reported_queue)
+        queued = min(max(0, replica.unstarted - replica.prefills.long[0]), replica.reported_queue)
         return queued == 0
 
     def gates(self, replica: ReplicaState) -> bool:
@@ -145,9 +145,9 @@ class EngineBackpressure:
         if settings.tpot_gate_s is None or report.tpot_s is None:
             return False
         limit_s = settings.tpot_gate_s
-        if replica.least_tpot_s < math.inf:
+        if replica.reports.least_tpot_s < math.inf:
             # An engine that is slow with few requests gets no faster without more.
-            limit_s = max(limit_s, _SLOWER * replica.least_tpot_s)
+            limit_s = max(limit_s, _SLOWER * replica.reports.least_tpot_s)
         return report.tpot_s > (_TPOT_REOPEN_RATIO if replica.gated else 1.0) * limit_s
 
     def _batch_is_full(self, replica: ReplicaState) -> bool:
@@ -160,15 +160,15 @@ class EngineBackpressure:
         Args:
             without_chunked: whether to leave out long prefills that the engine computes in chunks.
         """
-        tokens = replica.pending_prefill_tokens
+        tokens = replica.prefills.tokens
         if without_chunked and replica.spec.long_prefill_token_threshold:
-            tokens -= replica.long_prefill_tokens
+            tokens -= replica.prefills.long_tokens
         return tokens * self._costs.of(replica.spec.pool).per_token_s
 
 
 def _admits_unseen(replica: ReplicaState) -> bool:
     """Return whether an engine that does not report its queue begins one more request, as far as is known."""
-    batch, learned = replica.spec.max_num_seqs, replica.observed
+    batch, learned = replica.spec.max_num_seqs, replica.learned.limit
     if batch is not None:
         return replica.in_flight < batch
     return learned is None or learned.admits(replica.in_flight, replica.unstarted)

@@ -633,14 +633,15 @@ class Dispatcher:
 
 def _closed_state(state: ReplicaState) -> str:
     """Return the state of a replica that accepts no requests."""
-    if state.report is None:
-        return "without a report"
-    if state.report.draining:
-        return "draining"
-    for name in ("stale", "suspended", "gated"):
-        if getattr(state, name):
-            return name
-    return "hung" if state.hang_detector.hangs else "at its limit"
+    reasons = {
+        "without a report": state.report is None,
+        "draining": state.report is not None and state.report.draining,
+        "stale": state.reports.stale,
+        "suspended": state.suspension.active,
+        "gated": state.gated,
+        "hung": state.hang_detector.hangs,
+    }
+    return next((name for name, holds in reasons.items() if holds), "at its limit")
 
 
 def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:

@@ -206,7 +206,7 @@ class Suspensions:
 
     def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
-        state.faults = state.suspensions = 0
+        state.suspension.faults = state.suspension.count = 0
         failed_on = scheduled.attempts.failed_on
         if failed_on is None:
             return
@@ -216,27 +216,27 @@ class Suspensions:
             self._count_fault(failed, now)
 
     def _count_fault(self, state: ReplicaState, now: float) -> None:
-        state.faults += 1
-        if state.faults >= _FAULTS:
+        state.suspension.faults += 1
+        if state.suspension.faults >= _FAULTS:
             self._suspend(state, now)
 
     def _suspend(self, state: ReplicaState, now: float) -> None:
-        if state.suspended or not state.is_alive:
+        if state.suspension.active or not state.is_alive:
             return
         alive = [each for each in self._ledger if each.is_alive and each.spec.pool == state.spec.pool]
-        if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
+        if sum(each.suspension.active for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
             return
-        state.faults = 0
+        suspension = state.suspension
         suspension_s = (
-            min(_FIRST_SUSPENSION_S * 2.0 ** min(state.suspensions, 20), _MAX_SUSPENSION_S)
-            if state.suspensions
+            min(_FIRST_SUSPENSION_S * 2.0 ** min(suspension.count, 20), _MAX_SUSPENSION_S)
+            if suspension.count
             else 0.0
         )
-        state.suspensions += 1
+        suspension.faults, suspension.count = 0, suspension.count + 1
         self._ledger.suspend(state, now + suspension_s)
 
     def __repr__(self) -> str:
-        suspended = [state.spec.replica_id for state in self._ledger if state.suspended]
+        suspended = [state.spec.replica_id for state in self._ledger if state.suspension.active]
         return f"<Suspensions {suspended}>"
 
 
@@ -294,9 +294,9 @@ class SlowStarts:
     def _limit_s(self, replica: ReplicaState) -> float:
         """Return the time from dispatch after which a first token is overdue."""
         known = [replica]
-        if len(replica.first_tokens_s) < _KNOWN:
+        if len(replica.learned.first_tokens_s) < _KNOWN:
             known = list(self._ledger.of_pool(replica.spec.pool))
-        slowest_s = max((max(each.first_tokens_s, default=0.0) for each in known), default=0.0)
+        slowest_s = max((max(each.learned.first_tokens_s, default=0.0) for each in known), default=0.0)
         return max(_LEAST_WAIT_S, _FACTOR * slowest_s)
 
     def _can_move(self, scheduled: ScheduledRequest, running: Running, now: float) -> bool:
@@ -357,7 +357,7 @@ class InFlight:
         self._ledger.hold(running, now, seen=seen)
         self._headroom.on_hold(request.tenant, running.use.pool, running.tokens, now)
         running.number = replica.dispatches
-        running.sent_as = (replica.in_flight, replica.unstarted, replica.long_prefills[0])
+        running.sent_as = (replica.in_flight, replica.unstarted, replica.prefills.long[0])
         self.engine_time.on_dispatch(scheduled, running, now)
         if (adapter := request.spec.adapter) is not None:
             replica.record_adapter(adapter)
@@ -378,7 +378,7 @@ class InFlight:
         self.engine_time.on_first_token(running, now)
         # An answer that is not streamed starts at its end, long after its prefill.
         if streamed:
-            replica.first_tokens_s.append(now - scheduled.dispatched_at)
+            replica.learned.first_tokens_s.append(now - scheduled.dispatched_at)
             self._observe_start(scheduled, running, scheduled.prefill_tokens, now)
             self._prefills.on_first_token(scheduled, running, now)
         self._ledger.start(running, now)
@@ -402,7 +402,7 @@ class InFlight:
             and output_tokens is not None
             and output_tokens >= 2
         ):
-            replica.pace.record((now - running.started_at) / (output_tokens - 1), now)
+            replica.learned.pace.record((now - running.started_at) / (output_tokens - 1), now)
         if usage is not None or spec.streamed:
             # Otherwise neither its length nor its wait in the engine is known.
             if output_tokens is None:
@@ -438,11 +438,11 @@ class InFlight:
             # A time to the first token varies less with the length than that of a whole answer.
             kind = (tokens or 0).bit_length() // 2
             if running.prefill_class is PrefillClass.SHORT:
-                beside_long = long_prefills + replica.long_prefills[0] > 0
-                replica.interference.on_start(kind, seconds, beside_long=beside_long)
+                beside_long = long_prefills + replica.prefills.long[0] > 0
+                replica.learned.interference.on_start(kind, seconds, beside_long=beside_long)
         elif tokens is not None:
             kind = -tokens.bit_length()
-        if replica.observed is not None:
+        if replica.learned.limit is not None:
             at_work = replica.in_flight - replica.unstarted + 1 if streamed else 0
-            replica.observed.on_start(AnswerStart(kind, now, seconds, in_flight, unstarted, at_work))
+            replica.learned.limit.on_start(AnswerStart(kind, now, seconds, in_flight, unstarted, at_work))
         self._ledger.open.update(replica)

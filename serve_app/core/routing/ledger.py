@@ -44,7 +44,7 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.observed import LearnedBatch, LearnedContext, LearnedLimit
 from serve_app.core.routing.prefill_cost import DecayingRate, Speeds
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.core.routing.replica_state import KvUse, PrefillClass, ReplicaState, Running
+from serve_app.core.routing.replica_state import KvUse, PrefillClass, ReplicaState, Running, Suspension
 from serve_app.request import ANYWHERE, Destination, Usage
 
 
@@ -420,16 +420,17 @@ class ReplicaLedger:
         if state is None:
             state = self._add(spec, now)
         self._move(state, spec)
-        state.joined, state.lost_at, state.report, state.stale = True, math.inf, None, False
-        state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
-        state.least_tpot_s = math.inf
+        state.lost_at, state.report, reports = math.inf, None, state.reports
+        reports.stale, reports.least_tpot_s = False, math.inf
+        # It remains suspended until its first report.
+        state.suspension = Suspension(active=state.suspension.active)
         state.hang_detector.join(spec.stall_timeout_s)
         if not only_adapters_changed:
             # It may be a server that was restarted with another limit.
             unknown = spec.max_num_seqs is None
-            state.batch = LearnedBatch() if unknown else None
-            state.context = None if spec.has_known_context else LearnedContext()
-            state.observed = LearnedLimit() if unknown else None
+            state.learned.batch = LearnedBatch() if unknown else None
+            state.learned.context = None if spec.has_known_context else LearnedContext()
+            state.learned.limit = LearnedLimit() if unknown else None
         self._set_kv_budget(state, _kv_budget(spec))
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state)
@@ -441,24 +442,24 @@ class ReplicaLedger:
         if state is None or not state.joined:
             return False
         self._count_received(state, report)
+        reports, learned, suspension = state.reports, state.learned, state.suspension
         if state.report is not None:
-            gap_s = now - state.reported_at
-            state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
-        was_stale = state.stale
-        state.report, state.reported_at, state.stale = report, now, False
+            reports.gap_s += _REPORT_GAP_WEIGHT * (now - reports.at - reports.gap_s)
+        was_stale = reports.stale
+        state.report, reports.at, reports.stale = report, now, False
         # Measured paces follow: they include what slow clients and providers take.
         state.gated = self._backpressure.gates(state)
         if report.tpot_s is not None:
-            state.tpot_s, state.least_tpot_s = report.tpot_s, min(state.least_tpot_s, report.tpot_s)
-        elif state.tpot_s is None and (measured_s := state.pace.tpot_s(now)) is not None:
+            state.tpot_s, reports.least_tpot_s = report.tpot_s, min(reports.least_tpot_s, report.tpot_s)
+        elif state.tpot_s is None and (measured_s := learned.pace.tpot_s(now)) is not None:
             state.report = replace(report, tpot_s=measured_s)
-        state.suspended = state.suspended and now < state.suspended_until
-        if state.batch is not None:
-            state.batch.observe(report)
+        suspension.active = suspension.active and now < suspension.until
+        if learned.batch is not None:
+            learned.batch.observe(report)
         if report.computes:
             state.hang_detector.on_progress(now)
         if report.kv_usage_ratio is not None and state.spec.kv_tokens is not None:
-            state.shared_tokens = state.kv.shared(int(report.kv_usage_ratio * state.spec.kv_tokens))
+            state.kv.observe(int(report.kv_usage_ratio * state.spec.kv_tokens))
         self._forecast(state, now)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
@@ -470,7 +471,7 @@ class ReplicaLedger:
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return
-        state.joined, state.lost_at = False, now
+        state.lost_at = now
         self._fresh.pop(replica_id, None)
         self.open.update(state)
         self._remove_if_done(state)
@@ -478,7 +479,7 @@ class ReplicaLedger:
 
     def suspend(self, state: ReplicaState, until: float) -> None:
         """Send no requests to a replica until its first report at or after `until`."""
-        state.suspended, state.suspended_until = True, until
+        state.suspension.active, state.suspension.until = True, until
         self.open.update(state)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
@@ -493,7 +494,7 @@ class ReplicaLedger:
                 break
             del self._fresh[replica_id]
             state = self._replicas[replica_id]
-            state.stale = True
+            state.reports.stale = True
             self.open.update(state)
             expired.append((replica_id, now - reported_at))
         return expired
@@ -525,7 +526,7 @@ class ReplicaLedger:
         state = self._replicas.get(replica_id)
         if state is None:
             state = self._add(_unknown_spec(replica_id), now)
-            state.joined, state.lost_at = False, now
+            state.lost_at = now
         return state
 
     def hold(self, running: Running, now: float, *, seen: bool = False) -> None:
@@ -543,7 +544,7 @@ class ReplicaLedger:
         if running.use is not None:
             running.use.started = running.started
         self._forecast(state, now, added=running.use)
-        _count_prefill(running, 1)
+        state.prefills.count(running, 1)
         state.quarantined += running.quarantined
         state.unstarted += not running.started
         state.unseen += not seen
@@ -576,19 +577,19 @@ class ReplicaLedger:
         """
         state = running.replica
         state.in_flight -= 1
-        if state.observed is not None:
-            state.observed.on_departure(now)
+        if state.learned.limit is not None:
+            state.learned.limit.on_departure(now)
         state.held_tokens -= running.tokens
         self._forecast(state, now, removed=running.use)
         state.quarantined -= running.quarantined
-        _count_prefill(running, -1)
+        state.prefills.count(running, -1)
         if not running.started:
             state.unstarted -= 1
             if ran:
                 state.starts.add(1.0, now)
         self._clamp_unseen(state)
         if not state.in_flight:
-            state.shared_tokens = 0
+            state.kv.shared_tokens = 0
         self.open.update(state)
         self._remove_if_done(state)
 
@@ -704,8 +705,7 @@ class ReplicaLedger:
     ) -> None:
         """Update the peak of a replica's KV cache, after a request was added or removed."""
         kv, tpot_s = state.kv, state.tpot_s or (state.report.tpot_s if state.report else None)
-        kv.advance((now - state.kv_at) / (tpot_s or _USUAL_TPOT_S))
-        state.kv_at = now
+        kv.advance(now, tpot_s or _USUAL_TPOT_S)
         if added is not None:
             kv.add(added)
         if removed is not None:
@@ -717,20 +717,21 @@ class ReplicaLedger:
         state.peak_tokens = state.held_tokens
         if kv.active:
             state.peak_tokens = kv.peak() + int(_SPREAD_MARGIN * kv.spread)
-        state.peak_tokens = max(0, state.peak_tokens - state.shared_tokens)
+        state.peak_tokens = max(0, state.peak_tokens - kv.shared_tokens)
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
+        reports = state.reports
         if report.received is None:
             # The report was read after the previous report arrived, so it includes everything sent before
             # that.
-            state.unseen = min(state.unseen, state.dispatches - state.dispatches_reported)
-            state.dispatches_reported = state.dispatches
+            state.unseen = min(state.unseen, state.dispatches - reports.dispatches)
+            reports.dispatches = state.dispatches
             return
         # The first report sets the baseline, because a new scheduler does not know the earlier requests. A
         # count that decreases means that the replica was restarted under the same name.
-        if state.received is not None and report.received >= state.received:
-            state.unseen = max(0, state.unseen - (report.received - state.received))
-        state.received = report.received
+        if reports.received is not None and report.received >= reports.received:
+            state.unseen = max(0, state.unseen - (report.received - reports.received))
+        reports.received = report.received
 
     def _clamp_unseen(self, state: ReplicaState) -> None:
         # A started request has been seen, whatever the counts. This also corrects counts after a request that
@@ -762,18 +763,8 @@ def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
 
 
 def _end_prefill(running: Running) -> None:
-    _count_prefill(running, -1)
+    running.replica.prefills.count(running, -1)
     running.prefill_class, running.prefill_tokens = PrefillClass.SHORT, 0
-
-
-def _count_prefill(running: Running, by: int) -> None:
-    """Count the start (1) or the end (-1) of a prefill."""
-    state = running.replica
-    state.pending_prefill_tokens += by * running.prefill_tokens
-    if running.prefill_class is not PrefillClass.SHORT:
-        long, longest = state.long_prefills
-        state.long_prefills = (long + by, longest + by * (running.prefill_class is PrefillClass.LONGEST))
-        state.long_prefill_tokens += by * running.prefill_tokens
 
 
 class ContextLearning:
@@ -786,7 +777,7 @@ class ContextLearning:
         """Learn from a rejection as too long by the replica of a request."""
         assert scheduled.running is not None
         replica = scheduled.running.replica
-        if (context := replica.context) is None:
+        if (context := replica.learned.context) is None:
             return []
         before = context.limit_tokens
         estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
@@ -805,20 +796,21 @@ class ContextLearning:
         served = usage.prompt_tokens + min(1, usage.output_tokens)
         requested = usage.prompt_tokens + _requested_output(scheduled)
         running = scheduled.running
-        if running is not None and (context := running.replica.context) is not None:
+        if running is not None and (context := running.replica.learned.context) is not None:
             before = context.limit_tokens
             context.on_served(served)
             changed += self._changed(running.replica, before)
         for replica_id in scheduled.attempts.too_long_for:
             state = self._ledger.get(replica_id)
-            if state is not None and (context := state.context) is not None:
+            if state is not None and (context := state.learned.context) is not None:
                 before = context.limit_tokens
                 context.on_counted(requested)
                 changed += self._changed(state, before)
         return changed
 
     def _changed(self, state: ReplicaState, before: int | None) -> list[ContextLearned]:
-        after = None if state.context is None else state.context.limit_tokens
+        context = state.learned.context
+        after = None if context is None else context.limit_tokens
         if after == before:
             return []
         self._ledger.contexts.update(state)

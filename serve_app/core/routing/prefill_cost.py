@@ -133,7 +133,7 @@ _COMPARE_S = 1.0
 
 def cost(replica: "ReplicaState", prefill_tokens: int) -> int:
     """Return a figure that orders like replicas for a request, which has to compute so many tokens there."""
-    return (prefill_tokens + replica.pending_prefill_tokens) * (replica.in_flight + 1)
+    return (prefill_tokens + replica.prefills.tokens) * (replica.in_flight + 1)
 
 
 class ReplicaSpeed:
@@ -192,7 +192,7 @@ class Speeds:
         self, replica: "ReplicaState", prefill_tokens: int, output_tokens: int, now: float
     ) -> float:
         """Return a figure that orders replicas by the expected completion of one more request."""
-        pending = replica.pending_prefill_tokens * (1 + replica.in_flight / _CROWD)
+        pending = replica.prefills.tokens * (1 + replica.in_flight / _CROWD)
         own = self.work(prefill_tokens, output_tokens, replica.in_flight + 1)
         return self._ratio(replica, now) * (own + pending)
 

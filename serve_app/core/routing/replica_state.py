@@ -101,13 +101,27 @@ class KvForecast:
 
     Attributes:
         clock: iterations of the replica since it joined.
+        shared_tokens: tokens of common prefixes that its requests count more than once, as last reported.
     """
 
-    __slots__ = ("_base", "_members", "_points", "_slope", "_uses", "_variance", "active", "clock")
+    __slots__ = (
+        "_advanced_at",
+        "_base",
+        "_members",
+        "_points",
+        "_slope",
+        "_uses",
+        "_variance",
+        "active",
+        "clock",
+        "shared_tokens",
+    )
 
     def __init__(self) -> None:
         self.clock = 0.0
         self.active = False
+        self.shared_tokens = 0
+        self._advanced_at = 0.0
         self._uses: dict[KvUse, None] = {}
         self._points: list[int] = []
         # By point: the weighted sum of choices, and of what the prompts would use at iteration 0.
@@ -164,9 +178,14 @@ class KvForecast:
         self._variance = self._variance - use.variance if self._points else 0.0
         use.points, use.variance = {}, 0.0
 
-    def advance(self, iterations: float) -> None:
-        """Move the clock. The share of a passed point goes to the later points of its request."""
-        self.clock += iterations
+    def advance(self, now: float, tpot_s: float) -> None:
+        """Move the clock. The share of a passed point goes to the later points of its request.
+
+        Args:
+            tpot_s: seconds for an iteration.
+        """
+        self.clock += (now - self._advanced_at) / tpot_s
+        self._advanced_at = now
         while self._points and self._points[0] <= self.clock:
             passed = self._points.pop(0)
             del self._slope[passed], self._base[passed]
@@ -187,15 +206,16 @@ class KvForecast:
         """Return the use of the cache now, in tokens. It takes time in proportion to the requests."""
         return round(sum(use.prompt_tokens + use.choices * (self.clock - use.start) for use in self._uses))
 
-    def shared(self, reported_tokens: int) -> int:
-        """Return the tokens that count more than once here, because requests share a prefix.
+    def observe(self, reported_tokens: int) -> None:
+        """Learn how many tokens count more than once here, because requests share a prefix.
 
         Args:
             reported_tokens: the use of the cache as the engine reports it.
         """
         started = [use for use in self._uses if use.started]
         used = sum(use.prompt_tokens + use.choices * (self.clock - use.start) for use in started)
-        return max(0, min(sum(use.cached_tokens for use in started), round(used) - reported_tokens))
+        cached_tokens = sum(use.cached_tokens for use in started)
+        self.shared_tokens = max(0, min(cached_tokens, round(used) - reported_tokens))
 
     def peak(self) -> int:
         """Return the highest expected use from now on, in tokens."""
@@ -260,37 +280,105 @@ _MAX_RECENT_ADAPTERS = 4
 
 
 @dataclass(slots=True, eq=False)
+class Suspension:
+    """Suspension of a replica that fails requests; see `dispatch.in_flight`.
+
+    Attributes:
+        active: whether it gets no requests until its first report at or after `until`.
+        count: suspensions since it last started an answer.
+        faults: consecutive requests that failed through its fault.
+    """
+
+    active: bool = False
+    until: float = 0.0
+    count: int = 0
+    faults: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class PendingPrefills:
+    """The prefills in flight on a replica.
+
+    Attributes:
+        tokens: prompt tokens that they compute.
+        long_tokens: those of prefills above `SHORT`.
+        long: prefills above `SHORT`, and how many of them are `LONGEST`.
+    """
+
+    tokens: int = 0
+    long_tokens: int = 0
+    long: tuple[int, int] = (0, 0)
+
+    def count(self, running: "Running", by: int) -> None:
+        """Count the start (1) or the end (-1) of a prefill."""
+        self.tokens += by * running.prefill_tokens
+        if running.prefill_class is not PrefillClass.SHORT:
+            long, longest = self.long
+            self.long = (long + by, longest + by * (running.prefill_class is PrefillClass.LONGEST))
+            self.long_tokens += by * running.prefill_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Reports:
+    """What the reports of a replica show together.
+
+    Attributes:
+        stale: whether the last one is too old.
+        at: arrival of the last one.
+        gap_s: usual time between two.
+        received: requests that it has received, as last reported; None if it does not report them.
+        dispatches: `ReplicaState.dispatches` at the last one.
+        least_tpot_s: the least reported time per output token since it joined.
+    """
+
+    stale: bool = False
+    at: float = 0.0
+    gap_s: float = 0.0
+    received: int | None = None
+    dispatches: int = 0
+    least_tpot_s: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Learned:
+    """What is learned about a replica that does not report it.
+
+    Attributes:
+        batch: its batch size; None if that is reported.
+        context: its context limit; None if that is reported.
+        limit: its limit from its answers; used while it does not report its queue. None if its batch size is
+            known.
+        pace: its time per output token from answers; used while none is reported.
+        first_tokens_s: seconds from dispatch to first token of its recent streamed answers.
+        interference: whether long prefills delay its other requests; used like `limit`.
+    """
+
+    batch: LearnedBatch | None = None
+    context: LearnedContext | None = None
+    limit: LearnedLimit | None = None
+    pace: MeasuredPace = field(default_factory=MeasuredPace)
+    first_tokens_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STARTS))
+    interference: PrefillInterference = field(default_factory=PrefillInterference)
+
+
+@dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica in the ledger.
 
     Attributes:
         order: number of its last dispatch or, before one, of its joining. It breaks ties, so that equals take
             turns.
-        joined: whether it is connected. A lost replica remains until its last request has been released.
-        lost_at: when it was lost; infinite while it is connected.
-        suspended: whether it gets no requests until its first report at or after `suspended_until`.
-        suspensions: number of suspensions since it last started an answer.
-        faults: consecutive requests that failed through its fault (see `dispatch.in_flight`).
+        lost_at: when it was lost; infinite while it is connected. A lost replica remains until its last
+            request has been released.
         quarantined: requests in quarantine whose answer has not started.
         unstarted: requests whose answer has not started.
-        long_prefills: prefills in flight above `SHORT`, and how many of them are `LONGEST`.
-        dispatches_reported: `dispatches` at its last report.
         unseen: requests sent that its last report cannot include.
-        shared_tokens: tokens of common prefixes that its requests count more than once.
         reserved_tokens: tokens reserved for one queued request (`dispatch.dispatcher`).
         tpot_s: the last reported time per output token; None before the first.
-        least_tpot_s: the least of these since it joined.
         gated: whether its last reports show overload, whatever its queue.
         version: changes with its capacity; see `OpenReplicas`.
-        batch: learns its batch size; None if that is reported.
-        context: learns its context limit; None if that is reported.
-        pace: measures its time per output token from answers; used while none is reported.
         speed: its speed, compared with the other replicas of its pool.
         hang_detector: detects whether it hangs.
-        observed: learns its limit from its answers; used while it does not report its queue. None if its
-            batch size is known.
-        first_tokens_s: seconds from dispatch to first token of its recent streamed answers.
-        interference: learns whether long prefills delay its other requests; used like `observed`.
         recent_adapters: LoRA adapters of its recent requests, the last one first.
     """
 
@@ -298,44 +386,26 @@ class ReplicaState:
     order: int
     starts: DecayingRate
     kv_budget: int
-    joined: bool = True
     lost_at: float = math.inf
-    stale: bool = False
-    suspended: bool = False
-    suspended_until: float = 0.0
-    suspensions: int = 0
-    faults: int = 0
+    suspension: Suspension = field(default_factory=Suspension)
     quarantined: int = 0
     in_flight: int = 0
     unstarted: int = 0
     unseen: int = 0
     held_tokens: int = 0
     kv: KvForecast = field(default_factory=KvForecast)
-    kv_at: float = 0.0
     peak_tokens: int = 0
-    shared_tokens: int = 0
     reserved_tokens: int = 0
-    long_prefills: tuple[int, int] = (0, 0)
+    prefills: PendingPrefills = field(default_factory=PendingPrefills)
     dispatches: int = 0
-    dispatches_reported: int = 0
-    pending_prefill_tokens: int = 0
-    long_prefill_tokens: int = 0
     tpot_s: float | None = None
-    least_tpot_s: float = math.inf
     gated: bool = False
     report: ReplicaReport | None = None
-    reported_at: float = 0.0
-    report_gap_s: float = 0.0
+    reports: Reports = field(default_factory=Reports)
     version: int = 0
-    received: int | None = None
-    batch: LearnedBatch | None = None
     hang_detector: HangDetector = field(default_factory=HangDetector)
-    context: LearnedContext | None = None
-    pace: MeasuredPace = field(default_factory=MeasuredPace)
+    learned: Learned = field(default_factory=Learned)
     speed: ReplicaSpeed = field(default_factory=ReplicaSpeed)
-    observed: LearnedLimit | None = None
-    first_tokens_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STARTS))
-    interference: PrefillInterference = field(default_factory=PrefillInterference)
     recent_adapters: tuple[str, ...] = ()
 
     def record_adapter(self, adapter: str) -> None:
@@ -344,24 +414,30 @@ class ReplicaState:
         self.recent_adapters = (adapter, *others[: _MAX_RECENT_ADAPTERS - 1])
 
     @property
+    def joined(self) -> bool:
+        """True if it is connected."""
+        return self.lost_at == math.inf
+
+    @property
     def context_limit(self) -> int:
         """The longest request for it in tokens, reported or learned; `UNREPORTED_CONTEXT` while unknown."""
-        learned = None if self.context is None else self.context.limit_tokens
+        learned = None if self.learned.context is None else self.learned.context.limit_tokens
         return self.spec.max_model_len if learned is None else learned
 
     @property
     def is_alive(self) -> bool:
         """True if it is connected, reports its load and does not drain."""
         report = self.report
-        return self.joined and report is not None and not (report.draining or self.stale)
+        return self.joined and report is not None and not (report.draining or self.reports.stale)
 
     @property
     def is_usable(self) -> bool:
         """True if it accepts requests, even if it has no capacity now."""
         # As `is_alive`, inlined because it is evaluated many times per request.
         report = self.report
-        is_alive = self.joined and report is not None and not (report.draining or self.stale)
-        return is_alive and not self.suspended and not (self.hang_detector.hangs and self.in_flight)
+        if report is None or report.draining or self.reports.stale or self.lost_at < math.inf:
+            return False
+        return not (self.suspension.active or (self.hang_detector.hangs and self.in_flight))
 
     @property
     def free_tokens(self) -> int:
@@ -371,11 +447,12 @@ class ReplicaState:
     @property
     def max_num_seqs(self) -> int | None:
         """Its batch size, reported or learned; None while it is unknown."""
-        if self.spec.max_num_seqs is not None or self.batch is None:
+        learned = self.learned
+        if self.spec.max_num_seqs is not None or learned.batch is None:
             return self.spec.max_num_seqs
-        if self.observed is not None and not self.reports_queue:
-            return None if self.observed.counts_unstarted else self.observed.limit
-        return self.batch.size
+        if learned.limit is not None and not self.reports_queue:
+            return None if learned.limit.counts_unstarted else learned.limit.limit
+        return learned.batch.size
 
     @property
     def likely_num_seqs(self) -> int:
@@ -398,14 +475,14 @@ class ReplicaState:
     @property
     def limited_prefills(self) -> tuple[int, int]:
         """The long prefills in flight that isolation limits: none if they delay no other requests."""
-        if self.reports_queue or self.interference.is_shown:
-            return self.long_prefills
+        if self.reports_queue or self.learned.interference.is_shown:
+            return self.prefills.long
         return _NO_PREFILLS
 
     @property
     def learned_limit(self) -> LearnedLimit | None:
         """Learns its limit from its answers; None if its queue or its batch size is known."""
-        return None if self.reports_queue else self.observed
+        return None if self.reports_queue else self.learned.limit
 
     @property
     def reported_queue(self) -> int:
@@ -420,7 +497,8 @@ class ReplicaState:
 
     def __repr__(self) -> str:
         marks = "" if self.joined else " lost"
-        marks += "".join(f" {name}" for name in ("stale", "suspended") if getattr(self, name))
+        marks += " stale" if self.reports.stale else ""
+        marks += " suspended" if self.suspension.active else ""
         return (
             f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} "
             f"unstarted={self.unstarted} held={self.held_tokens}/{self.kv_budget}{marks}>"

@@ -112,7 +112,8 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
     if spec.has_known_context:
         return {}
     state = core.ledger.get(replica_id)
-    learned = state.context.limit_tokens if state is not None and state.context is not None else None
+    context = None if state is None else state.learned.context
+    learned = None if context is None else context.limit_tokens
     return {"max_model_len": None, "learned_context_tokens": learned}
 
 
@@ -128,9 +129,9 @@ def _reserved(core: Scheduler, state: ReplicaState | None, now: float) -> dict[s
         "peak_tokens": state.peak_tokens,
         "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
         "reserved_tokens": state.reserved_tokens,
-        "pending_prefill_tokens": state.pending_prefill_tokens,
+        "pending_prefill_tokens": state.prefills.tokens,
         "unstarted": state.unstarted,
-        "suspended": state.suspended,
+        "suspended": state.suspension.active,
         "gated": state.gated,
         "quarantined": state.quarantined,
         "hangs": state.hang_detector.hangs,
@@ -145,7 +146,7 @@ def limit_text(state: ReplicaState, now: float) -> str:
         return f"{state.spec.max_num_seqs} (configured)"
     learned = state.learned_limit
     if learned is None:
-        size = None if state.batch is None else state.batch.size
+        size = None if state.learned.batch is None else state.learned.batch.size
         return "its queue (reported)" if size is None else f"{size} and its queue (reported)"
     if learned.limit is None:
         return f"no limit seen (at most {learned.window:.0f} unstarted)"

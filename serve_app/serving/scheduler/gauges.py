@@ -386,7 +386,7 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
 def _state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
     if state.report is not None and state.report.draining:
         return "draining"
-    if state.stale or state.report is None:
+    if state.reports.stale or state.report is None:
         return "stale"
     if not state.is_usable:
         return "suspended"

@@ -242,7 +242,7 @@ def test_a_rejection_for_lack_of_capacity_is_the_limit_and_closes_nothing() -> N
     for name in ("q4", "q5"):
         driver.feed(DispatchFailed(name, "r1", DispatchFailure.BUSY, retry_after_s=5.0))
     state = driver.scheduler.ledger["r1"]
-    assert (state.max_num_seqs, state.in_flight, state.suspended) == (4, 4, False)
+    assert (state.max_num_seqs, state.in_flight, state.suspension.active) == (4, 4, False)
     driver.now += 1.0
     # The first that was put back follows as soon as another ends.
     assert [one for one, _ in dispatched(driver.feed(Finished("q0", Outcome.COMPLETED)))] == ["q4"]
@@ -281,7 +281,7 @@ def test_a_long_prompt_waits_for_no_other_on_an_engine_that_showed_no_interferen
 
 def test_long_prefills_are_isolated_on_an_engine_that_showed_interference() -> None:
     driver = isolating()
-    driver.scheduler.ledger["r1"].interference.is_shown = True
+    driver.scheduler.ledger["r1"].learned.interference.is_shown = True
     assert sent(driver, range(1, 9), prompt_tokens=2_000) == ["q1"]
 
 

@@ -217,7 +217,7 @@ def test_only_uncached_tokens_are_reserved_and_charged() -> None:
     sessions.ask("second")
     assert running_of(sessions.find("second")).prefill_tokens == 100
     assert sessions.find("second").prefill_tokens == 100
-    assert sessions.scheduler.ledger["s1"].pending_prefill_tokens == 100
+    assert sessions.scheduler.ledger["s1"].prefills.tokens == 100
     sessions.ask("fresh", (90, 91))
     assert sessions.find("fresh").charged - sessions.find("second").charged == 3_200
 

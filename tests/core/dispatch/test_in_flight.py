@@ -36,7 +36,7 @@ def fleet(count: int) -> ManualDriver:
 
 
 def suspended(driver: ManualDriver) -> set[str]:
-    return {state.spec.replica_id for state in driver.scheduler.ledger if state.suspended}
+    return {state.spec.replica_id for state in driver.scheduler.ledger if state.suspension.active}
 
 
 def fail(driver: ManualDriver, request_id: str, failure: DispatchFailure) -> None:
@@ -135,7 +135,7 @@ def test_a_replica_that_joins_again_has_no_suspensions() -> None:
         driver.report("s0", after_s=20.0)
     driver.join("s0", "only")
     state = driver.scheduler.ledger["s0"]
-    assert (state.suspended, state.suspensions, state.faults) == (False, 0, 0)
+    assert (state.suspension.active, state.suspension.count, state.suspension.faults) == (False, 0, 0)
 
 
 # -- put-backs: one budget, one deadline, backoff, another replica, quarantine ----------------------------

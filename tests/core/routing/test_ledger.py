@@ -242,9 +242,9 @@ def test_loading_an_adapter_does_not_reset_what_was_learned_about_its_engine() -
     driver.join("s1", "short", **limits)
     arrive(driver, "a", 5_000)
     reject(driver, "a", 4_096)
-    limit = driver.scheduler.ledger["s1"].observed
+    limit = driver.scheduler.ledger["s1"].learned.limit
     driver.join("s1", "short", **limits, adapters=("sql",))
     state = driver.scheduler.ledger["s1"]
     assert state.spec.adapters == ("sql",)
-    assert state.observed is limit
+    assert state.learned.limit is limit
     assert driver.scheduler.ledger.context_limit("short") == 4_096

@@ -117,15 +117,15 @@ def test_the_completion_weighs_speed_against_load() -> None:
     speeds, (fast, slow) = pool_of(1.0, 2.0)
     args = (100, 50, 1.0)
     assert speeds.completion(fast, *args) < speeds.completion(slow, *args)
-    fast.pending_prefill_tokens = 50_000
+    fast.prefills.tokens = 50_000
     assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
-    fast.pending_prefill_tokens, fast.in_flight = 0, 200
+    fast.prefills.tokens, fast.in_flight = 0, 200
     assert speeds.completion(fast, *args) > speeds.completion(slow, *args)
 
 
 def test_pending_prefills_count_more_on_a_replica_with_many_requests() -> None:
     speeds, (one, other) = pool_of(1.0, 2.0)
-    one.pending_prefill_tokens = other.pending_prefill_tokens = 10_000
+    one.prefills.tokens = other.prefills.tokens = 10_000
     alone = speeds.completion(one, 100, 50, 1.0)
     one.in_flight = 8
     # Twice the pending tokens, and a decode step that is longer by the eight.
@@ -135,7 +135,7 @@ def test_pending_prefills_count_more_on_a_replica_with_many_requests() -> None:
 def test_the_cost_is_that_of_like_replicas_times_the_slowness() -> None:
     speeds, (fast, slow) = pool_of(1.0, 2.0)
     for each in (fast, slow):
-        each.pending_prefill_tokens, each.in_flight = 400, 3
+        each.prefills.tokens, each.in_flight = 400, 3
     assert (speeds.cost(fast, 100, 1.0), speeds.cost(slow, 100, 1.0)) == (2_000, 4_000)
 
 

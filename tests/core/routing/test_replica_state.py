@@ -55,7 +55,7 @@ def test_one_request_has_its_peak_at_its_end() -> None:
 def test_the_use_grows_with_each_iteration_whether_the_peak_is_forecast_or_not() -> None:
     made = forecast(use(100, 64), use(200, 640, choices=2))
     made.deactivate()
-    made.advance(10.0)
+    made.advance(10.0, 1.0)
     assert made.used() == 100 + 10 + 200 + 2 * 10 + 3 * HALF_BLOCK
 
 
@@ -74,7 +74,7 @@ def test_known_lengths_have_no_spread_and_unknown_ones_do() -> None:
 def test_an_answer_that_outlives_a_point_is_expected_to_become_longer() -> None:
     made = forecast(slow := use(100, 2_000, known=False))
     before = sum(point * weight for point, weight in slow.points.items())
-    made.advance(300)
+    made.advance(300, 1.0)
     assert sum(slow.points.values()) == pytest.approx(1.0)
     assert min(slow.points) > 300
     assert sum(point * weight for point, weight in slow.points.items()) > before
@@ -82,14 +82,14 @@ def test_an_answer_that_outlives_a_point_is_expected_to_become_longer() -> None:
 
 def test_an_answer_past_its_limit_counts_at_its_limit() -> None:
     made = forecast(use(100, 64))
-    made.advance(10_000)
+    made.advance(10_000, 1.0)
     assert made.peak() <= 100 + 64 + 2 * HALF_BLOCK + 8
 
 
 def test_a_forecast_that_was_not_needed_before_knows_the_ages() -> None:
     made = KvForecast()
     made.add(use(100, 128))
-    made.advance(64)
+    made.advance(64, 1.0)
     made.add(use(100, 128))
     assert made.peak() == 0
     made.activate()
@@ -108,7 +108,7 @@ def test_the_peak_is_the_largest_sum_over_the_points(
     made = forecast()
     running: list[KvUse] = []
     for (prompt, output, choices, known), iterations, ends in history:
-        made.advance(iterations)
+        made.advance(made.clock + iterations, 1.0)
         made.add(one := use(prompt, output, choices=choices, known=known))
         running.append(one)
         if ends:

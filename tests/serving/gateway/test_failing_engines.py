@@ -109,7 +109,7 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere() -> None:
         answers += [await send_request(fleet) for _ in range(3)]
         assert {answer.status_code for answer in answers} == {200}
         # Other replicas served the requests, so the first replica is at fault.
-        assert fleet.core.ledger["s0"].suspensions > 0
+        assert fleet.core.ledger["s0"].suspension.count > 0
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])

@@ -50,8 +50,7 @@ class Traffic:
             entry = SimpleNamespace(
                 now=self.now,
                 scheduled=SimpleNamespace(
-                    started_at=self.now,
-                    bypassed=bypassed,
+                    running=SimpleNamespace(started_at=self.now, bypassed=bypassed),
                     request=SimpleNamespace(arrived_at=self.now - took_s),
                     estimate=SimpleNamespace(expected_prompt_tokens=tokens),
                 ),
