@@ -271,12 +271,12 @@ class LiveScheduler:
             entry = self._handle(event, now)
             entry.requests = [self._execute(command, event) for command in entry.commands]
             self._schedule_wakeup()
+            self._journal.append(entry)
             if isinstance(event, ReplicaReported):
+                # It may feed ends of requests, which are later entries.
                 self._gateways.on_report(event)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
-        else:
-            self._journal.append(entry)
 
     def now(self) -> float:
         """Return the time of the loop's timers, made monotonic, as the core requires."""

@@ -4,15 +4,18 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app.core.admission.admission import RESERVED_SHARE
+from serve_app.core.decision_log import read_runs, replay
 from serve_app.core.events import DispatchFailure, Finished
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Granted, SnapshotEnd, Submit
+from serve_app.serving.scheduler.journal import DecisionLogSettings
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
@@ -220,6 +223,26 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     assert [control_plane.live.core.find(name) is None for name in ("r1", "r2", "r3")] == [True, True, False]
     other.end("r3", Outcome.COMPLETED, USAGE)
     await wait_until(lambda: len(control_plane.live.core) == 0)
+
+
+async def test_the_decision_log_of_a_scheduler_that_ends_requests_of_a_lost_gateway_replays(
+    control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    path = tmp_path / "decisions.jsonl"
+    await control_plane.begin(decision_log=DecisionLogSettings(path=str(path)))
+    wire, gateway = await relayed_gateway(control_plane)
+    _, engine = await control_plane.replica("s1")
+    await granted(gateway, "r1")
+    engine.report = replace(engine.report, received=1, running=1)
+    wire.rejects = True
+    wire.cut()
+    await wait_until(lambda: control_plane.live.status()["gateways"] == 0)
+    await asyncio.sleep(2 * FAST.gateway_grace_s)
+    engine.report = replace(engine.report, running=0)
+    await wait_until(lambda: len(control_plane.live.core) == 0)
+    control_plane.live.stop("the end")
+    (run,) = read_runs(path.read_text().splitlines())
+    assert replay(run) is None
 
 
 async def test_a_gateway_that_reconnects_late_finds_its_running_requests(control_plane: ControlPlane) -> None:
