@@ -435,9 +435,14 @@ class FairWork:
         self.tokens = 0
 
     def update(self, tenant: str, tokens: int) -> None:
-        """Record that a tenant's queued tokens changed by `tokens`, or its weight changed."""
+        """Record that a tenant's queued tokens have changed by `tokens`, or that its weight has changed."""
         self.tokens += tokens
-        self._changed.add(tenant)
+        queued = self._queued.get(tenant)
+        if tenant in self._backlogs or (queued is not None and queued.waiting):
+            self._changed.add(tenant)
+        else:
+            # It has left before a query.
+            self._changed.discard(tenant)
 
     def _insert(self, tenant: str, tokens: int, requests: int, weight: float) -> None:
         bucket = _bucket((tokens - tokens / requests) / weight)

@@ -1,5 +1,7 @@
 """Fair shares of tenants, and the work ahead of a request."""
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,10 +186,21 @@ def set_backlog(
 ) -> None:
     """Set the work that a tenant has queued."""
     tenant = queues.setdefault(name, TenantQueues())
-    work.update(name, tokens - tenant.tokens)
+    change = tokens - tenant.tokens
     tenant.tokens, tenant.waiting = tokens, requests
+    work.update(name, change)
     if not requests:
         del queues[name]
+
+
+def test_tenants_that_have_left_are_forgotten_without_a_query() -> None:
+    work, queues = of_weights({})
+    set_backlog(work, queues, "stays", 100, 1)
+    for number in range(1_000):
+        set_backlog(work, queues, f"end-user-{number}", 100, 1)
+        set_backlog(work, queues, f"end-user-{number}", 0, 0)
+    assert len(pickle.dumps(work)) < 2_000
+    assert work.ahead("new") == 100
 
 
 @settings(max_examples=300, deadline=None)
