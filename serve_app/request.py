@@ -337,7 +337,8 @@ class RequestTimes(NamedTuple):
         endpoint: path of the request.
         read_s: from arrival to submission.
         grant_s: from submission to the last grant, or to the end without one.
-        first_token_s: from the grant to the first token; None if the answer is not streamed.
+        first_token_s: from the grant to the first token; None if the answer is not streamed. Negative if the
+            client has received it by an earlier grant.
         engine_s: from the grant to the end in the engine; None if the request ended in the queue.
         engine: the engine's own times; None if it reports none.
     """
@@ -391,13 +392,14 @@ def stages(
 
     Args:
         wait_s: time in the queue, measured by the scheduler.
-        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over.
+        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over. With a
+            first token by an earlier grant, the last engine's time is one stage.
     """
     if read_s is not None and grant_s is not None:
         yield "gateway", read_s
         yield "channel", grant_s - wait_s
     yield "queue", wait_s
-    if first_token_s is not None:
+    if first_token_s is not None and first_token_s >= 0:
         yield "until_first_token", first_token_s
         if engine_s is not None:
             yield "generation", engine_s - first_token_s

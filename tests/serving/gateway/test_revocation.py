@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -439,6 +440,19 @@ async def test_a_stream_continues_after_the_death_of_its_replica(
     assert resuming.dispatcher.outcomes() == [Outcome.COMPLETED]
     found = resuming.dispatcher.events[-1][2]
     assert (found.prompt_tokens, found.output_tokens) == (3, len(WORDS))
+
+
+async def test_the_receipt_of_a_continued_stream_has_no_negative_stage(
+    resuming: GatewayHarness, engine: Continuing
+) -> None:
+    engine.dies, engine.pauses_at = True, 3
+    engine.go.set()
+    wants = {"x-ewsjf-receipt": "1"}
+    answer = await resuming.http.post(CHAT, json=request_body(stream=True), headers=wants)
+    (receipt,) = re.findall(": ewsjf-receipt (.*)", answer.text)
+    stages = json.loads(receipt)["stages_ms"]
+    assert stages.keys() == {"gateway", "channel", "queue", "engine"}
+    assert min(stages.values()) >= 0
 
 
 def without_ids(events: list[Any]) -> list[Any]:
