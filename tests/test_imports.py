@@ -37,10 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Pure modules only compute: time, randomness and everything else are arguments.
 PURE = (
     "core",
-    *(
-        f"engines/model/{name}.py"
-        for name in ("batching", "model", "recent_mean", "sequences", "step_time", "__init__")
-    ),
+    *(f"engines/model/{name}.py" for name in ("model", "step_time", "__init__")),
     "request.py",
     "errors.py",
 )

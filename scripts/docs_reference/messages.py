@@ -15,7 +15,7 @@ from docs_reference.markdown import document, prose, table
 
 _ROOT = Path(inspect.getfile(serve_app)).parent
 _VALUE = "…"
-# Classes whose messages clients and operators see; those of `ValueError` only where settings are checked.
+# Classes whose messages clients and operators see; those of `ValueError` only in settings.
 _SHOWN = frozenset(
     {
         *(
@@ -25,13 +25,14 @@ _SHOWN = frozenset(
             "BudgetExceeded",
             "Conclusion",
             "QueueRejection",
+            "_Condition",
         ),
         *("SettingsError", "ServeAppError", "KeysFileError", "PortError", "StateError"),
         *("EngineError", "EndpointUnreachableError", "ApiError", "ApplicationError"),
         *("ArgumentTypeError", "TraceError", "RecordingError"),
     }
 )
-_CHECKS_SETTINGS = ("settings", "settings_base", "application", "loading", "routes", "spending")
+_CHECKS_SETTINGS = ("settings", "settings_base", "application")
 _MIN_CHARACTERS = 12
 
 
@@ -48,8 +49,8 @@ _AREAS = (
         "Configuration, addresses and stores",
         "From `check`, `serve` and `deploy`, mostly behind the path of a setting.",
         (
-            *("settings", "core/settings", "core/scaling/settings", "serving/autoscaling", "serving/state"),
-            *("serving/gateway/settings", "serving/gateway/routes", "serving/gateway/cors"),
+            *("settings", "core/settings", "core/scaling", "serving/autoscaling", "serving/state"),
+            "serving/gateway/settings",
         ),
     ),
     _Area(
@@ -95,13 +96,24 @@ def messages_page() -> str:
 
 def messages_of(source: str, *, checks_settings: bool = False) -> Iterator[Message]:
     """Yield the messages in the source of a module."""
-    shown = {*_SHOWN, "ValueError"} if checks_settings else _SHOWN
-    for scope in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    of_settings = [
+        function
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef) and any(map(_is_settings, kind.decorator_list))
+        for function in kind.body
+    ]
+    for scope in ast.walk(tree):
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            shown = {*_SHOWN, "ValueError"} if checks_settings or scope in of_settings else _SHOWN
             texts = _local_texts(scope)
             for node in ast.walk(scope):
                 if isinstance(node, ast.Call) and _name(node.func) in shown:
                     yield from (message for argument in node.args for message in _messages(argument, texts))
+
+
+def _is_settings(decorator: ast.expr) -> bool:
+    return _name(decorator.func if isinstance(decorator, ast.Call) else decorator) == "settings"
 
 
 def _order(message: Message) -> tuple[str, Message]:

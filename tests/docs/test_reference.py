@@ -169,8 +169,18 @@ def check(name):
         raise EngineError("cannot read it: " + name)
     raise KeysFileError(f"the store answers: {name}")
     raise RuntimeError("a bug that no operator can repair: see the code")
+
+@settings(block="keys")
+class Keys:
+    def __post_init__(self):
+        raise ValueError(f"no key may be empty, got {self.key}")
+
+class Digest:
+    def __post_init__(self):
+        raise ValueError("a fault of the program, not of a setting")
 """
     assert set(messages_of(source)) == {
+        Message("no key may be empty, got …", ""),
         Message("the file … has no keys", "create one with `ewsjf keys`"),
         Message("the store answers: …", ""),
     }

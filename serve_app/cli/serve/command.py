@@ -148,7 +148,7 @@ def _page(url: str, api_key: str | None) -> PageResponse:
         raise ServeAppError(
             f"{url} returned {answer}: pass --api-key-env with the environment variable that holds its key"
         )
-    return PageResponse(200 if answer.is_success else answer.status, answer.body, {})
+    return PageResponse(200 if answer.is_success else answer.status, answer.body)
 
 
 # -- pools in front of running servers ---------------------------------------------------------------------

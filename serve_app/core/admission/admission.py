@@ -488,10 +488,9 @@ class Admission:
 
     def expiry_conclusion(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
         """Return the conclusion of a request whose queue timeout has ended."""
-        request = scheduled.request
         if self.outages.all_down(scheduled.pools):
-            return self._no_replica(request, scheduled.pools, now)
-        message = describe_expiry(request, scheduled, now)
+            return self._no_replica(scheduled.request, scheduled.pools, now)
+        message = describe_expiry(scheduled, now)
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
 
     def overdue_conclusion(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:

@@ -68,7 +68,7 @@ from serve_app.core.routing.observed import AnswerStart
 from serve_app.core.routing.replica_state import KvUse, PrefillClass, ReplicaState, Running
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Request, Usage
+from serve_app.request import Usage
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
 # Jitter of the backoff, so that requests that failed together are not retried together.
@@ -141,9 +141,9 @@ def retry_limit_conclusion(
     return Conclusion(Outcome.FAILED, message)
 
 
-def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
+def describe_expiry(scheduled: ScheduledRequest, now: float) -> str:
     """Describe an expired request for its client: its wait, the main cause and its put-backs."""
-    text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
+    text = f"the queue timeout of the request ended after {now - scheduled.request.arrived_at:.1f} s"
     attempts = scheduled.attempts
     if not attempts.put_backs:
         waited = wait_breakdown(scheduled, now)

@@ -210,12 +210,12 @@ class SubQueue:
         first: its head; None if it is empty.
     """
 
-    __slots__ = ("_heap", "_live", "first", "group", "key", "length_queue", "pools")
+    __slots__ = ("_heap", "_live", "first", "group", "key", "pools")
 
     def __init__(self, key: SubQueueKey, group: HeadGroup) -> None:
         self.key = key
         self.group = group
-        self.length_queue, self.pools = key[:2]
+        self.pools = key[1]
         self.first: ScheduledRequest | None = None
         self._heap: list[tuple[OrderKey, ScheduledRequest]] = []
         self._live: dict[str, OrderKey] = {}
@@ -500,6 +500,8 @@ class RequestQueue:
 
     def starved_classes(self, now: float) -> set[PriorityClass]:
         """Return the classes with a request that has waited longer than its starvation bound."""
+        if not self.waiting:
+            return set()
         return {group.priority for group in self.groups if group.first_starved(now) is not None}
 
     def tenant_queues(self, request: Request) -> TenantQueues | None:

@@ -175,11 +175,10 @@ def reported_context_limit(message: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PageResponse:
-    """Response to a request for a control page. Header names are in lower case."""
+    """Response to a request for a control page."""
 
     status: int
     body: bytes
-    headers: Mapping[str, str]
 
 
 _MODELS = "/v1/models"

@@ -76,7 +76,7 @@ class ControlClient:
                             raise EndpointUnreachableError(
                                 f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes"
                             )
-                    return PageResponse(response.status, bytes(body), {})
+                    return PageResponse(response.status, bytes(body))
         except TimeoutError as exc:
             raise EndpointUnreachableError(
                 f"{self._url}{path} gave no answer in {self._timeout_s:g} s"

@@ -22,8 +22,8 @@ def server(pages: Mapping[str, object], *, log: list[str] | None = None) -> Get:
             log.append(path)
         page = pages.get(path, 404)
         if isinstance(page, int):
-            return PageResponse(page, b'{"error": "no such page"}', {})
-        return PageResponse(200, page if isinstance(page, bytes) else json.dumps(page).encode(), {})
+            return PageResponse(page, b'{"error": "no such page"}')
+        return PageResponse(200, page if isinstance(page, bytes) else json.dumps(page).encode())
 
     return get
 

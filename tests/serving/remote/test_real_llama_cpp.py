@@ -78,7 +78,7 @@ async def _is_healthy(client: httpx.AsyncClient) -> bool:
 async def described(client: httpx.AsyncClient) -> EngineServer:
     async def get(path: str) -> PageResponse:
         answer = await client.get(path)
-        return PageResponse(answer.status_code, answer.content, {})
+        return PageResponse(answer.status_code, answer.content)
 
     return await identify(get)
 
