@@ -3,17 +3,13 @@
 import ast
 import json
 import re
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import yaml
 
 from tests.docs.fragments import check_application, check_fragment
 from tests.docs.marks import BlockError, Mark
-from tests.docs.names import check_metrics
-
-_OURS = ("serve_app", "experiments")
+from tests.docs.names import check_metrics, check_module
 
 
 def check_python(text: str) -> None:
@@ -27,25 +23,10 @@ def check_python(text: str) -> None:
     except SyntaxError as exc:
         raise BlockError(f"line {exc.lineno} of the block: {exc.msg}") from exc
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _OURS:
-            module = _module(node.module or "")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                if not hasattr(module, alias.name):
-                    _module(f"{node.module}.{alias.name}")
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] in _OURS:
-                    _module(alias.name)
-
-
-def _module(name: str) -> Any:
-    try:
-        found = find_spec(name) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise BlockError(f"{name} does not exist")
-    return import_module(name)
+                check_module(package + alias.name)
 
 
 def check_yaml(text: str, mark: Mark) -> None:

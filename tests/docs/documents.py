@@ -17,19 +17,9 @@ _PARSER = MarkdownIt("commonmark").enable("table")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeBlock:
-    """A fenced or indented block of code.
-
-    Attributes:
-        language: the first word after the fence; empty for an indented block.
-        mark: text of the comment `<!-- test: ... -->` directly before the block; empty without one.
-    """
-
+class _Part:
     document: str
     line: int
-    language: str
-    text: str
-    mark: str
 
     @property
     def place(self) -> str:
@@ -38,7 +28,21 @@ class CodeBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class CodeBlock(_Part):
+    """A fenced or indented block of code.
+
+    Attributes:
+        language: the first word after the fence; empty for an indented block.
+        mark: text of the comment `<!-- test: ... -->` directly before the block; empty without one.
+    """
+
+    language: str
+    text: str
+    mark: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage(_Part):
     """A paragraph, the text of a list item, a heading, or a row of a table.
 
     Attributes:
@@ -48,17 +52,10 @@ class Passage:
         links: targets of links and images.
     """
 
-    document: str
-    line: int
     kind: str
     text: str
     code: tuple[str, ...]
     links: tuple[str, ...]
-
-    @property
-    def place(self) -> str:
-        """Return file and line, as editors and terminals link them."""
-        return f"{self.document}:{self.line}"
 
 
 def documents() -> list[str]:
@@ -96,13 +93,12 @@ def blocks_in(document: str, text: str) -> Iterator[CodeBlock]:
 @cache
 def passages(document: str) -> tuple[Passage, ...]:
     """Return all passages, in order."""
-    return tuple(passages_in(document, (ROOT / document).read_text(encoding="utf-8")))
+    return tuple(_passages_in(document))
 
 
-def passages_in(document: str, text: str) -> Iterator[Passage]:
-    """Yield the passages of a text."""
+def _passages_in(document: str) -> Iterator[Passage]:
     around: list[str] = []
-    for token in _PARSER.parse(text):
+    for token in _PARSER.parse((ROOT / document).read_text(encoding="utf-8")):
         if token.nesting:
             around = [*around, token.type] if token.nesting > 0 else around[:-1]
         elif token.type == "inline":

@@ -51,11 +51,6 @@ def check_application(content: Mapping[str, Any]) -> None:
             raise BlockError(str(exc)) from exc
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Parse the arguments of an application."""
-    check_application({"applications": [{"import_path": "serve_app.app:build_app", "args": dict(arguments)}]})
-
-
 def check_fragment(fragment: object, path: str) -> None:
     """Insert a fragment at `args` or a path below it, such as `models[0].scheduler`, and parse the result.
 

@@ -3,11 +3,14 @@
 import re
 from dataclasses import dataclass
 
-_MARK = re.compile(
-    r"(?P<word>run|settings|parse|gpu|cloud)"
-    r"(?: with (?P<arguments>.+)| under (?P<path>\S+)|, (?P<reason>.+))?\Z",
-    re.DOTALL,
-)
+# What may follow each word; the group is the detail.
+_FORMS = {
+    "run": r"(?: with (.+))?",
+    "settings": r" under (\S+)",
+    "parse": r", (.+)",
+    "gpu": r"(?:, (.+))?",
+    "cloud": r"(?:, (.+))?",
+}
 
 
 class BlockError(AssertionError):
@@ -40,15 +43,10 @@ def parse_mark(text: str) -> Mark:
     """
     if not text:
         return Mark()
-    found = _MARK.match(text)
-    if found is None:
-        raise BlockError(f"`test: {text}` is no mark: use run, settings under PATH, parse, gpu or cloud")
-    given = {name for name in ("arguments", "path", "reason") if found[name]}
-    allowed = {"run": {"arguments"}, "settings": {"path"}}.get(found["word"], {"reason"})
-    needed = {"settings": {"path"}, "parse": {"reason"}}.get(found["word"], set())
-    if not needed <= given <= allowed:
-        raise BlockError(
-            f"`test: {text}` is no mark: write `run`, `run with ARGUMENTS`, `settings under PATH`, "
-            "`parse, REASON`, `gpu` or `cloud`"
-        )
-    return Mark(found["word"], next((found[name] for name in given), ""))
+    for word, form in _FORMS.items():
+        if found := re.fullmatch(word + form, text, re.DOTALL):
+            return Mark(word, found[1] or "")
+    raise BlockError(
+        f"`test: {text}` is no mark: write `run`, `run with ARGUMENTS`, `settings under PATH`, "
+        "`parse, REASON`, `gpu` or `cloud`"
+    )

@@ -1,9 +1,8 @@
 """Names in documents that must exist: metrics, settings, files, modules."""
 
+import pkgutil
 import re
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 
 from docs_reference.metrics import metric_names
 from docs_reference.settings_tree import blocks
@@ -15,7 +14,7 @@ _METRIC = re.compile(r"\bewsjf_[a-z0-9_]*[a-z0-9](?![a-z0-9_*])")
 _SAMPLE = re.compile(r"_(bucket|sum|count)$")
 _SETTING = re.compile(r"[a-z_0-9]+(?:\[[0-9]*\])?(?:\.[a-z_0-9]+(?:\[[0-9]*\])?)+\Z")
 _FILE = re.compile(r"[\w.<>*-]+(?:/[\w.<>*-]+)+/?\Z")
-_MODULE = re.compile(r"serve_app(?:\.[A-Za-z_]\w*)+(?::\w+)?\Z")
+_MODULE = re.compile(r"(?:serve_app|experiments)(?:\.[A-Za-z_]\w*)*(?::\w+)?\Z")
 _SUFFIXES = (".py", ".md", ".yaml", ".toml", ".json", ".jsonl", ".txt", ".sh", ".csv", ".env", ".log")
 # Created by programs, so they need not exist.
 _MADE = ("build/", "out/", "models/", ".venv/", ".cache/")
@@ -88,24 +87,13 @@ def check_file(text: str) -> None:
 
 
 def check_module(text: str) -> None:
-    """Check that a dotted name of the package is a module, or a name in one.
+    """Check that a dotted name of ours is a module, or a name in one.
 
     Raises:
         BlockError: it is not.
     """
-    if not _MODULE.match(text):
-        return
-    parts = text.replace(":", ".").split(".")
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
+    if _MODULE.match(text):
         try:
-            found = find_spec(name) is not None
-        except ModuleNotFoundError:
-            found = False
-        if found:
-            listening_process: object = import_module(name)
-            for part in parts[end:]:
-                if not hasattr(listening_process, part):
-                    raise BlockError(f"{name} has no {part}")
-                listening_process = getattr(listening_process, part)
-            return
+            pkgutil.resolve_name(text)
+        except (ImportError, AttributeError) as exc:
+            raise BlockError(f"{text} does not exist") from exc

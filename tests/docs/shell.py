@@ -9,15 +9,12 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from serve_app import cli
 from serve_app.cli.command import CommandParser
-from serve_app.errors import SettingsError
-from serve_app.settings.application import load_settings
 from tests.docs.documents import ROOT
 from tests.docs.marks import BlockError
 
@@ -133,25 +130,7 @@ def _rule(words: list[str]) -> Rule | None:
     name = words[0].removeprefix("./").removeprefix(".venv/bin/")
     if name.startswith(("scripts/", "experiments/")):
         return _check_script
-    if name == "python" and words[1:2] == ["-m"]:
-        return _MODULES.get("".join(words[2:3]).partition(".")[0])
     return _RULES.get(name)
-
-
-def _check_python(words: list[str]) -> None:
-    if len(words) > 1 and (ROOT / words[1]).is_file():
-        return _check_options(ROOT / words[1], words[2:])
-    raise BlockError(f"{' '.join(words)}: no rule for this use of python")
-
-
-def _check_module(words: list[str]) -> None:
-    name = words[2]
-    if name == "serve_app":
-        return _check_own(words[2:])
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        raise BlockError(f"there is no module {name}")
-    return _check_options(Path(spec.origin), words[3:])
 
 
 def _check_own(words: list[str]) -> None:
@@ -184,9 +163,7 @@ def _check_script(words: list[str]) -> None:
     if path.name == "test":
         return _check_pytest(words)
     if path.name == "serve":
-        if "--endpoints" in words:
-            return _check_own(["serve_app", "serve", *words[1:]])
-        return _check_click(["serve", "run", *(words[1:] or ["configs/local.yaml"])])
+        return _check_own(["ewsjf", "serve", *(words[1:] or ["configs/local.yaml"])])
     return _check_options(path, words[1:])
 
 
@@ -216,26 +193,13 @@ def _project() -> Mapping[str, dict[str, dict[str, dict[str, list[str]]]]]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def _check_configurations(words: list[str]) -> None:
-    for word in words:
-        if word.endswith(".yaml") and (ROOT / word).exists():
-            try:
-                load_settings(ROOT / word)
-            except SettingsError as exc:
-                raise BlockError(f"{word}: {exc}") from exc
+def _check_ray(words: list[str]) -> None:
+    """Parse the arguments of `ray` with its own parser."""
+    from ray.scripts.scripts import cli as program  # takes seconds, for few blocks
 
-
-def _check_click(words: list[str]) -> None:
-    """Parse the arguments of `serve` and `ray` with Ray's own parsers."""
-    if words[0] == "serve":
-        from ray.serve.scripts import cli as program  # takes seconds, for few blocks
-
-        _check_configurations(words[2:])
-    else:
-        from ray.scripts.scripts import cli as program
     command = program.commands.get(words[1]) if len(words) > 1 else None
     if command is None:
-        raise BlockError(f"{words[0]} has no such command: {' '.join(words)}")
+        raise BlockError(f"there is no such command: {' '.join(words)}")
     try:
         command.make_context(words[1], words[2:], resilient_parsing=False)
     except click.ClickException as exc:
@@ -248,18 +212,7 @@ def _check_curl(words: list[str]) -> None:
 
 
 _RULES: Mapping[str, Rule] = {
-    "python": _check_python,
     "ewsjf": _check_own,
-    "serve": _check_click,
-    "ray": _check_click,
+    "ray": _check_ray,
     "curl": _check_curl,
-    "pytest": _check_pytest,
-}
-
-# Packages whose modules `python -m` can run.
-_MODULES: Mapping[str, Rule] = {
-    "serve_app": _check_module,
-    "experiments": _check_module,
-    "pip": lambda _: None,
-    "venv": lambda _: None,
 }

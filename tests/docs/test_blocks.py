@@ -16,7 +16,7 @@ import pytest
 from serve_app import cli
 from tests.docs import code, documents, shell
 from tests.docs.documents import ROOT, CodeBlock, blocks_in, code_blocks
-from tests.docs.marks import BlockError, Mark, parse_mark
+from tests.docs.marks import BlockError, parse_mark
 from tests.e2e.served import shared
 
 BLOCKS = [block for document in documents.documents() for block in code_blocks(document)]
@@ -151,7 +151,8 @@ WRONG = {
     "a sub-command that a script does not have": _fenced("console", "$ scripts/docs publish"),
     "a marker of tests that does not exist": _fenced("console", "$ scripts/test -m quick"),
     "an unknown program": _fenced("console", "$ launch --all"),
-    "an option that Ray does not have": _fenced("console", "$ serve run --fast configs/local.yaml"),
+    "an option that Ray does not have": _fenced("console", "$ ray up --fast cluster.yaml"),
+    "an option that `ewsjf serve` does not have": _fenced("console", "$ scripts/serve --fast"),
     "a request to nowhere": _fenced("console", "$ curl http://gateway.example/v1/models"),
     "a request and something else": _fenced("console", "$ scripts/serve\n$ curl http://127.0.0.1:8000/ready"),
     "no prompt": _fenced("console", "scripts/serve"),
@@ -222,38 +223,26 @@ def test_extra_arguments_belong_to_each_command_that_is_run(tmp_path: Path) -> N
     assert _run(block, block.text, tmp_path).stdout == "one two\nthree two\n"
 
 
-def test_a_mark_is_parsed_into_word_and_detail() -> None:
-    assert parse_mark("gpu") == Mark("gpu", "")
-    assert parse_mark("parse, it needs a cluster") == Mark("parse", "it needs a cluster")
-    assert parse_mark("settings under models[0].scheduler") == Mark("settings", "models[0].scheduler")
-
-
 # -- outputs of commands in documents and `--help`: only in ignored folders or outside the checkout -------
 
 _OUTPUTS = ("json", "html", "records", "log", "out", "save_partition")
-_OWN = re.compile(r"\s*(?:\.venv/bin/)?ewsjf (.*)", re.DOTALL)
+_OWN = re.compile(r"(?:\.venv/bin/)?ewsjf ")
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """Yield the place of every shown command of ours, and its arguments."""
-    for document in documents.documents():
-        for block in code_blocks(document):
-            if block.language == "console":
-                for command in shell.commands(block.text):
-                    yield block.place, command
+    """Yield the place of every shown command of ours, and the command."""
+    for block in BLOCKS:
+        if block.language == "console":
+            for command in shell.commands(block.text):
+                yield block.place, command.replace("\\\n", " ")
     for own in cli.COMMANDS:
         for command in own.load().example.replace("\\\n", " ").splitlines():
-            yield f"{own.name} --help", command
+            yield f"{own.name} --help", command.strip()
 
 
-SHOWN = [
-    (place, own[1])
-    for place, command in shown_commands()
-    if (own := _OWN.match(command.replace("\\\n", " ")))
-]
-
-
-def written_by(arguments: list[str]) -> list[Path]:
+def written_by(command: str) -> list[Path]:
+    """Return the relative paths of files that a command writes."""
+    _, *arguments = shlex.split(command, comments=True)
     redirected = []
     if ">" in arguments:
         place = arguments.index(">")
@@ -263,16 +252,14 @@ def written_by(arguments: list[str]) -> list[Path]:
     return [path for path in given if isinstance(path, Path) and not path.is_absolute()]
 
 
-@pytest.mark.parametrize(("place", "command"), SHOWN, ids=[place for place, _ in SHOWN])
-def test_its_outputs_are_ignored_by_git(place: str, command: str) -> None:
-    arguments = shlex.split(command, comments=True)
-    for path in written_by(arguments):
+def test_outputs_of_shown_commands_are_ignored_by_git() -> None:
+    written = [
+        (place, path) for place, own in shown_commands() if _OWN.match(own) for path in written_by(own)
+    ]
+    assert len(written) >= 5
+    for place, path in written:
         # A path below the folder, because a pattern such as `out/` matches only folders.
         ignored = subprocess.run(
             ["git", "-C", str(ROOT), "check-ignore", "-q", str(path / "file")], check=False
         )
         assert ignored.returncode == 0, f"{place}: {path} would show up in `git status`: write to out/"
-
-
-def test_outputs_are_found() -> None:
-    assert sum(bool(written_by(shlex.split(command, comments=True))) for _, command in SHOWN) >= 5
