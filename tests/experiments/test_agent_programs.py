@@ -12,6 +12,7 @@ import pytest
 from experiments.agents.programs import (
     BLOCK_TOKENS,
     Program,
+    Turn,
     generate_programs,
     load_programs,
     shuffled,
@@ -61,42 +62,39 @@ def test_the_ids_of_a_program_start_at_its_number() -> None:
     assert not ours & theirs
 
 
-def test_ids_are_rebuilt_along_chained_references() -> None:
-    program = Program(
-        "p",
-        (
+BLOCKS: dict[str, tuple[list[Turn], list[tuple[int, ...]]]] = {
+    "references are chained": (
+        [
             turn(200),  # 3 blocks: 0, 1, 2
             turn(330, after=(0,), known=2),  # Row 0 up to 1, and 3, 4, 5.
             turn(400, after=(1,), source=1, known=4),  # Row 1 up to 4, and 6, 7.
             turn(130, after=(2,), source=2, known=1),  # Row 0's first block, and 8.
-        ),
-    )
-    assert program.block_ids(0) == [(0, 1, 2), (0, 1, 3, 4, 5), (0, 1, 3, 4, 6, 7), (0, 8)]
+        ],
+        [(0, 1, 2), (0, 1, 3, 4, 5), (0, 1, 3, 4, 6, 7), (0, 8)],
+    ),
+    # The first turn ends at 200 + 130 = 330 tokens: 5 whole blocks.
+    "an answer has blocks of the next prompt": (
+        [turn(200, 130), turn(470, after=(0,), known=3)],
+        [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6)],
+    ),
+    "an answer is longer than the next prompt": (
+        [turn(200, 5_000), turn(300, after=(0,), known=3)],
+        [(0, 1, 2, 3), (0, 1, 2, 3)],
+    ),
+    "the first prompt behind it continues an answer": (
+        [turn(192, 128), turn(320, after=(0,), known=3), turn(384, after=(0,), known=3, session=1)],
+        [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (0, 1, 2, 5, 6, 7)],
+    ),
+    "a prompt without the whole prompt before it has not its answer": (
+        [turn(200, 130), turn(470, after=(0,), known=2)],
+        [(0, 1, 2), (0, 1, 3, 4, 5, 6, 7)],
+    ),
+}
 
 
-def test_the_blocks_of_an_answer_are_those_of_the_next_prompt() -> None:
-    # The first turn ends at 200 + 130 = 330 tokens: 5 whole blocks. The next prompt has 7.
-    program = Program("p", (turn(200, 130), turn(470, after=(0,), known=3)))
-    first, second = program.block_ids(0)
-    assert second == (0, 1, 2, 3, 4, 5, 6)
-    assert first == second[:5]
-
-
-def test_an_answer_longer_than_the_next_prompt_has_the_blocks_of_that_prompt() -> None:
-    program = Program("p", (turn(200, 5_000), turn(300, after=(0,), known=3)))
-    assert program.block_ids(0) == [(0, 1, 2, 3), (0, 1, 2, 3)]
-
-
-def test_an_answer_is_continued_by_the_first_prompt_behind_it() -> None:
-    program = Program(
-        "p", (turn(192, 128), turn(320, after=(0,), known=3), turn(384, after=(0,), known=3, session=1))
-    )
-    assert program.block_ids(0) == [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (0, 1, 2, 5, 6, 7)]
-
-
-def test_a_prompt_without_the_whole_prompt_before_it_has_not_its_answer() -> None:
-    program = Program("p", (turn(200, 130), turn(470, after=(0,), known=2)))
-    assert program.block_ids(0)[0] == (0, 1, 2)
+@pytest.mark.parametrize(("turns", "ids"), BLOCKS.values(), ids=BLOCKS)
+def test_block_ids_follow_the_references(turns: list[Turn], ids: list[tuple[int, ...]]) -> None:
+    assert Program("p", tuple(turns)).block_ids(0) == ids
 
 
 def test_generated_turns_start_with_the_known_ids_of_their_source() -> None:

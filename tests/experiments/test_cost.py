@@ -6,23 +6,24 @@ from typing import Any
 import pytest
 
 from experiments.common.rows import Row
-from experiments.cost.tables import PICTURES, TABLES, prices_us
+from experiments.cost.tables import prices_us
 from experiments.cost.variants import BASE, CONTROL, VARIANTS
 from experiments.overhead.system import Endpoints
 from serve_app.core.settings_base import plain
-from serve_app.settings.application import settings_of
+from serve_app.settings.application import ApplicationSettings, settings_of
 from tests.experiments.builders import row
 
 ENDPOINTS = Endpoints((9_001, 9_002))
 
 
+def resolved(name: str) -> ApplicationSettings:
+    (application,) = VARIANTS[name].configuration(ENDPOINTS, "/folder")["applications"]
+    return settings_of(application["args"])
+
+
 def changed(name: str) -> dict[str, Any]:
     """Return the settings of a variant that differ from the base, by their path."""
-    found = []
-    for each in (BASE, name):
-        (application,) = VARIANTS[each].configuration(ENDPOINTS, "/folder")["applications"]
-        found.append(dict(leaves(plain(settings_of(application["args"])), "")))
-    base, variant = found
+    base, variant = (dict(leaves(plain(resolved(each)), "")) for each in (BASE, name))
     # What gateways know of the models is derived from these.
     paths = {*base, *variant} - {"gateway.models"}
     return {path: variant.get(path) for path in paths if base.get(path) != variant.get(path)}
@@ -39,6 +40,12 @@ def leaves(value: Any, path: str) -> Any:
         yield path, value
 
 
+def test_the_base_has_one_key_and_two_pools() -> None:
+    base = resolved(BASE)
+    assert [key.tenant for key in base.gateway.keys] == ["bench-0"]
+    assert [pool.name for pool in base.models[0].pools] == ["short", "long"]
+
+
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.setting])
 def test_a_variant_differs_from_the_base_only_in_the_setting_of_its_table(name: str) -> None:
     setting = VARIANTS[name].setting.replace(".advanced", "")
@@ -50,7 +57,8 @@ def test_a_variant_differs_from_the_base_only_in_the_setting_of_its_table(name: 
 def test_other_variants_differ_in_their_keys_or_in_nothing() -> None:
     assert changed(CONTROL) == {}
     assert changed("100 programs") == {}
-    assert len(changed("1,000 tenants")["gateway.keys"]) == 1_000
+    keys = changed("1,000 tenants")["gateway.keys"]
+    assert {key["tenant"] for key in keys} == {f"bench-{number}" for number in range(1_000)}
 
 
 def figures(gateway: Sequence[float], scheduler: Sequence[float]) -> dict[str, Any]:
@@ -68,40 +76,3 @@ def test_the_price_of_a_feature_is_what_it_adds_whichever_side_has_it() -> None:
     assert prices_us(feature_row("keys", dear, cheap)) == pytest.approx([50, 100])
     assert prices_us(feature_row("decision log", cheap, dear)) == pytest.approx([50, 100])
     assert prices_us(feature_row("decision log", cheap, dear), ("scheduler",)) == pytest.approx([50, 0])
-
-
-def test_the_table_lists_features_by_their_price_and_no_tenants() -> None:
-    cheap, dear = figures([0.2, 0.2], [0.1, 0.1]), figures([0.3, 0.3], [0.2, 0.2])
-    rows = [
-        feature_row("keys", cheap, cheap),
-        feature_row("decision log", cheap, dear),
-        feature_row("10 tenants", cheap, dear),
-    ]
-    lines = TABLES["features"].written(rows).splitlines()
-    assert lines[2:4] == [
-        "| decision log | `models[].decision_log` | 200 ± 0 |",
-        "| keys | `gateway.keys` | 0 ± 0 |",
-    ]
-    assert "The default configuration costs: small 300 µs." in lines[5]
-
-
-def test_the_picture_has_a_panel_for_each_sweep() -> None:
-    rows = [
-        row({"part": part, "value": value}, figures([value / 1_000], [0.05]))
-        for part in ("chunks", "body_bytes")
-        for value in (111, 4_000)
-    ]
-    rows += [
-        feature_row(name, figures([0.25], [0.125]), figures([0.375], [0.5]))
-        for name in ("10 tenants", "1,000 tenants", "100 programs", "1,000 programs")
-    ]
-    core = {"events_us": {"arrival": {"mean": 70.0}}, "all_us": 500.0, "requests": 2}
-    ceiling = [
-        row({"part": "events", "replicas": 10}, core),
-        row({"part": "waiting", "waiting": 100}, core),
-    ]
-    (picture,) = PICTURES.values()
-    svg = picture({"cost": rows, "ceiling": ceiling}.__getitem__)
-    assert svg.count('class="title"') == 5
-    for text in ("gateway", "scheduler", "0.11", "4", "111", "4,000", "0.07", "0.25", "1,000"):
-        assert f">{text}</text>" in svg, text

@@ -1,9 +1,9 @@
 """Overhead experiment: its client, light engines and forwarders."""
 
-import threading
+import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +12,7 @@ from experiments.common.light_endpoint import LightServers, started_light_server
 from experiments.overhead.client import Client, Load, key_of, started_client
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
 from experiments.overhead.system import Endpoints, next_port
+from tests.experiments.scripted import document, scripted
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +57,22 @@ def test_a_paced_stream_arrives_chunk_by_chunk(
     assert played.first_p50_ms < 35
 
 
-class Recorder(BaseHTTPRequestHandler):
-    """Records the key and the session of each request."""
-
-    protocol_version = "HTTP/1.1"
-    seen: set[tuple[str, str]]
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.seen.add((self.headers["authorization"], self.headers.get("x-session-id", "")))
-        self.send_response(200)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.mark.parametrize(("tenants", "sessions"), [(1, 0), (3, 0), (1, 2)])
-def test_requests_use_every_key_and_session_in_turn(tenants: int, sessions: int, client: Client) -> None:
-    Recorder.seen = set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        client.play(replace(load(url, clients=2), tenants=tenants, sessions=sessions))
-        server.shutdown()
-    assert {key for key, _ in Recorder.seen} == {f"Bearer {key_of(number)}" for number in range(tenants)}
-    names = {f"session-{number:06}" for number in range(sessions)} or {""}
-    assert {session for _, session in Recorder.seen} == names
+async def test_requests_use_every_key_and_session_in_turn(
+    tenants: int, sessions: int, client: Client
+) -> None:
+    async with scripted(document(200, {})) as server:
+        await asyncio.to_thread(
+            client.play, replace(load(server.url, clients=2), tenants=tenants, sessions=sessions)
+        )
+    heads = [
+        {name.lower(): value for name, value in re.findall(r"([\w-]+): (.*)\r", head.decode())}
+        for head in server.heads
+    ]
+    keys = {head["authorization"] for head in heads}
+    assert keys == {f"Bearer {key_of(number)}" for number in range(tenants)}
+    names: set[str | None] = {f"session-{number:06}" for number in range(sessions)} or {None}
+    assert {head.get("x-session-id") for head in heads} == names
 
 
 @pytest.mark.parametrize(("body_bytes", "chunks"), [(100, 0), (100, 8), (4_000_000, 0)])

@@ -1,14 +1,9 @@
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from experiments.planning.run import MixGrid, write_mix
-from experiments.planning.tables import TABLES
 from serve_app.lab.workloads import WorkloadSettings, resolve
-from tests.experiments.builders import row
 
 GRID = MixGrid(
     profile="laptop",
@@ -37,26 +32,3 @@ def test_the_grid_plans_every_combination_under_a_name_of_its_own() -> None:
     assert len({case.name for case in cases}) == len(cases) == 4
     assert cases[0].title == "300 + 150 and 3,000 + 150, 10% long"
     assert cases[0].b_short_tokens == ((450 + 3_150) // 2,)
-
-
-def _fleet(gpus: int, **more: Any) -> dict[str, Any]:
-    return {"gpus": gpus, "p99_ttft_s": 1.0, **more}
-
-
-def _plan(fleets: Mapping[str, Any]) -> Any:
-    return replace(row({"case": "one"}, {"fleets": fleets}), settings={"title": "a demand"})
-
-
-def test_a_fleet_that_does_not_exist_is_named_and_nothing_is_compared_with_it() -> None:
-    one = _plan({"paged-homogeneous": _fleet(8)})
-    assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - | - |" in TABLES[
-        "cases"
-    ].written([one])
-
-
-def test_dollars_have_the_resolution_of_their_saving_and_the_printed_figure() -> None:
-    saving = {"simulated": -0.25, "resolution": 0.05}
-    pools = _fleet(10, savings={"paged-homogeneous": saving})
-    paged = _fleet(8, usd_per_hour=1_000.0)
-    plan = replace(_plan({"paged-homogeneous": paged, "pools": pools}), key={"case": "lmsys-mi300x"})
-    assert "| a demand | - | -2.19 ± 0.44 M | 15.4 M |" in TABLES["dollars"].written([plan])

@@ -1,6 +1,7 @@
 """The experiment `policies`: its grid, its rows and tables, and its disturbances."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -25,9 +26,10 @@ SMALL = PolicyGrid(
     profiles=("laptop",),
     replicas=1,
     seeds=2,
-    requests=100,
+    requests=80,
     variants={
         "fcfs": PolicyVariant(),
+        "oracle": PolicyVariant(),
         "chunked": PolicyVariant(policy="fcfs", engine=EngineChanges(long_prefill_token_threshold=64)),
     },
     cases=(
@@ -41,7 +43,7 @@ SMALL = PolicyGrid(
 def test_every_variant_meets_every_load_with_every_seed_at_one_rate() -> None:
     cells = list(cells_of(SMALL))
     plan = planned(SMALL, cells, jobs=1)
-    assert sum(map(len, plan)) == 2 * 2 * 2 + 2 * 2
+    assert sum(map(len, plan)) == 3 * 2 * 2 + 3 * 2
     rates: dict[tuple[str, float, int], set[float | None]] = {}
     for cell, runs in zip(cells, plan, strict=True):
         assert [run.seed for run in runs] == [0, 1]
@@ -91,18 +93,7 @@ def test_a_file_that_is_no_grid_is_rejected_by_name(text: str, message: str, tmp
 
 # -- contents of rows, resumption, and tables -------------------------------------------------------------
 
-GRID = PolicyGrid(
-    profiles=("laptop",),
-    replicas=1,
-    seeds=2,
-    requests=80,
-    variants={
-        "fcfs": PolicyVariant(),
-        "oracle": PolicyVariant(),
-        "chunked": PolicyVariant(policy="fcfs", engine=EngineChanges(long_prefill_token_threshold=64)),
-    },
-    cases=(PolicyCase(trace="paper-mix", loads=(0.5, 1.0)),),
-)
+GRID = replace(SMALL, cases=SMALL.cases[:1])
 EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)
 
 
@@ -130,15 +121,8 @@ def test_an_interrupted_grid_resumes(tmp_path: Path) -> None:
 
 
 def test_a_row_has_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None:
-    only_fcfs = PolicyGrid(
-        profiles=("laptop",),
-        replicas=2,
-        seeds=2,
-        requests=60,
-        variants=GRID.variants,
-        cases=(PolicyCase(trace="paper-mix", loads=(0.5,), variants=("chunked",)),),
-    )
-    (row,) = play_grid(only_fcfs, Context(jobs=1))
+    case = PolicyCase(trace="paper-mix", loads=(0.5,), variants=("chunked",))
+    (row,) = play_grid(replace(SMALL, replicas=2, requests=60, cases=(case,)), Context(jobs=1))
     assert row.key == {"case": "paper-mix", "profile": "laptop", "load": 0.5, "policy": "chunked"}
     assert list(row.seeds) == [0, 1]
     assert row.figures["requests"] == row.figures["completed"] == [60, 60]
@@ -151,14 +135,8 @@ def test_a_row_has_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None
 
 @pytest.mark.slow
 def test_a_row_of_a_point_has_the_figures_of_every_orders_own_row() -> None:
-    small = PolicyGrid(
-        profiles=("laptop",),
-        replicas=1,
-        seeds=2,
-        requests=60,
-        variants={"fcfs": PolicyVariant(), "ewsjf, no bound": PolicyVariant(policy="ewsjf")},
-        cases=(PolicyCase(trace="paper-mix", loads=(0.5, 1.0)),),
-    )
+    variants = {"fcfs": PolicyVariant(), "ewsjf, no bound": PolicyVariant(policy="ewsjf")}
+    small = replace(GRID, requests=60, variants=variants)
     single = list(play_grid(small, Context(jobs=1)))
     points = list(play_points(small, Context(jobs=1)))
     assert [one.key["load"] for one in points] == [0.5, 1.0]

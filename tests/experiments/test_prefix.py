@@ -2,8 +2,9 @@
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
-import numpy as np
 import pytest
 
 from experiments.common.experiment import Context
@@ -19,18 +20,25 @@ from experiments.prefix.run import (
 )
 from experiments.prefix.sessions import SESSIONS
 from serve_app.errors import SettingsError
-from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS
+from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS, Trace
 
 SETTINGS = ConversationSettings()
+WORKLOADS: dict[str, Callable[[int, float, int], Trace]] = {
+    "conversations": partial(conversations, settings=SETTINGS),
+    **{name: SESSIONS[name].trace for name in SESSIONS},
+}
 
 
-def test_the_same_seed_draws_the_same_conversations_in_order_of_arrival() -> None:
-    one, other = (conversations(500, 5.0, 3, SETTINGS) for _ in range(2))
-    assert one == other
-    assert one != conversations(500, 5.0, 4, SETTINGS)
-    arrivals = [request.arrival_s for request in one.requests]
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_workload_has_its_rate_and_the_same_requests_for_the_same_seed(workload: str) -> None:
+    one, again, other = (WORKLOADS[workload](3_000, 5.0, seed).requests for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    arrivals = [request.arrival_s for request in one]
     assert arrivals == sorted(arrivals)
-    assert len(arrivals) == 500
+    assert len(arrivals) == 3_000
+    # Later turns of the first sessions are still to come at the start.
+    assert 2_000 / (arrivals[-1] - arrivals[999]) == pytest.approx(5.0, rel=0.15)
 
 
 def test_prompts_have_an_id_for_each_whole_block() -> None:
@@ -56,12 +64,6 @@ def test_one_application_gives_all_sessions_the_same_beginning() -> None:
     assert len({request.prefix for request in requests if len(request.prefix) > 2}) > 1
 
 
-def test_the_rate_is_nearly_the_requested_one() -> None:
-    arrivals = np.array([request.arrival_s for request in conversations(5_000, 5.0, 0, SETTINGS).requests])
-    later = arrivals[1_000:]
-    assert len(later) / (later[-1] - later[0]) == pytest.approx(5.0, rel=0.15)
-
-
 # -- sessions whose turns share instructions, under rules for the choice of a replica ---------------------
 
 CHOICES = {
@@ -85,17 +87,6 @@ def test_affinity_finds_as_much_in_the_caches_as_a_rule_that_knows_them_exactly(
     assert ours.hit_ratio > best.hit_ratio - 0.03
     assert ours.ttft_mean_s < 1.25 * best.ttft_mean_s
     assert ours.tpot_mean_s < 1.1 * best.tpot_mean_s
-
-
-@pytest.mark.parametrize("workload", SESSIONS)
-def test_a_workload_has_its_rate_and_the_same_requests_for_the_same_seed(workload: str) -> None:
-    one, again, other = (SESSIONS[workload].trace(2_000, 5.0, seed) for seed in (1, 1, 2))
-    assert one == again
-    assert one.requests != other.requests
-    arrivals = [request.arrival_s for request in one.requests]
-    assert arrivals == sorted(arrivals)
-    # Later turns of the first sessions are still to come at the start.
-    assert arrivals[-1] == pytest.approx(2_000 / 5.0, rel=0.3)
 
 
 def test_the_questions_of_a_customer_share_its_instructions_and_nothing_else() -> None:

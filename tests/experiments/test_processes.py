@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from experiments.common.processes import CpuMeter, calibrate, cpu_s, process_tree
+from experiments.common.processes import CpuMeter, calibrate, cpu_s, process_tree, role_of_title
 
 BUSY = """
 import subprocess, sys, time
@@ -45,3 +45,18 @@ def test_a_meter_takes_off_what_a_role_uses_when_idle() -> None:
     assert 0.15 <= used["me"] <= 0.5
     calibrate([meter], 0.1)
     assert meter.idle_per_s["me"] < 5
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("ray::ServeReplica:app:gateway", "gateway"),
+        ("ray::ServeReplica:app:scheduler-m", "scheduler"),
+        ("ray::ServeReplica:app:tuner-m", "tuner"),
+        ("ray::ServeReplica:app:pool-m-all", "engine"),
+        ("ray::ServeController", "serve"),
+        ("raylet", "ray"),
+    ],
+)
+def test_a_process_is_known_by_the_part_that_it_plays(title: str, role: str) -> None:
+    assert role_of_title(title) == role

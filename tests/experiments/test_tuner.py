@@ -8,11 +8,9 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
-from experiments.common.rows import Row
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from experiments.tuned_drift.settings import DriftExperiment
-from experiments.tuned_drift.tables import TABLES
 from experiments.tuned_drift.traffic import mixed, seconds_of, traffic
 from experiments.tuner.run import SearchPair, TunerExperiment, searched
 from serve_app.core.decision_log import Decision
@@ -35,7 +33,6 @@ from serve_app.tuning.rollout import DecisionKind, RolloutSettings
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import StudySettings
-from tests.experiments.builders import row
 from tests.tuning.rewards import found
 
 
@@ -118,29 +115,6 @@ def test_only_tuned_variants_try_anything_and_they_begin_where_the_fixed_ones_do
     good, good_tuned, bad, bad_tuned = (played.scheduler(variant) for variant in played.variants.values())
     assert (good, bad) == (good_tuned, bad_tuned)
     assert good.backpressure.target_waiting < bad.backpressure.target_waiting
-
-
-def _row(name: str, mode: str, reward: list[float | None]) -> Row:
-    classes = {"default short": {"ttft_p50_s": 0.1, "ttft_p99_s": 0.5}}
-    phases = [
-        {phase: {"reward": each, "classes": classes} for phase in ("before", "after")} for each in reward
-    ]
-    made = row({"variant": name}, {"phases": phases})
-    settings = {
-        "minutes": 90,
-        "phases": {"before": [0.25, 0.5], "after": [0.75, 1]},
-        "scheduler": {"policy": "ewsjf"},
-        "tuning": {"rollout": {"mode": mode}},
-    }
-    return replace(made, settings=settings)
-
-
-def test_the_table_has_each_production_before_and_after_the_change() -> None:
-    rows = [_row("fixed", "off", [0.1, 0.2, 0.3]), _row("tuned", "on", [0.4, None, 0.5])]
-    headline = TABLES["headline"].written(rows)
-    assert "| production | reward, minutes 22.5 to 45 | 67.5 to 90 |" in headline
-    assert "| fixed | 0.200 ± 0.248 | 0.200 ± 0.248 | 0.10 / 0.50 ± 0.00 |" in headline
-    assert "| tuned | 0.450 ± 0.635 | 0.450 ± 0.635 | 0.10 / 0.50 ± 0.00 |" in headline
 
 
 # -- simulated production with its tuner; `tests/parity` compares it with the live one --------------------

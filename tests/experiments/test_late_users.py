@@ -1,10 +1,17 @@
-"""Figures that live experiments derive from records, logs and CPU times."""
+"""The experiment `late_users`: its application, its scenario, and its figures."""
 
 import pytest
 
-from experiments.common.processes import role_of_title
-from experiments.late_users.run import LateUsersSettings, figures_of, scenario
+from experiments.common.application import serve_config
+from experiments.late_users.run import LateUsersSettings, figures_of, model, scenario
+from serve_app.settings.application import settings_of
 from tests.core.metrics.builders import record
+
+
+def test_the_application_can_be_served() -> None:
+    (application,) = serve_config("test", {"models": [model("tokens", "fcfs")]})["applications"]
+    (found,) = settings_of(application["args"]).models
+    assert found.name == "tokens"
 
 
 def test_late_users_arrive_a_moment_after_the_flood() -> None:
@@ -25,18 +32,3 @@ def test_times_of_the_late_user_are_separate_from_those_of_the_first() -> None:
     ]
     figures = figures_of(records)
     assert (figures.b_ttft_s, figures.a_ttft_s) == pytest.approx((0.9, 1.5))
-
-
-@pytest.mark.parametrize(
-    ("title", "role"),
-    [
-        ("ray::ServeReplica:app:gateway", "gateway"),
-        ("ray::ServeReplica:app:scheduler-m", "scheduler"),
-        ("ray::ServeReplica:app:tuner-m", "tuner"),
-        ("ray::ServeReplica:app:pool-m-all", "engine"),
-        ("ray::ServeController", "serve"),
-        ("raylet", "ray"),
-    ],
-)
-def test_a_process_is_known_by_the_part_that_it_plays(title: str, role: str) -> None:
-    assert role_of_title(title) == role
