@@ -174,6 +174,10 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"pools": [pool("long", autoscaling={"min_replicas": 2})]}, "got min 2, initial None, max 1"),
         ({"pools": [pool("long", replicas=1)], "advanced": {"gpu_budget": 0}}, "gpu_budget must be positive"),
         ({"pools": [pool("long", advanced={"server": {"port": 99_999}})]}, "99999"),
+        (
+            {"scheduler": {"routing": {"b_short_tokens": 4_000}}},
+            "b_short_tokens of 4,000 exceeds the context of pool short (max_model_len 2,048)",
+        ),
         ({"scheduler": {"model": "other"}}, "models[0].scheduler.model cannot be set here: it is derived"),
         (
             {"scheduler": {"routing": {"pools": ["a"]}}},
@@ -233,42 +237,11 @@ def test_a_component_inherits_the_models_settings() -> None:
     assert engine.served_model_names == ("demo", "gpt")
 
 
-def test_a_default_token_budget_fits_the_first_pool() -> None:
-    assert parse().models[0].scheduler.routing.b_short_tokens == 2_048
-    chosen = parse(model(scheduler={"routing": {"b_short_tokens": 1_000}}))
-    assert chosen.models[0].scheduler.routing.b_short_tokens == 1_000
-
-
 def test_an_emulated_pool_has_the_context_of_its_profile() -> None:
     pools = [pool("short"), {"name": "long", "engine": emulated(profile="llama31-8b-rtx4090-tp1")}]
     settings = parse(model(pools=pools))
     assert settings.models[0].pools[1].engine.max_model_len == 16_384
     assert settings.gateway.models[0].max_model_len == 16_384
-
-
-def test_one_pool_is_enough() -> None:
-    settings = parse(model(pools=[pool("long")]))
-    assert settings.models[0].scheduler.routing.pools == ("long",)
-    assert settings.models[0].scheduler.routing.b_short_tokens == 8_192
-
-
-def test_a_vllm_engine_answers_under_the_names_of_its_model() -> None:
-    vllm = {"vllm": {"model": "/weights", "args": {"max_model_len": 4_096}}}
-    engine = parse(model(pools=[{"name": "long", "engine": vllm}])).models[0].pools[0].engine
-    assert engine.vllm is not None
-    assert engine.vllm.served_model_names == ("demo",)
-    assert engine.max_model_len == 4_096
-
-
-def test_pools_in_the_wrong_order_are_rejected() -> None:
-    message = rejection(model(pools=[pool("long"), pool("short")]))
-    assert "pools must be listed by increasing context" in message
-    assert "8,192" in message
-
-
-def test_a_token_budget_that_the_short_pool_cannot_hold_is_rejected() -> None:
-    message = rejection(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
-    assert "b_short_tokens of 4,000 exceeds the context of pool short (max_model_len 2,048)" in message
 
 
 def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
@@ -358,18 +331,20 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
         ),
         (({}, {"advanced": {"boundary_tokens": 1_000}}, {}), "the boundaries between pools must increase"),
         (({}, {"advanced": {"cost": 0}}, {}), "cost must be a positive number, got 0"),
+        (
+            ({}, {"engine": emulated(max_model_len=1_024)}, {}),
+            "by increasing context, got max_model_len 2,048 in small before 1,024 in middle",
+        ),
+        (
+            ({}, {}, {"engine": emulated(max_model_len=4_096)}),
+            "by increasing context, got max_model_len 8,192 in middle before 4,096 in large",
+        ),
     ],
 )
 def test_boundaries_and_costs_that_do_not_go_together_are_rejected(
     changes: tuple[dict[str, Any], ...], message: str
 ) -> None:
     assert message in rejection(model(pools=tiers(*changes)))
-
-
-def test_every_pool_follows_those_of_shorter_contexts() -> None:
-    small, middle, large = tiers()
-    message = rejection(model(pools=[small, large, middle]))
-    assert "max_model_len 16,384 in large before 8,192 in middle" in message
 
 
 def test_two_models_with_one_name_are_rejected() -> None:

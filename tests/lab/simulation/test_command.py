@@ -128,19 +128,30 @@ def test_omissions_and_unequal_work_are_reported(
     [
         (["--policy", "lifo"], "no policy 'lifo'"),
         (["--profile", "abacus"], "no engine profile 'abacus'"),
-        (["--policy", "fcfs", "--set", "backpressure.target_waiting"], "--set must be PATH=VALUE"),
-        (["--policy", "fcfs", "--arrivals", "tides"], "unknown arrivals 'tides'"),
-        (["--policy", "fcfs", "--first-seed", "-1"], "--first-seed must not be negative"),
-        (["--policy", "fcfs", "--warm-up", "1.5"], "warm_up_ratio"),
+        (["--set", "backpressure.target_waiting"], "--set must be PATH=VALUE"),
+        (["--arrivals", "tides"], "unknown arrivals 'tides'"),
+        (["--first-seed", "-1"], "--first-seed must not be negative"),
+        (["--warm-up", "1.5"], "warm_up_ratio"),
+        (["--set", "foo.bar=1"], "simulate: foo.bar: unknown key"),
+        (["--set", "backpressure.target_wating=5"], "did you mean backpressure.target_waiting?"),
+        (
+            ["--set", "target_waiting=5"],
+            "target_waiting: unknown key; did you mean backpressure.target_waiting?",
+        ),
+        (
+            ["--set", "backpressure.target_waiting=many"],
+            "simulate: backpressure.target_waiting must be a whole number, got 'many'",
+        ),
+        (["--set", "backpressure.target_waiting=-1"], "simulate: backpressure.target_waiting must "),
     ],
 )
 def test_impossible_arguments_end_with_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(*arguments) == 2
-    errors = capsys.readouterr().err
-    assert message in errors
-    assert "Traceback" not in errors
+    assert simulate("--policy", "fcfs", "--rate", "5", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert "pydantic" not in line
 
 
 def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict[str, object]:
@@ -167,28 +178,6 @@ def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
     table = policies_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
     assert "±" not in table
     assert "oracle (not deployable)" in table
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("foo.bar=1", "simulate: foo.bar: unknown key"),
-        ("backpressure.target_wating=5", "did you mean backpressure.target_waiting?"),
-        ("target_waiting=5", "target_waiting: unknown key; did you mean backpressure.target_waiting?"),
-        (
-            "backpressure.target_waiting=many",
-            "simulate: backpressure.target_waiting must be a whole number, got 'many'",
-        ),
-        ("backpressure.target_waiting=-1", "simulate: backpressure.target_waiting must "),
-    ],
-)
-def test_a_setting_that_cannot_be_is_rejected_in_the_words_of_a_settings_file(
-    given: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert simulate("--policy", "fcfs", "--rate", "5", "--set", given) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert "pydantic" not in line
 
 
 def test_an_advanced_setting_may_be_given_as_files_write_it(tmp_path: Path) -> None:
