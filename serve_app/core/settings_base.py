@@ -24,7 +24,6 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, overload
 
 from serve_app.errors import SettingsError
@@ -222,21 +221,17 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return typing.get_args(_plain(kind)) if typing.get_origin(_plain(kind)) is Literal else ()
 
 
-def read(
-    cls: type[Settings], value: object, *, as_file: bool, extended: Mapping[type, type] = MappingProxyType({})
-) -> Settings:
+def read(cls: type[Settings], value: object, *, as_file: bool) -> Settings:
     """Create settings from plain values, such as those of YAML, JSON and `user_config`.
 
     Args:
         as_file: advanced settings are under `advanced`, and internal ones are rejected. Otherwise all are
             side by side, as in Python.
-        extended: for each class of a file, the class that completes it. The message for a key that only the
-            latter has says that it is derived from the models.
 
     Raises:
         SettingsError: all unknown, misplaced, missing and out-of-range settings, one line each.
     """
-    reader = _Reader(as_file=as_file, extended=extended)
+    reader = _Reader(as_file=as_file)
     found = reader.block(value, cls, "")
     if reader.errors:
         raise SettingsError("\n".join(reader.errors))
@@ -314,9 +309,8 @@ _ALMOST = 0.9
 class _Reader:
     """Creates settings from plain values, and collects all errors with the full paths of their keys."""
 
-    def __init__(self, *, as_file: bool, extended: Mapping[type, type]) -> None:
+    def __init__(self, *, as_file: bool) -> None:
         self._as_file = as_file
-        self._extended = extended
         self.errors: list[str] = []
 
     def block(self, given: object, cls: type, path: str) -> Any:
@@ -363,8 +357,9 @@ class _Reader:
             elif value is not None:
                 self._error(f"{here} must be a mapping of settings, got {value!r}")
 
-    def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
-        if cls in self._extended and key in self._known(self._extended[cls]):
+    def _unknown(self, key: object, cls: type[Any], *, is_advanced: bool) -> str:
+        # A subclass adds what follows from other parts of a file.
+        if any(key in self._known(complete) for complete in cls.__subclasses__()):
             return " cannot be set here: it is derived from models"
         own, inside = self._paths(cls, in_advanced=is_advanced), dict[str, str]()
         for name, setting in self._known(cls).items():
@@ -426,7 +421,7 @@ class _Reader:
         if len(arms) == 1:
             return self._value(value, arms[0], path)
         for arm in arms:
-            trial = _Reader(as_file=self._as_file, extended=self._extended)
+            trial = _Reader(as_file=self._as_file)
             found = trial._value(value, arm, path)
             if not trial.errors:
                 return found

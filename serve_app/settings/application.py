@@ -21,7 +21,7 @@ import yaml
 
 from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.policies import POLICIES, learns_queues
-from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
+from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
 from serve_app.core.settings import SchedulerConfig, SchedulerSettings
 from serve_app.core.settings_base import (
@@ -573,12 +573,6 @@ def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
 
 IMPORT_PATH = "serve_app.app:build_app"
 
-_EXTENDED: Mapping[type, type] = {
-    GatewayConfig: GatewaySettings,
-    SchedulerConfig: SchedulerSettings,
-    RoutingConfig: RoutingSettings,
-}
-
 
 def load_settings(path: Path) -> ApplicationSettings:
     """Load the settings of the one application in a Ray Serve configuration file.
@@ -614,4 +608,4 @@ def config_of(args: object) -> ApplicationConfig:
     Raises:
         SettingsError: lists everything unknown, misplaced or out of range, one line each.
     """
-    return read(ApplicationConfig, args, as_file=True, extended=_EXTENDED)
+    return read(ApplicationConfig, args, as_file=True)
