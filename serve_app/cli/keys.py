@@ -70,20 +70,17 @@ def _cell(value: object) -> str:
 
 
 _ACTIONS = ("create", "list", "revoke", "usage")
+# Parser and help of each limit.
 _LIMITS = {
-    "requests_per_minute": "requests admitted in any 60 s, per model",
-    "tokens_per_minute": "tokens admitted in any 60 s, per model",
-    "concurrent": "requests queued or in flight, per model",
-    "queued": "requests queued, per model",
-    "tokens_per_day": "tokens in a UTC day, over all models",
-    "tokens_per_month": "tokens in a UTC month, over all models",
+    "requests_per_minute": (positive_int, "requests admitted in any 60 s, per model"),
+    "tokens_per_minute": (positive_int, "tokens admitted in any 60 s, per model"),
+    "concurrent": (positive_int, "requests queued or in flight, per model"),
+    "queued": (positive_int, "requests queued, per model"),
+    "tokens_per_day": (positive_int, "tokens in a UTC day, over all models"),
+    "tokens_per_month": (positive_int, "tokens in a UTC month, over all models"),
+    "cost_per_day": (positive_float, "cost in a UTC day, at the prices of `models[].price`"),
+    "cost_per_month": (positive_float, "cost in a UTC month, at the same prices"),
 }
-_COST_LIMITS = {
-    "cost_per_day": "cost in a UTC day, at the prices of `models[].price`",
-    "cost_per_month": "cost in a UTC month, at the same prices",
-}
-
-
 _TARGETS = {
     "ttft_target_s": "seconds to the first token",
     "tpot_target_s": "seconds per output token after the first",
@@ -125,17 +122,11 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--model", action="append", default=[], help="model that it may use; may be repeated (default: all)"
     )
-    for limits, kind in ((_LIMITS, positive_int), (_COST_LIMITS, positive_float)):
-        for limit, text in limits.items():
-            group.add_argument(
-                f"--{limit.replace('_', '-')}", type=kind, help=f"limit of {text} (default: no limit)"
-            )
+    for limit, (kind, text) in _LIMITS.items():
+        add_number(group, f"--{limit.replace('_', '-')}", f"limit of {text} (default: no limit)", kind=kind)
     for target, text in _TARGETS.items():
-        group.add_argument(
-            f"--{target.replace('_', '-')}",
-            type=positive_float,
-            help=f"latency target of requests that state none: {text} (default: that of their class)",
-        )
+        stated = f"latency target of requests that state none: {text} (default: that of their class)"
+        add_number(group, f"--{target.replace('_', '-')}", stated)
     group.add_argument(
         "--refuse-missed",
         action="store_true",
@@ -199,7 +190,7 @@ def _create(path: Path, args: argparse.Namespace) -> int:
         admin=args.admin,
         may_act_for_tenants=args.may_act_for_tenants,
         refuse_missed=args.refuse_missed,
-        **{limit: getattr(args, limit) for limit in (*_LIMITS, *_COST_LIMITS, *_TARGETS)},
+        **{limit: getattr(args, limit) for limit in (*_LIMITS, *_TARGETS)},
     )
     warn(f"key {record.id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
     print_result(secret)
@@ -225,9 +216,7 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
             "highest_class": key.highest_class.value,
             "weight": "" if key.weight is None else f"{key.weight:g}",
             "models": ", ".join(key.models) or "all",
-            "limits": ", ".join(
-                f"{limit}={value}" for limit in (*_LIMITS, *_COST_LIMITS) if (value := getattr(key, limit))
-            ),
+            "limits": ", ".join(f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit))),
             "expires": key.expires_at.date().isoformat() if key.expires_at else "",
             "may": ", ".join(word for word in ("admin", "may_act_for_tenants") if getattr(key, word)),
         }

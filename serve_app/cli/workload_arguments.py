@@ -243,14 +243,10 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         help="use the pools of a running application (--url), with the step times that its tuner has fitted "
         "to the engines",
     )
-    for name in (
-        "long-prefill-token-threshold",
-        "max-num-seqs",
-        "max-num-batched-tokens",
-        "kv-tokens",
-        "max-model-len",
-    ):
-        add_whole(group, f"--{name}", f"{name.replace('-', '_')} of each engine (default: the profile's)")
+    for name in _ENGINE_FIELDS:
+        if name != "scheduling_policy":
+            flag = name.replace("_", "-")
+            add_whole(group, f"--{flag}", f"{name} of each engine (default: the profile's)")
     group.add_argument(
         "--scheduling-policy",
         type=SchedulingPolicy,

@@ -50,10 +50,12 @@ def test_the_address_selects_one_of_several_applications(
 def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.json"
     options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
-    secret = created(capsys, path, *options, "--weight", "2", "--expires-in-days", "30", "--name", "night")
+    limits = ("--cost-per-day", "2.5", "--ttft-target-s", "0.5", "--weight", "2", "--expires-in-days", "30")
+    secret = created(capsys, path, *options, *limits, "--name", "night")
     (key,) = read_keys(path)
     assert is_secret_of(secret.encode(), *parsed_hash(key.hash))
     assert (key.admin, key.may_act_for_tenants, key.models) == (True, False, ("demo",))
+    assert (key.cost_per_day, key.ttft_target_s) == (2.5, 0.5)
 
     assert main(["keys", "list", "--file", str(path), "--json"]) == 0
     shown = capsys.readouterr().out
@@ -63,7 +65,7 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     assert "hash" not in listed
     assert main(["keys", "list", "--file", str(path)]) == 0
     table = capsys.readouterr().out
-    assert "requests_per_minute=60" in table
+    assert "requests_per_minute=60, cost_per_day=2.5" in table
     assert re.search(r"\| valid +\| 2 +\| batch", table)
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0

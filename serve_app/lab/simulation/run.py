@@ -115,9 +115,9 @@ class EngineChanges:
     limit (`StepTimeModel.chunk_tokens`), which is part of the method; 0 is no limit.
     """
 
+    long_prefill_token_threshold: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int | None = None
     kv_tokens: int | None = None
     max_model_len: int | None = None
     scheduling_policy: SchedulingPolicy | None = None
