@@ -125,16 +125,16 @@ async def _scheduler() -> object:
 
 
 async def _scaling() -> object:
-    return LiveScaling("model", ScalingSettings())
+    return LiveScaling("model", ScalingSettings(), CollectorRegistry())
 
 
 async def _usage() -> object:
-    return UsageLedger("model")
+    return UsageLedger("model", CollectorRegistry())
 
 
 async def _learned_state() -> object:
     store = StateStore("memory://docs", "scheduler", "model")
-    return StatePersister(store, "model", lambda: None, 1.0)
+    return StatePersister(store, "model", lambda: None, 1.0, CollectorRegistry())
 
 
 async def _emulated_engine() -> object:

@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 
 import fsspec.core
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from serve_app.errors import ServeAppError
 from serve_app.serving.process import DaemonThreads
@@ -297,23 +297,28 @@ class StatePersister:
         snapshot: returns the current state as plain values that no longer change, or None if there is nothing
             to persist; called on the event loop.
         interval_s: time between two writes, in seconds; an unchanged state is not written.
+        registry: exports the metrics; None for none.
     """
 
     def __init__(
-        self, store: StateStore, model: str, snapshot: Callable[[], Document | None], interval_s: float
+        self,
+        store: StateStore,
+        model: str,
+        snapshot: Callable[[], Document | None],
+        interval_s: float,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         self._store, self._snapshot, self._interval_s = store, snapshot, interval_s
         self._loop = asyncio.get_running_loop()
         self._calls = StoreCalls(store)
         self._is_unreachable = False
         self._task: asyncio.Task[None] | None = None
-        self._registry = CollectorRegistry()
         labels = ("model",)
         text = "Failed reads and writes of learned state."
-        failures = Counter("ewsjf_state_failures", text, (*labels, "operation"), registry=self._registry)
+        failures = Counter("ewsjf_state_failures", text, (*labels, "operation"), registry=registry)
         self._failures = {verb: failures.labels(model, verb) for verb in ("load", "save", "restore")}
         text = "Time of the last save of learned state, initially of the start, in seconds since 1970."
-        self._saved_at = Gauge("ewsjf_state_saved_timestamp_seconds", text, labels, registry=self._registry)
+        self._saved_at = Gauge("ewsjf_state_saved_timestamp_seconds", text, labels, registry=registry)
         self._saved_at = self._saved_at.labels(model)
         self._saved_at.set_to_current_time()
 
@@ -362,10 +367,6 @@ class StatePersister:
         if self._task is not None:
             self._task.cancel()
         await self.save(_LAST_SAVE_TIMEOUT_S)
-
-    def exposition(self) -> str:
-        """Return the metrics in the Prometheus text format."""
-        return generate_latest(self._registry).decode()
 
     def _rejected(self, reason: str) -> None:
         """Rename a loaded state that cannot be used, without waiting."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileOpener
+from prometheus_client import CollectorRegistry
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
@@ -76,7 +77,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk(monkeypatch)
-    usage = PersistentUsage("m", str(tmp_path), "app/m", 0.05)
+    usage = PersistentUsage("m", str(tmp_path), "app/m", 0.05, CollectorRegistry())
     await usage.load()
     usage.start()
     control_plane = ControlPlane(scheduler_settings(), FAST)
@@ -91,7 +92,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     disk.is_full = False
     await control_plane.close()
     await usage.close()
-    restarted = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
+    restarted = PersistentUsage("m", str(tmp_path), "app/m", 60.0, CollectorRegistry())
     await restarted.load()
     (row,) = restarted.ledger.rows()
     assert (row["requests"], row["prompt_tokens"]) == (10, 300)

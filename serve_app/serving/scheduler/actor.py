@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry
 from ray import serve
 
 from serve_app.core import Scheduler, SchedulerSettings
@@ -358,11 +359,14 @@ class SchedulerActor:
         self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
         self._earlier_costs = PersistentCosts(time.time(), (), ())
-        self._keeper = self._make_keeper()
-        self._usage = PersistentUsage(
-            settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
-        )
-        self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
+        self._registry = CollectorRegistry()
+        model, uri, interval_s = settings.scheduler.model, settings.state_uri, settings.state_interval_s
+        self._keeper: StatePersister | None = None
+        if uri is not None:
+            store = StateStore(uri, STATE_KIND, settings.scope)
+            self._keeper = StatePersister(store, model, self._learned_state, interval_s, self._registry)
+        self._usage = PersistentUsage(model, uri, settings.scope, interval_s, self._registry)
+        self.scaling = LiveScaling(model, settings.scaling, self._registry)
         self._activity = RecentActivity(precise_clock(self._loop))
         self._needs_tuner = False
         self._endpoints = RemoteEndpoints()
@@ -498,7 +502,7 @@ class SchedulerActor:
             on_end=self._on_end,
             decision_log=settings.decision_log,
             learned=self._learned,
-            more_metrics=self._more_metrics,
+            more_metrics=self._registry,
             usage_ledger=self._usage.ledger,
             activity=self._activity,
             endpoints=self._endpoints,
@@ -519,20 +523,9 @@ class SchedulerActor:
             self._keeper.start()
         self._usage.start()
 
-    def _more_metrics(self) -> str:
-        state = "" if self._keeper is None else self._keeper.exposition()
-        return state + self._usage.ledger.exposition() + self.scaling.exposition()
-
     async def _save_learned(self) -> None:
         if self._keeper is not None:
             await self._keeper.save()
-
-    def _make_keeper(self) -> StatePersister | None:
-        settings = self._settings
-        if settings.state_uri is None:
-            return None
-        store = StateStore(settings.state_uri, STATE_KIND, settings.scope)
-        return StatePersister(store, settings.scheduler.model, self._learned_state, settings.state_interval_s)
 
     def _learned_state(self) -> Mapping[str, Any] | None:
         live = self._live

@@ -48,12 +48,12 @@ class RemoteEndpoints:
 
     def figures(self) -> Figures:
         """Return the numbers of endpoints by pool and state."""
-        values: dict[tuple[str, ...], float] = {}
+        text = "Endpoints of remote pools, by whether they can be used."
+        values = Figures("ewsjf_endpoints", text, "pool", "state")
         for pool, document in self._pools.items():
             down = len(document["down"])
             values[pool, "up"], values[pool, "down"] = document["endpoints"] - down, down
-        text = "Endpoints of remote pools, by whether they can be used."
-        return Figures("ewsjf_endpoints", text, ("pool", "state"), values)
+        return values
 
 
 # Sized for a person on a page.

@@ -1,7 +1,7 @@
 """Gauges and sums of a scheduler that are read from its core at each scrape.
 
-Functions collect the figures of one moment on the event loop, and `FigureCollector` renders them as metric
-families in a thread. Labels whose values depend on traffic are bounded in number (`BoundedNames`).
+Functions collect the figures of one moment on the event loop, and a thread renders them as metric families.
+Labels whose values depend on traffic are bounded in number (`BoundedNames`).
 
 Persistent cost attribution, accumulated over all schedulers of a model.
 
@@ -12,14 +12,13 @@ state. Metrics use the core's counts alone: Prometheus handles counters that res
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from serve_app.core import Scheduler
 from serve_app.core.accounting.costs import OTHERS, TenantTotals
@@ -130,36 +129,27 @@ SUM = CounterMetricFamily
 """Family of a figure that only rises."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One metric at one moment: values by label values, without the label `model`."""
+class Figures(defaultdict[tuple[str, ...], float]):
+    """One metric at one moment: values by label values, without the label `model`; missing ones are 0."""
 
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    values: Mapping[tuple[str, ...], float]
-    family: _Family = GaugeMetricFamily
+    def __init__(self, name: str, text: str, *labels: str, family: _Family = GaugeMetricFamily) -> None:
+        super().__init__(float)
+        self.name, self._text, self._labels, self._family = name, text, labels, family
+
+    def of_model(self, model: str) -> Metric:
+        """Return the metric family."""
+        family = self._family(self.name, self._text, labels=("model", *self._labels))
+        for labels, value in self.items():
+            family.add_metric((model, *labels), value)
+        return family
 
 
 def figure(name: str, text: str, value: float | None, family: _Family = GaugeMetricFamily) -> Figures:
     """Return a metric without labels; it has no sample if the value is None."""
-    return Figures(name, text, (), {} if value is None else {(): value}, family)
-
-
-class FigureCollector(Collector):
-    """Collector of the most recent figures of one model."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.metrics: Sequence[Figures] = ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric families; prometheus_client calls this for each page."""
-        for each in self.metrics:
-            family = each.family(each.name, each.text, labels=("model", *each.labels))
-            for labels, value in each.values.items():
-                family.add_metric((self._model, *labels), value)
-            yield family
+    found = Figures(name, text, family=family)
+    if value is not None:
+        found[()] = value
+    return found
 
 
 def replica_figures(
@@ -167,7 +157,11 @@ def replica_figures(
 ) -> list[Figures]:
     """Return the figures of each replica."""
     labels = ("pool", "replica")
-    sent, kv_usage, waiting = (dict[tuple[str, ...], float]() for _ in range(3))
+    sent = Figures("ewsjf_requests_in_flight", "Requests in flight on a replica.", *labels)
+    text = "Share of the KV cache in use, as last reported."
+    kv_usage = Figures("ewsjf_replica_kv_usage_ratio", text, *labels)
+    text = "Requests in the engine's own queue, as last reported."
+    waiting = Figures("ewsjf_replica_waiting", text, *labels)
     for replica_id, (spec, report) in reports.items():
         key = spec.pool, replica_id
         state = core.ledger.get(replica_id)
@@ -176,21 +170,7 @@ def replica_figures(
             kv_usage[key] = report.kv_usage_ratio
         if report is not None and report.waiting is not None:
             waiting[key] = report.waiting
-    return [
-        Figures("ewsjf_requests_in_flight", "Requests in flight on a replica.", labels, sent),
-        Figures(
-            "ewsjf_replica_kv_usage_ratio",
-            "Share of the KV cache in use, as last reported.",
-            labels,
-            kv_usage,
-        ),
-        Figures(
-            "ewsjf_replica_waiting",
-            "Requests in the engine's own queue, as last reported.",
-            labels,
-            waiting,
-        ),
-    ]
+    return [sent, kv_usage, waiting]
 
 
 def core_figures(core: Scheduler) -> list[Figures]:
@@ -254,8 +234,13 @@ def core_figures(core: Scheduler) -> list[Figures]:
 
 def queued_figures(core: Scheduler) -> list[Figures]:
     """Return the number and the size of queued requests."""
+    requests = Figures("ewsjf_requests_waiting", "Queued requests.", "class")
+    tokens = Figures("ewsjf_queued_tokens", "Expected tokens of queued requests.", "class")
+    text = "Bytes of the prompts of queued requests: texts, and definitions of tools."
+    size = Figures("ewsjf_queued_bytes", text, "class")
     classes: list[tuple[str, ...]] = [(priority.value,) for priority in PriorityClass]
-    requests, tokens, size = (dict.fromkeys(classes, 0.0) for _ in range(3))
+    for each in (requests, tokens, size):
+        each.update(dict.fromkeys(classes, 0.0))
     for scheduled in core.requests:
         if scheduled.queued:
             key = classes[scheduled.request.priority.rank]
@@ -263,16 +248,7 @@ def queued_figures(core: Scheduler) -> list[Figures]:
             requests[key] += 1
             tokens[key] += scheduled.estimate.expected_tokens
             size[key] += shape.text_bytes + shape.tool_bytes
-    return [
-        Figures("ewsjf_requests_waiting", "Queued requests.", ("class",), requests),
-        Figures("ewsjf_queued_tokens", "Expected tokens of queued requests.", ("class",), tokens),
-        Figures(
-            "ewsjf_queued_bytes",
-            "Bytes of the prompts of queued requests: texts, and definitions of tools.",
-            ("class",),
-            size,
-        ),
-    ]
+    return [requests, tokens, size]
 
 
 # The heads with the longest waits show the problem; examining all would take too long.
@@ -281,20 +257,27 @@ _MAX_HEADS = 100
 
 def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
     """Return the figures of the queue at `now`."""
+    labels = ("class", "length_queue")
+    text = "Queued requests by length queue."
+    waiting = Figures("ewsjf_length_queue_requests_waiting", text, *labels)
+    text = "Queue time so far of the oldest head of a length queue."
+    oldest_s = Figures("ewsjf_length_queue_oldest_wait_seconds", text, *labels)
+    text = "Heads of sub-queues by home pool and wait cause, of the hundred oldest."
+    blocked = Figures("ewsjf_blocked_heads", text, "pool", "cause")
+    text = "Queued requests by tenant; after 1,000 tenants, further ones share the label `other`."
+    tenants = Figures("ewsjf_tenant_requests_waiting", text, "tenant")
+    text = "Lead of a tenant over the one with the least service, as a share of all leads in its class."
+    leads = Figures("ewsjf_tenant_lead_ratio", text, "class", "tenant")
     heads: list[ScheduledRequest] = []
-    waiting, tenants = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    oldest_s: dict[tuple[str, ...], float] = {}
     for head, count in core.queue.sub_queue_heads():
         heads.append(head)
         request = head.request
         key = request.priority.value, names.of_length_queues(head.length_queue)
         waiting[key] += count
         tenants[names.of_tenants(request.tenant),] += count
-        oldest_s[key] = max(oldest_s.get(key, 0.0), now - request.arrived_at)
-    oldest = heapq.nsmallest(_MAX_HEADS, heads, key=lambda each: each.request.arrived_at)
-    blocked = Counter[tuple[str, ...]]((head.pools[0], current_cause(head).value) for head in oldest)
-    # Lead of each tenant in weighted service, as a share of all leads in its class.
-    leads = defaultdict[tuple[str, ...], float](float)
+        oldest_s[key] = max(oldest_s[key], now - request.arrived_at)
+    for head in heapq.nsmallest(_MAX_HEADS, heads, key=lambda each: each.request.arrived_at):
+        blocked[head.pools[0], current_cause(head).value] += 1
     for priority, shares in core.queue.shares.items():
         counters = shares.counters()
         least = min(counters.values(), default=0.0)
@@ -302,38 +285,7 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
         if total > 0:
             for tenant, value in counters.items():
                 leads[priority.value, names.of_tenants(tenant)] += (value - least) / total
-    return [
-        Figures(
-            "ewsjf_length_queue_requests_waiting",
-            "Queued requests by length queue.",
-            ("class", "length_queue"),
-            waiting,
-        ),
-        Figures(
-            "ewsjf_length_queue_oldest_wait_seconds",
-            "Queue time so far of the oldest head of a length queue.",
-            ("class", "length_queue"),
-            oldest_s,
-        ),
-        Figures(
-            "ewsjf_blocked_heads",
-            "Heads of sub-queues by home pool and wait cause, of the hundred oldest.",
-            ("pool", "cause"),
-            blocked,
-        ),
-        Figures(
-            "ewsjf_tenant_requests_waiting",
-            "Queued requests by tenant; after 1,000 tenants, further ones share the label `other`.",
-            ("tenant",),
-            tenants,
-        ),
-        Figures(
-            "ewsjf_tenant_lead_ratio",
-            "Lead of a tenant over the one with the least service, as a share of all leads in its class.",
-            ("class", "tenant"),
-            leads,
-        ),
-    ]
+    return [waiting, oldest_s, blocked, tenants, leads]
 
 
 STATES = ("open", "saturated", "stale", "draining", "suspended")
@@ -342,7 +294,14 @@ STATES = ("open", "saturated", "stale", "draining", "suspended")
 
 def pool_figures(core: Scheduler, now: float) -> list[Figures]:
     """Return the figures of every pool at `now`."""
-    replicas, saturation, capacity, reserved = (dict[tuple[str, ...], float]() for _ in range(4))
+    text = "Replicas by state: open, saturated, stale, draining or suspended."
+    replicas = Figures("ewsjf_pool_replicas", text, "pool", "state")
+    text = "Share of a pool's open and saturated replicas that are saturated."
+    saturation = Figures("ewsjf_pool_saturation_ratio", text, "pool")
+    text = "In-flight requests of a pool over the concurrency of its engines."
+    capacity = Figures("ewsjf_pool_capacity_ratio", text, "pool")
+    text = "Share of a pool's KV cache at the forecast peak; absent if its engines do not report the size."
+    reserved = Figures("ewsjf_pool_kv_reserved_ratio", text, "pool")
     for pool in core.settings.routing.pools:
         members = [state for state in core.ledger.of_pool(pool) if state.joined]
         counts = Counter(_state_of(state, core, now) for state in members)
@@ -355,32 +314,7 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
         sized = [each for each in members if each.spec.kv_tokens is not None]
         if kv_tokens := sum(each.kv_budget for each in sized):
             reserved[pool,] = sum(each.peak_tokens for each in sized) / kv_tokens
-    return [
-        Figures(
-            "ewsjf_pool_replicas",
-            "Replicas by state: open, saturated, stale, draining or suspended.",
-            ("pool", "state"),
-            replicas,
-        ),
-        Figures(
-            "ewsjf_pool_saturation_ratio",
-            "Share of a pool's open and saturated replicas that are saturated.",
-            ("pool",),
-            saturation,
-        ),
-        Figures(
-            "ewsjf_pool_capacity_ratio",
-            "In-flight requests of a pool over the concurrency of its engines.",
-            ("pool",),
-            capacity,
-        ),
-        Figures(
-            "ewsjf_pool_kv_reserved_ratio",
-            "Share of a pool's KV cache at the forecast peak; absent if its engines do not report the size.",
-            ("pool",),
-            reserved,
-        ),
-    ]
+    return [replicas, saturation, capacity, reserved]
 
 
 def _state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
@@ -396,24 +330,12 @@ def _state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
 
 def cost_figures(core: Scheduler, names: Names) -> list[Figures]:
     """Return the accumulated engine time and imposed delay."""
-    used, imposed = (defaultdict[tuple[str, ...], float](float) for _ in range(2))
+    labels = ("pool", "class", "tenant")
+    text = "Engine time of a tenant's requests that have ended in an engine."
+    used = Figures("ewsjf_tenant_engine_seconds", text, *labels, family=SUM)
+    text = "Delay that a tenant's requests imposed on other tenants, summed over the delayed requests."
+    imposed = Figures("ewsjf_tenant_imposed_delay_seconds", text, *labels, family=SUM)
     for sums, totals in ((used, core.in_flight.engine_time.used), (imposed, core.waits.imposed)):
         for pool, priority, tenant, seconds in totals:
             sums[pool, priority.value, names.of_tenants(tenant)] += seconds
-    labels = ("pool", "class", "tenant")
-    return [
-        Figures(
-            "ewsjf_tenant_engine_seconds",
-            "Engine time of a tenant's requests that have ended in an engine.",
-            labels,
-            used,
-            SUM,
-        ),
-        Figures(
-            "ewsjf_tenant_imposed_delay_seconds",
-            "Delay that a tenant's requests imposed on other tenants, summed over the delayed requests.",
-            labels,
-            imposed,
-            SUM,
-        ),
-    ]
+    return [used, imposed]

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from serve_app.core import Scheduler
@@ -22,6 +22,7 @@ from serve_app.core.routing.snapshot import Amount
 from serve_app.core.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
 from serve_app.serving.autoscaling import statistics
 from serve_app.serving.metric_cells import counters
+from serve_app.serving.scheduler.gauges import Figures
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,9 +57,9 @@ class ScalingState(Struct):
 
 
 class LiveScaling(Collector):
-    """Autoscaler of one model's pools."""
+    """Autoscaler of one model's pools; `registry` exports its last decision."""
 
-    def __init__(self, model: str, settings: ScalingSettings) -> None:
+    def __init__(self, model: str, settings: ScalingSettings, registry: CollectorRegistry) -> None:
         self._model = model
         self._settings = settings
         self._scaler = FleetScaler(settings)
@@ -67,13 +68,12 @@ class LiveScaling(Collector):
         self._decisions: dict[str, PoolDecision] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._core: Scheduler | None = None
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        registry.register(self)
         text = "Failed autoscaling decisions; the last successful one stays in effect."
-        self._failures = counters(self._registry, "ewsjf_scaling_failures", text, ("model",))[(model,)]
+        self._failures = counters(registry, "ewsjf_scaling_failures", text, ("model",))[(model,)]
         text = "Autoscaling decisions by direction: more replicas (`up`) or fewer (`down`)."
         labels = ("model", "pool", "direction")
-        self._changes = counters(self._registry, "ewsjf_scaling_decisions", text, labels)
+        self._changes = counters(registry, "ewsjf_scaling_decisions", text, labels)
         self._begin_counts()
         # Last failure; None if the last decision succeeded.
         self._fault: _Fault | None = None
@@ -136,17 +136,13 @@ class LiveScaling(Collector):
             },
         }
 
-    def exposition(self) -> str:
-        """Return the metrics of the last decision in the Prometheus text format."""
-        return generate_latest(self._registry).decode()
-
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families; prometheus_client calls this for each page."""
         for name, text, value in _GAUGES:
-            family = GaugeMetricFamily(name, text, labels=("model", "pool"))
+            figures = Figures(name, text, "pool")
             for pool, decision in self._decisions.items():
-                family.add_metric((self._model, pool), value(decision))
-            yield family
+                figures[pool,] = value(decision)
+            yield figures.of_model(self._model)
 
     def _begin_counts(self) -> None:
         """Create the counters, so that rates before the first change are 0 instead of absent."""

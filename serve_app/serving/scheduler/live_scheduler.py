@@ -20,6 +20,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from prometheus_client import CollectorRegistry
+
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Revoke
@@ -76,7 +78,7 @@ class LiveSchedulerOptions:
         decision_log: None disables the recording of decisions.
         learned: learned state of an earlier scheduler; see `learned_state`.
         usage_ledger: counts usage by API key; None disables it.
-        more_metrics: returns further metrics in the Prometheus text format; called in a thread.
+        more_metrics: metrics of its process, which outlive it; they follow its own on the page.
         activity: recent activity to continue; None starts a new one.
         endpoints: states of remote endpoints to continue; None if none is known.
         tuner_after: see `TuningEndpoint`.
@@ -88,7 +90,7 @@ class LiveSchedulerOptions:
     on_end: Callable[[str], None] | None = None
     decision_log: DecisionLogSettings | None = None
     learned: Mapping[str, Any] | None = None
-    more_metrics: Callable[[], str] = str
+    more_metrics: CollectorRegistry | None = None
     usage_ledger: UsageLedger | None = None
     activity: RecentActivity | None = None
     endpoints: RemoteEndpoints | None = None
@@ -130,8 +132,8 @@ class LiveScheduler:
         self.end_reason = ""
         self.queries: QueryHandler | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
-        self._metrics = SchedulerMetrics(settings.model)
-        self._page = CachedPage(self._figures, self._render)
+        self._metrics = SchedulerMetrics(settings.model, more=options.more_metrics)
+        self._page = CachedPage(self._figures, self._metrics.exposition)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
         self._replicas = ReplicaRegistry(self.feed, self._gateways.broadcast)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
@@ -364,9 +366,6 @@ class LiveScheduler:
             *self.tuner.figures(now),
             self.endpoints.figures(),
         ]
-
-    def _render(self, figures: list[Figures]) -> str:
-        return self._metrics.exposition(figures) + self._options.more_metrics()
 
     def _execute(self, command: Command, event: Event) -> ScheduledRequest | None:
         """Execute a command, and return its request for the journal."""

@@ -26,11 +26,13 @@ are left out: their zero means unknown.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch, ReportStale
@@ -42,7 +44,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
-from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
+from serve_app.serving.scheduler.gauges import Figures, Names
 from serve_app.serving.scheduler.journal import Entry, RequestHistory, Stall, StallCause
 
 # Prefills that are remembered for each replica: about a second of short ones. Those of long prompts, which
@@ -249,10 +251,15 @@ _NO_VERDICT = frozenset(
 _GAP_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
-class SchedulerMetrics:
-    """Metrics of one scheduler; `names` bounds the label values of tenants and length queues."""
+class SchedulerMetrics(Collector):
+    """Metrics of one scheduler.
 
-    def __init__(self, model: str, names: Names | None = None) -> None:
+    Args:
+        names: bounds the label values of tenants and length queues.
+        more: metrics that follow on the page.
+    """
+
+    def __init__(self, model: str, names: Names | None = None, more: CollectorRegistry | None = None) -> None:
         self._model = model
         self.names = names or Names()
         self._registry = CollectorRegistry()
@@ -261,9 +268,12 @@ class SchedulerMetrics:
         self._predictions: defaultdict[PriorityClass, defaultdict[str, DecayingRate]] = defaultdict(
             lambda: defaultdict(lambda: DecayingRate(_RECENT_WAITS_S, 0.0))
         )
-        self._collector = FigureCollector(model)
-        self._registry.register(self._collector)
+        # Of the moment of the latest page.
+        self._figures: Sequence[Figures] = ()
+        self._registry.register(self)
         self._registry.register(ProcessMetrics({"process": "scheduler", "model": model}))
+        if more is not None:
+            self._registry.register(more)
 
     def __repr__(self) -> str:
         return f"<SchedulerMetrics {self._model}>"
@@ -424,8 +434,12 @@ class SchedulerMetrics:
 
     def exposition(self, figures: Sequence[Figures]) -> str:
         """Return all metrics in the Prometheus text format; thread-safe, but not for concurrent calls."""
-        self._collector.metrics = figures
+        self._figures = figures
         return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges; prometheus_client calls this for each page."""
+        return (each.of_model(self._model) for each in self._figures)
 
     def _on_finish(self, entry: Entry) -> None:
         if entry.scheduled is not None:
@@ -479,11 +493,11 @@ class SchedulerMetrics:
             "Mean absolute difference of predicted and actual queue time, over the mean actual one, of about "
             "the last two minutes. Counts requests that waited a second, or were predicted to."
         )
-        ratios: dict[tuple[str, ...], float] = {}
+        ratios = Figures("ewsjf_queue_wait_prediction_error_ratio", text, "class")
         for priority, recent in self.predictions(now).items():
             if recent["waited_s"]:
                 ratios[priority,] = recent["error_s"] / recent["waited_s"]
-        return Figures("ewsjf_queue_wait_prediction_error_ratio", text, ("class",), ratios)
+        return ratios
 
     def _on_dispatch(self, entry: Entry, command: Dispatch, scheduled: ScheduledRequest) -> None:
         model, priority, prediction = self._model, scheduled.request.priority, scheduled.prediction

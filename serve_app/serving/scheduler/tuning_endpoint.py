@@ -456,7 +456,15 @@ class TuningEndpoint:
     def figures(self, now: float) -> list[Figures]:
         """Return the metrics of learned queues, tuned values and the tuner."""
         error = (self.document.get("twin") or {}).get("error") or {}
+        tuned = Figures("ewsjf_tuned_value", "Current value of a tuned setting.", "setting")
+        tuned.update({(path,): value for path, value in self._tuned.items()})
+        text = "Last measured error of the twin: its mean latency over that of the engines, minus 1."
+        errors = Figures("ewsjf_twin_error_ratio", text, "latency")
+        errors.update({(latency,): error[f"{latency}_ratio"] for latency in ("ttft", "tpot") if error})
+        text = "Decisions of the tuner about candidates on trial in production."
+        decisions = Figures("ewsjf_tuner_decisions", text, "decision", family=SUM)
         counts = self.document.get("counts") or {"searches": None, "candidates": None, "decisions": {}}
+        decisions.update({(decision,): count for decision, count in counts["decisions"].items()})
         return [
             figure(
                 "ewsjf_length_queues",
@@ -468,18 +476,8 @@ class TuningEndpoint:
                 "Time since the current length queues were learned.",
                 self.queues.age_s(now),
             ),
-            Figures(
-                "ewsjf_tuned_value",
-                "Current value of a tuned setting.",
-                ("setting",),
-                {(path,): value for path, value in self._tuned.items()},
-            ),
-            Figures(
-                "ewsjf_twin_error_ratio",
-                "Last measured error of the twin: its mean latency over that of the engines, minus 1.",
-                ("latency",),
-                {(latency,): error[f"{latency}_ratio"] for latency in ("ttft", "tpot") if error},
-            ),
+            tuned,
+            errors,
             figure("ewsjf_tuner_searches", "Finished searches of the tuner.", counts["searches"], SUM),
             figure(
                 "ewsjf_tuner_candidates",
@@ -487,13 +485,7 @@ class TuningEndpoint:
                 counts["candidates"],
                 SUM,
             ),
-            Figures(
-                "ewsjf_tuner_decisions",
-                "Decisions of the tuner about candidates on trial in production.",
-                ("decision",),
-                {(decision,): count for decision, count in counts["decisions"].items()},
-                SUM,
-            ),
+            decisions,
             figure(
                 "ewsjf_tuner_frozen",
                 "1 while the tuner is frozen, by a command or after a failure: no trials.",

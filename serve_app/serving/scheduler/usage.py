@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from serve_app.core.commands import Conclude
 from serve_app.core.events import DispatchFailed, Finished
@@ -53,17 +53,18 @@ class _State(Struct):
 class UsageLedger:
     """Usage of each key; the clock returns seconds since the epoch."""
 
-    def __init__(self, model: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, model: str, registry: CollectorRegistry, clock: Callable[[], float] = time.time
+    ) -> None:
         self._model, self._clock = model, clock
         self._days: dict[str, _Day] = {}
         # Days in a returned state; they are copied before further counting.
         self._handed_out: set[str] = set()
         self._label = BoundedNames(_MAX_LABELS)
-        self._registry = CollectorRegistry()
         text = "Requests that ended in an engine, by API key."
-        self._requests = counters(self._registry, "ewsjf_key_requests", text, ("model", "key"))
+        self._requests = counters(registry, "ewsjf_key_requests", text, ("model", "key"))
         text = "Tokens by API key, as counted by the engines."
-        self._tokens = counters(self._registry, "ewsjf_key_tokens", text, ("model", "key", "kind"))
+        self._tokens = counters(registry, "ewsjf_key_tokens", text, ("model", "key", "kind"))
 
     def __repr__(self) -> str:
         return f"<UsageLedger {self._model} days={len(self._days)}>"
@@ -134,10 +135,6 @@ class UsageLedger:
             # New lists, because a day in a returned state must not change.
             models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
 
-    def exposition(self) -> str:
-        """Return the counts since the start of this process in the Prometheus text format."""
-        return generate_latest(self._registry).decode()
-
     def _today(self) -> _Day:
         now = self._clock()
         # If the clock was set back by less than a day, continue with the last day.
@@ -182,13 +179,16 @@ class PersistentUsage:
     Args:
         state_uri: see `StateStore`; None disables persistence.
         scope: unique to the application and model.
+        registry: exports the counts since the start of this process.
 
     Attributes:
         ledger: the current counts.
     """
 
-    def __init__(self, model: str, state_uri: str | None, scope: str, interval_s: float) -> None:
-        self.ledger = UsageLedger(model)
+    def __init__(
+        self, model: str, state_uri: str | None, scope: str, interval_s: float, registry: CollectorRegistry
+    ) -> None:
+        self.ledger = UsageLedger(model, registry)
         self._model, self._interval_s = model, interval_s
         self._keeper: StatePersister | None = None
         self._restored = False

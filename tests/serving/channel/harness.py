@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from unittest.mock import AsyncMock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Command, Dispatch, Revoke
@@ -289,12 +290,12 @@ class ControlPlane:
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
         live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
-        model = self.settings.model
+        model, registry = self.settings.model, CollectorRegistry()
         live.queries = AdminQueries(
             live=live,
             previous_costs=PersistentCosts(time.time(), (), ()),
-            live_scaling=LiveScaling(model, ScalingSettings()),
-            persistent_usage=PersistentUsage(model, None, model, 1.0),
+            live_scaling=LiveScaling(model, ScalingSettings(), registry),
+            persistent_usage=PersistentUsage(model, None, model, 1.0, registry),
             save=AsyncMock(),
         )
         await live.start("127.0.0.1")

@@ -230,6 +230,16 @@ async def test_other_settings_preserve_learned_state_even_without_a_store(cluste
     assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
 
 
+async def test_the_page_of_a_later_scheduler_has_the_metrics_of_its_process(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    actor = await cluster.started(str(tmp_path))
+    await actor.reconfigure({"max_waiting": 5})
+    page = await shell_of(actor).exposition()
+    for name in ("ewsjf_state_failures", "ewsjf_key_requests", "ewsjf_scaling_failures"):
+        assert page.count(f"# TYPE {name}_total ") == 1
+
+
 async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@ import re
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.waits import current_cause
@@ -11,24 +10,23 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
-    FigureCollector,
     Names,
     cost_figures,
+    figure,
     pool_figures,
     queue_figures,
     queued_figures,
 )
+from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from tests import builders
 from tests.serving.scheduler.test_costs import busy
 
 
 def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
     """Return a scheduler's metrics page."""
-    registry, moment = CollectorRegistry(), FigureCollector("m")
     core, now, names = driver.scheduler, driver.now, Names(of_tenants=BoundedNames(most_tenants))
-    moment.metrics = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
-    registry.register(moment)
-    return generate_latest(registry).decode()
+    figures = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
+    return SchedulerMetrics("m").exposition(figures)
 
 
 def test_gauges_have_the_number_and_the_size_of_queued_requests() -> None:
@@ -36,7 +34,7 @@ def test_gauges_have_the_number_and_the_size_of_queued_requests() -> None:
     builders.fill(driver)
     driver.arrive("r1", priority=PriorityClass.BATCH)
     driver.arrive("r2", priority=PriorityClass.BATCH)
-    values = {each.name: each.values for each in queued_figures(driver.scheduler)}
+    values = {each.name: each for each in queued_figures(driver.scheduler)}
     waiting = [driver.find("r1"), driver.find("r2")]
     assert values["ewsjf_requests_waiting"] == {("interactive",): 0, ("default",): 0, ("batch",): 2}
     assert values["ewsjf_queued_tokens"]["batch",] == sum(each.estimate.expected_tokens for each in waiting)
@@ -52,11 +50,12 @@ def test_gauges_have_queue_lengths_and_oldest_waits() -> None:
     driver.arrive("r1", tenant="acme", priority=PriorityClass.BATCH)
     driver.now += 3.0
     driver.arrive("r2", tenant="acme", priority=PriorityClass.BATCH)
+    driver.arrive("r3", tenant="zeta", priority=PriorityClass.BATCH)
     driver.now += 2.0
     page = pages(driver)
     name = driver.find("r1").length_queue
     labels = f'{{class="batch",length_queue="{name}",model="m"}}'
-    assert f"ewsjf_length_queue_requests_waiting{labels} 2.0" in page
+    assert f"ewsjf_length_queue_requests_waiting{labels} 3.0" in page
     assert f"ewsjf_length_queue_oldest_wait_seconds{labels} 5.0" in page
     assert 'ewsjf_tenant_requests_waiting{model="m",tenant="acme"} 2.0' in page
 
@@ -128,6 +127,13 @@ def test_delay_is_counted_where_it_was_imposed() -> None:
 
     labels = 'class="interactive",model="m",pool="only",tenant="first"'
     assert f"ewsjf_tenant_imposed_delay_seconds_total{{{labels}}} 3.0" in pages(driver)
+
+
+def test_an_unknown_figure_has_no_sample() -> None:
+    page = SchedulerMetrics("m").exposition([figure("ewsjf_a", "A.", None), figure("ewsjf_b", "B.", 0.0)])
+    assert "# TYPE ewsjf_a gauge" in page
+    assert "ewsjf_a{" not in page
+    assert 'ewsjf_b{model="m"} 0.0' in page
 
 
 def test_names_from_traffic_are_bounded() -> None:

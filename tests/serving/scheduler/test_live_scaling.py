@@ -5,6 +5,7 @@ import itertools
 import logging
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core import Scheduler
 from serve_app.core.routing.snapshot import decoded
@@ -40,7 +41,7 @@ async def test_nothing_is_ordered_before_replicas_had_time_to_reconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
-    scaling = LiveScaling("m", POOLS)
+    scaling = LiveScaling("m", POOLS, CollectorRegistry())
     scaling.follow(waiting(1))
     await asyncio.sleep(0.03)
     assert scaling.statistics() == {}
@@ -52,7 +53,7 @@ async def test_that_time_begins_with_the_first_scheduler_however_long_its_state_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
-    scaling = LiveScaling("m", POOLS)
+    scaling = LiveScaling("m", POOLS, CollectorRegistry())
     await asyncio.sleep(0.6)
     scaling.follow(waiting(1))
     await asyncio.sleep(0.03)
@@ -61,7 +62,8 @@ async def test_that_time_begins_with_the_first_scheduler_however_long_its_state_
 
 
 async def test_a_request_without_a_replica_orders_one_and_every_pool_is_described() -> None:
-    scaling = LiveScaling("m", POOLS)
+    registry = CollectorRegistry()
+    scaling = LiveScaling("m", POOLS, registry)
     scaling.follow(waiting(1))
     await decided(scaling)
     # Serve receives the pools that it scales; other autoscalers read the metrics page.
@@ -70,8 +72,9 @@ async def test_a_request_without_a_replica_orders_one_and_every_pool_is_describe
     assert (pools["short"]["desired_replicas"], pools["short"]["scaled_by"]) == (1, "ewsjf")
     assert (pools["long"]["desired_replicas"], pools["long"]["scaled_by"]) == (0, "external")
     assert "no engine has started yet" in pools["short"]["reason"]
-    assert 'ewsjf_desired_replicas{model="m",pool="short"} 1.0' in scaling.exposition()
-    assert 'ewsjf_desired_replicas{model="m",pool="long"} 0.0' in scaling.exposition()
+    page = generate_latest(registry).decode()
+    assert 'ewsjf_desired_replicas{model="m",pool="short"} 1.0' in page
+    assert 'ewsjf_desired_replicas{model="m",pool="long"} 0.0' in page
     scaling.stop()
 
 
@@ -80,7 +83,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.serve")
     logging.getLogger("ray.serve").propagate = True
-    scaling = LiveScaling("m", POOLS)
+    scaling = LiveScaling("m", POOLS, CollectorRegistry())
     scaling.follow(Scheduler(settings()))
     await decided(scaling)
     assert scaling.statistics() == {"least_replicas:short": 0.0}
@@ -98,10 +101,11 @@ async def test_a_fault_leaves_the_last_decision_and_is_counted_each_time_but_log
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.serve")
     logging.getLogger("ray.serve").propagate = True
-    scaling = LiveScaling("m", POOLS)
+    registry = CollectorRegistry()
+    scaling = LiveScaling("m", POOLS, registry)
     scaling.follow(waiting(1))
     await decided(scaling)
-    assert failures(scaling) == 0
+    assert failures(registry) == 0
     faults = itertools.count()
 
     def broken(*_: object) -> None:
@@ -112,21 +116,21 @@ async def test_a_fault_leaves_the_last_decision_and_is_counted_each_time_but_log
 
     with monkeypatch.context() as changed:
         changed.setattr(live_scaling, "observe", broken)
-        await wait_until(lambda: failures(scaling) >= 5)
+        await wait_until(lambda: failures(registry) >= 5)
         assert scaling.statistics() == {"least_replicas:short": 1.0}
         assert fault_events(caplog) == ["event=scaling_failed"]
         changed.setattr(live_scaling, "observe", broken_otherwise)
-        seen = failures(scaling)
-        await wait_until(lambda: failures(scaling) >= seen + 5)
+        seen = failures(registry)
+        await wait_until(lambda: failures(registry) >= seen + 5)
     await wait_until(lambda: "event=scaling_recovered" in fault_events(caplog))
     assert fault_events(caplog) == ["event=scaling_failed", "event=scaling_failed", "event=scaling_recovered"]
     scaling.stop()
 
 
-def failures(scaling: LiveScaling) -> float:
+def failures(registry: CollectorRegistry) -> float:
     (value,) = (
         float(line.rpartition(" ")[2])
-        for line in scaling.exposition().splitlines()
+        for line in generate_latest(registry).decode().splitlines()
         if line.startswith('ewsjf_scaling_failures_total{model="m"}')
     )
     return value

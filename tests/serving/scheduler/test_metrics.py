@@ -105,5 +105,5 @@ def test_the_mean_error_of_predicted_waits_is_relative_to_the_waits_of_a_class()
         "default": {"requests": 2, "predicted_s": 13.0, "waited_s": 10.0, "error_s": 11.0}
     }
     figures = metrics.prediction_errors(0.0)
-    assert (figures.name, figures.values) == ("ewsjf_queue_wait_prediction_error_ratio", {("default",): 1.1})
+    assert (figures.name, dict(figures)) == ("ewsjf_queue_wait_prediction_error_ratio", {("default",): 1.1})
     assert metrics.predictions(3_600.0) == {}

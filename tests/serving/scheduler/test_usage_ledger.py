@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
@@ -36,8 +37,8 @@ class Clock:
 
 
 def test_it_adds_up_by_key_model_and_day() -> None:
-    clock = Clock()
-    ledger = UsageLedger("m", clock)
+    clock, registry = Clock(), CollectorRegistry()
+    ledger = UsageLedger("m", registry, clock)
     for each in (
         ended(),
         ended(),
@@ -56,15 +57,17 @@ def test_it_adds_up_by_key_model_and_day() -> None:
         ("1970-01-01", "k2", "m"),
         ("1970-01-02", "k1", "m"),
     ]
-    assert 'ewsjf_key_tokens_total{key="k1",kind="prompt",model="m"} 40.0' in ledger.exposition()
+    assert (
+        'ewsjf_key_tokens_total{key="k1",kind="prompt",model="m"} 40.0' in generate_latest(registry).decode()
+    )
 
 
 def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledger() -> None:
-    ledger = UsageLedger("m", Clock())
+    ledger = UsageLedger("m", CollectorRegistry(), Clock())
     ledger.add(*ended())
     state = ledger.state()
     ledger.add(*ended())
-    other = UsageLedger("m", Clock())
+    other = UsageLedger("m", CollectorRegistry(), Clock())
     other.add(*ended())
     other.add_stored(state)
     assert other.rows()[0]["requests"] == 2
@@ -80,7 +83,7 @@ def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledg
     ],
 )
 def test_a_state_that_makes_no_sense_is_rejected_as_a_whole(figures: list[object], reason: str) -> None:
-    ledger = UsageLedger("m", Clock())
+    ledger = UsageLedger("m", CollectorRegistry(), Clock())
     good = [1, 1, 1, 1]
     with pytest.raises(ValueError, match=rf"{reason} - at `\$\.days"):
         ledger.add_stored({"days": {"1970-01-01": {"a": {"m": good}, "b": {"m": figures}}}})
@@ -88,22 +91,23 @@ def test_a_state_that_makes_no_sense_is_rejected_as_a_whole(figures: list[object
 
 
 def test_old_days_and_further_keys_are_bounded() -> None:
-    clock = Clock()
-    ledger = UsageLedger("m", clock)
+    clock, registry = Clock(), CollectorRegistry()
+    ledger = UsageLedger("m", registry, clock)
     for day in range(100):
         clock.now = day * DAY_S
         ledger.add(*ended())
     assert len(ledger.rows()) == 92
     for number in range(1_100):
         ledger.add(*ended(f"k{number}"))
-    assert 'key="other"' in ledger.exposition()
-    assert ledger.exposition().count("ewsjf_key_requests_total{") == 1_001
+    page = generate_latest(registry).decode()
+    assert 'key="other"' in page
+    assert page.count("ewsjf_key_requests_total{") == 1_001
 
 
 def test_a_clock_that_is_set_back_changes_no_day_that_is_over() -> None:
     clock = Clock()
     clock.now = DAY_S
-    ledger = UsageLedger("m", clock)
+    ledger = UsageLedger("m", CollectorRegistry(), clock)
     ledger.add(*ended())
     clock.now = 0.0
     ledger.add(*ended())
@@ -112,7 +116,7 @@ def test_a_clock_that_is_set_back_changes_no_day_that_is_over() -> None:
 
 def test_a_clock_that_was_a_year_ahead_and_is_right_again_counts_on_the_right_day() -> None:
     clock = Clock()
-    ledger = UsageLedger("m", clock)
+    ledger = UsageLedger("m", CollectorRegistry(), clock)
     ledger.add(*ended())
     clock.now = 365 * DAY_S
     ledger.add(*ended())
@@ -128,7 +132,7 @@ def test_a_clock_that_was_a_year_ahead_and_is_right_again_counts_on_the_right_da
 
 def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> None:
     clock = Clock()
-    ledger = UsageLedger("m", clock)
+    ledger = UsageLedger("m", CollectorRegistry(), clock)
     for day in range(1_000, 1_092):
         clock.now = day * DAY_S
         ledger.add(*ended())
@@ -139,12 +143,16 @@ def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> Non
     assert ledger.rows()[0]["requests"] == 2
 
 
+def persistent(folder: Path, interval_s: float = 60.0) -> PersistentUsage:
+    return PersistentUsage("m", str(folder), "app/m", interval_s, CollectorRegistry())
+
+
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
-    first = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
+    first = persistent(tmp_path)
     await first.load()
     first.ledger.add(*ended())
     await first.close()
-    second = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
+    second = persistent(tmp_path)
     await second.load()
     second.ledger.add(*ended())
     assert second.shown()["rows"][0]["requests"] == 2
@@ -154,7 +162,7 @@ async def test_it_survives_a_restart(tmp_path: Path) -> None:
 async def test_stored_usage_survives_a_start_that_cannot_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
+    first = persistent(tmp_path)
     await first.load()
     first.ledger.add(*ended())
     await first.close()
@@ -164,20 +172,20 @@ async def test_stored_usage_survives_a_start_that_cannot_read_it(
 
     with monkeypatch.context() as broken:
         broken.setattr("serve_app.serving.state.StateStore._read", unreachable)
-        second = PersistentUsage("m", str(tmp_path), "app/m", 0.01)
+        second = persistent(tmp_path, 0.01)
         await second.load()
         second.ledger.add(*ended())
         await second.save()
     await wait_until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
     await second.close()
-    third = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
+    third = persistent(tmp_path)
     await third.load()
     assert third.ledger.rows()[0]["requests"] == 2
     await third.close()
 
 
 async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> None:
-    ledger = UsageLedger("m")
+    ledger = UsageLedger("m", CollectorRegistry())
     control_plane = ControlPlane(scheduler_settings(), FAST)
     await control_plane.begin(usage_ledger=ledger)
     gateway = await control_plane.gateway()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import generate_latest
 
 from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
@@ -56,7 +57,7 @@ async def test_a_scheduler_starts_without_a_bucket_that_hangs_and_saves_once_it_
 
 
 def metrics_of(actor: SchedulerActor) -> str:
-    return actor._more_metrics()
+    return generate_latest(actor._registry).decode()
 
 
 async def test_the_loop_of_a_scheduler_continues_while_its_bucket_hangs(uri: str, bucket: Bucket) -> None:

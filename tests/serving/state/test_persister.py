@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.serving import state
 from serve_app.serving.state import StateError, StatePersister, StateStore
@@ -47,16 +48,25 @@ def store(tmp_path: Path) -> Iterator[FlakyStore]:
     store.gate.set()
 
 
-def keeper(store: StateStore, document: dict[str, Any] | None, interval_s: float = 60.0) -> StatePersister:
-    return StatePersister(store, "m", lambda: document and dict(document), interval_s)
+class Keeper(StatePersister):
+    """Persister with a registry of its metrics."""
+
+    def __init__(self, store: StateStore, document: dict[str, Any] | None, interval_s: float) -> None:
+        self.registry = CollectorRegistry()
+        super().__init__(store, "m", lambda: document and dict(document), interval_s, self.registry)
 
 
 def reject(_: object) -> None:
     raise ValueError("it makes no sense")
 
 
-def sample(keeper: StatePersister, name: str) -> float:
-    lines = [line for line in keeper.exposition().splitlines() if line.startswith(name)]
+def keeper(store: StateStore, document: dict[str, Any] | None, interval_s: float = 60.0) -> Keeper:
+    return Keeper(store, document, interval_s)
+
+
+def sample(keeper: Keeper, name: str) -> float:
+    page = generate_latest(keeper.registry).decode()
+    lines = [line for line in page.splitlines() if line.startswith(name)]
     return float(lines[0].rpartition(" ")[2])
 
 
