@@ -33,7 +33,7 @@ class EngineTimeMachine(OutageMachine):
 
     @invariant()
     def no_time_is_charged_twice_or_lost(self) -> None:
-        charged_s = sum(seconds for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
+        charged_s = sum(self.scheduler.in_flight.engine_time.used.values())
         if self.at_work():
             assert charged_s <= self.worked_s + 1e-6
         else:
@@ -41,4 +41,4 @@ class EngineTimeMachine(OutageMachine):
 
     @invariant()
     def charges_are_positive(self) -> None:
-        assert all(seconds > 0 for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
+        assert all(seconds > 0 for seconds in self.scheduler.in_flight.engine_time.used.values())

@@ -22,8 +22,6 @@ excess at its first token, or at its end if the answer is not streamed. The last
 the remaining undivided time. All charges add up to the busy time.
 """
 
-from collections.abc import Iterator
-
 from serve_app.core.accounting.wait_causes import EngineShare, ReplicaTime
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.prefill_cost import PrefillCosts
@@ -39,30 +37,24 @@ OTHERS = "other"
 _LIKELY_CHUNK_TOKENS = 2048
 
 
-class TenantTotals:
+class TenantTotals(dict[tuple[str, PriorityClass, str], float]):
     """Seconds by pool, class and tenant: at most `max_sums` sums, and those of `OTHERS`."""
 
     def __init__(self, max_sums: int = _MAX_TENANTS) -> None:
+        super().__init__()
         self._max_sums = max_sums
-        self._seconds: dict[tuple[str, PriorityClass, str], float] = {}
 
     def add(self, pool: str, request: Request, seconds: float) -> None:
         """Add seconds to the sum of a request's class and tenant in a pool. Zero creates no entry."""
         if not seconds:
             return
         key = pool, request.priority, request.tenant
-        known = self._seconds
-        if key not in known and len(known) >= self._max_sums:
+        if key not in self and len(self) >= self._max_sums:
             key = pool, request.priority, OTHERS
-        known[key] = known.get(key, 0.0) + seconds
-
-    def __iter__(self) -> Iterator[tuple[str, PriorityClass, str, float]]:
-        """Yield pool, class, tenant and seconds so far."""
-        for (pool, priority, tenant), seconds in self._seconds.items():
-            yield pool, priority, tenant, seconds
+        self[key] = self.get(key, 0.0) + seconds
 
     def __repr__(self) -> str:
-        return f"<TenantTotals {len(self._seconds)} sums, {sum(self._seconds.values()):.1f} s>"
+        return f"<TenantTotals {len(self)} sums, {sum(self.values()):.1f} s>"
 
 
 class EngineTime:

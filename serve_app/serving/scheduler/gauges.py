@@ -29,8 +29,8 @@ from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.routing.snapshot import Amount
 from serve_app.request import PriorityClass
 
-# The same number of names as in a core, so that the file does not grow with tenants over the years.
-_MOST = 1_000
+# As in a core, for label values and for persisted costs, whose file must not grow over the years.
+_MAX_TENANTS = 1_000
 
 
 class CostRow(msgspec.Struct, frozen=True):
@@ -85,16 +85,14 @@ def _sum(earlier: tuple[CostRow, ...], own: TenantTotals) -> tuple[CostRow, ...]
     sums = defaultdict[tuple[str, str, str], float](float)
     for row in earlier:
         sums[row.pool, row.priority, row.tenant] += row.seconds
-    for pool, priority_class, tenant, seconds in own:
-        sums[pool, priority_class.value, tenant] += seconds
-    if len(sums) > _MOST:
-        for key in sorted(sums, key=lambda each: -sums[each])[_MOST:]:
+    for (pool, priority, tenant), seconds in own.items():
+        sums[pool, priority.value, tenant] += seconds
+    if len(sums) > _MAX_TENANTS:
+        for key in sorted(sums, key=lambda each: -sums[each])[_MAX_TENANTS:]:
             sums[(*key[:2], OTHERS)] += sums.pop(key)
     return tuple(CostRow(*key, seconds) for key, seconds in sums.items())
 
 
-OTHER_LABEL = "other"
-_MAX_TENANTS = 1_000
 # Each learned partition has new names.
 _MAX_LENGTH_QUEUES = 100
 
@@ -111,7 +109,7 @@ class BoundedNames:
         if name in self._known:
             return name
         if len(self._known) >= self._most:
-            return OTHER_LABEL
+            return OTHERS
         self._known.add(name)
         return name
 
@@ -336,6 +334,6 @@ def cost_figures(core: Scheduler, names: Names) -> list[Figures]:
     text = "Delay that a tenant's requests imposed on other tenants, summed over the delayed requests."
     imposed = Figures("ewsjf_tenant_imposed_delay_seconds", text, *labels, family=SUM)
     for sums, totals in ((used, core.in_flight.engine_time.used), (imposed, core.waits.imposed)):
-        for pool, priority, tenant, seconds in totals:
+        for (pool, priority, tenant), seconds in totals.items():
             sums[pool, priority.value, names.of_tenants(tenant)] += seconds
     return [used, imposed]

@@ -171,7 +171,7 @@ class LiveScheduler:
             self._journal.subscribe(self._log)
         self._journal.subscribe(self.tuner, self.mode, self.activity, self.history)
         counted, errors = self._metrics.prefix_tokens, self._metrics.prefix_errors
-        self._prefix_check = PrefixCheck(settings.model, self._now, counted, errors)
+        self._prefix_check = PrefixCheck(settings.model, counted, errors)
         stalls = DecodeStalls(settings.model, self.history, self._metrics.decode_gaps)
         self._journal.subscribe(self._metrics, self._prefix_check, self._outlook, stalls)
         self._journal.subscribe(ChangeLog(settings.model))

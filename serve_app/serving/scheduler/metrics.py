@@ -152,14 +152,24 @@ class DecodeStalls:
 _RECENT_S = 600.0
 
 
-@dataclass(slots=True)
-class _Recent:
-    """Decaying sums of one pool."""
+class _RecentSums:
+    """Decaying sums by key and name."""
 
-    requests: DecayingRate
-    prompt: DecayingRate
-    predicted: DecayingRate
-    reported: DecayingRate
+    def __init__(self, time_constant_s: float) -> None:
+        self._sums = defaultdict[str, defaultdict[str, DecayingRate]](
+            lambda: defaultdict(lambda: DecayingRate(time_constant_s, 0.0))
+        )
+
+    def add(self, key: str, now: float, **amounts: float) -> None:
+        """Add to the sums of a key."""
+        for name, amount in amounts.items():
+            self._sums[key][name].add(amount, now)
+
+    def amounts(self, now: float) -> dict[str, dict[str, float]]:
+        """Return the sums at `now`."""
+        return {
+            key: {name: each.amount(now) for name, each in sums.items()} for key, sums in self._sums.items()
+        }
 
 
 class PrefixCheck:
@@ -170,15 +180,12 @@ class PrefixCheck:
         errors: histogram by model and pool: predicted minus reported tokens, as a share of the prompt.
     """
 
-    def __init__(
-        self, model: str, now: float, tokens: Cells[CounterCell], errors: Cells[HistogramCell]
-    ) -> None:
+    def __init__(self, model: str, tokens: Cells[CounterCell], errors: Cells[HistogramCell]) -> None:
         self._model = model
-        self._began_at = now
         self._tokens = tokens
         self._errors = errors
         self._reporting: set[str] = set()
-        self._recent: dict[str, _Recent] = {}
+        self._recent = _RecentSums(_RECENT_S)
 
     def handlers(self) -> Mapping[type, Callable[..., None]]:
         """Return the handler of the ends of requests."""
@@ -199,26 +206,18 @@ class PrefixCheck:
         self._tokens[self._model, dispatch.pool, "predicted"].inc(predicted)
         self._tokens[self._model, dispatch.pool, "reported"].inc(reported)
         self._errors[self._model, dispatch.pool].observe((predicted - reported) / usage.prompt_tokens)
-        recent = self._recent.get(dispatch.pool)
-        if recent is None:
-            recent = _Recent(*(DecayingRate(_RECENT_S, self._began_at) for _ in range(4)))
-            self._recent[dispatch.pool] = recent
-        recent.requests.add(1, entry.now)
-        recent.prompt.add(usage.prompt_tokens, entry.now)
-        recent.predicted.add(predicted, entry.now)
-        recent.reported.add(reported, entry.now)
+        self._recent.add(
+            dispatch.pool,
+            entry.now,
+            requests=1,
+            prompt_tokens=usage.prompt_tokens,
+            predicted_tokens=predicted,
+            reported_tokens=reported,
+        )
 
     def describe(self, now: float) -> dict[str, dict[str, float]]:
         """Return the requests, prompt tokens and cached tokens of about the last ten minutes, by pool."""
-        return {
-            pool: {
-                "requests": recent.requests.amount(now),
-                "prompt_tokens": recent.prompt.amount(now),
-                "predicted_tokens": recent.predicted.amount(now),
-                "reported_tokens": recent.reported.amount(now),
-            }
-            for pool, recent in self._recent.items()
-        }
+        return self._recent.amounts(now)
 
 
 # From a dispatch without a wait to the timeouts of batch work.
@@ -265,9 +264,7 @@ class SchedulerMetrics(Collector):
         self._registry = CollectorRegistry()
         self._make_counters()
         self._make_histograms()
-        self._predictions: defaultdict[PriorityClass, defaultdict[str, DecayingRate]] = defaultdict(
-            lambda: defaultdict(lambda: DecayingRate(_RECENT_WAITS_S, 0.0))
-        )
+        self._predictions = _RecentSums(_RECENT_WAITS_S)
         # Of the moment of the latest page.
         self._figures: Sequence[Figures] = ()
         self._registry.register(self)
@@ -480,11 +477,10 @@ class SchedulerMetrics(Collector):
     def predictions(self, now: float) -> dict[str, dict[str, float]]:
         """Return the predicted queue times of about the last two minutes by class: number, and means."""
         found = {}
-        for priority, sums in self._predictions.items():
-            amounts = {name: each.amount(now) for name, each in sums.items()}
+        for priority, amounts in self._predictions.amounts(now).items():
             if (count := amounts.pop("requests")) >= 1:
                 means = {name: amount / count for name, amount in amounts.items()}
-                found[priority.value] = {"requests": count, **means}
+                found[priority] = {"requests": count, **means}
         return found
 
     def prediction_errors(self, now: float) -> Figures:
@@ -513,15 +509,14 @@ class SchedulerMetrics(Collector):
             predicted_s, waited_s = prediction.wait_s, scheduled.dispatched_at - prediction.at
             self._predicted_error[model, priority].observe(predicted_s - waited_s)
             if max(predicted_s, waited_s) >= _LEAST_WAIT_S:
-                error_s, sums = abs(predicted_s - waited_s), self._predictions[priority]
-                amounts = {
-                    "requests": 1,
-                    "predicted_s": predicted_s,
-                    "waited_s": waited_s,
-                    "error_s": error_s,
-                }
-                for name, amount in amounts.items():
-                    sums[name].add(amount, entry.now)
+                self._predictions.add(
+                    priority.value,
+                    entry.now,
+                    requests=1,
+                    predicted_s=predicted_s,
+                    waited_s=waited_s,
+                    error_s=abs(predicted_s - waited_s),
+                )
 
     def _on_wait(self, waited: WaitBreakdown, priority: PriorityClass) -> None:
         for cause, nanoseconds in waited.causes.items():

@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -38,7 +38,7 @@ _KEPT_DAYS = 92
 _MAX_LABELS = 1_000
 
 # Requests, prompt tokens, cached tokens, generated tokens.
-_Figures = list[int]
+_Figures = tuple[int, ...]
 _NOTHING = (0, 0, 0, 0)
 _DAY_S = 86_400.0
 _Day = dict[str, dict[str, _Figures]]
@@ -86,9 +86,7 @@ class UsageLedger:
         """Count a request under the model name that it used, with the engine's counts if it sent any."""
         usage = usage or Usage(prompt_tokens=0, output_tokens=0)
         counted = (1, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
-        figures = self._today().setdefault(key_id, {}).setdefault(model, [0, 0, 0, 0])
-        for index, amount in enumerate(counted):
-            figures[index] += amount
+        _count(self._today().setdefault(key_id, {}), model, counted)
         label = self._label(key_id)
         self._requests[self._model, label].inc()
         for kind, amount in zip(("prompt", "cached", "generated"), counted[1:], strict=True):
@@ -113,10 +111,7 @@ class UsageLedger:
             for key_id in wanted & self._days[day].keys():
                 for model, figures in self._days[day][key_id].items():
                     for period in ("day", "month") if day == today else ("month",):
-                        sums = found.setdefault(key_id, {}).setdefault(period, {})
-                        sums[model] = [
-                            sum(pair) for pair in zip(sums.get(model, _NOTHING), figures, strict=True)
-                        ]
+                        _count(found.setdefault(key_id, {}).setdefault(period, {}), model, figures)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -131,9 +126,7 @@ class UsageLedger:
             ValueError: the state is invalid; nothing was added.
         """
         for day, key_id, model, figures in _lines(decoded(document, _State).days):
-            models = self._days.setdefault(day, {}).setdefault(key_id, {})
-            # New lists, because a day in a returned state must not change.
-            models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
+            _count(self._days.setdefault(day, {}).setdefault(key_id, {}), model, figures)
 
     def _today(self) -> _Day:
         now = self._clock()
@@ -147,16 +140,18 @@ class UsageLedger:
                     del self._days[old]
         elif day in self._handed_out:
             self._handed_out.discard(day)
-            self._days[day] = {
-                key_id: {model: list(figures) for model, figures in models.items()}
-                for key_id, models in self._days[day].items()
-            }
+            self._days[day] = {key_id: dict(models) for key_id, models in self._days[day].items()}
         return self._days[day]
 
 
+def _count(sums: dict[str, _Figures], model: str, figures: _Figures) -> None:
+    """Add figures to those of a model."""
+    sums[model] = tuple(map(sum, zip(sums.get(model, _NOTHING), figures, strict=True)))
+
+
 def _lines(
-    days: Mapping[str, Mapping[str, Mapping[str, Sequence[int]]]],
-) -> Iterator[tuple[str, str, str, Sequence[int]]]:
+    days: Mapping[str, Mapping[str, Mapping[str, _Figures]]],
+) -> Iterator[tuple[str, str, str, _Figures]]:
     for day in sorted(days):
         for key_id, models in days[day].items():
             for model, figures in models.items():

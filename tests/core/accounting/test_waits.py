@@ -91,7 +91,7 @@ def test_a_tenants_own_requests_and_those_of_others_are_counted_separately() -> 
         WaitCause.ENGINES_BUSY: SECOND,
     }
     assert found.ahead == {WaitCause.OWN_REQUESTS: 1, WaitCause.OTHER_TENANTS: 1}
-    imposed = {(priority, tenant): s for _, priority, tenant, s in driver.scheduler.waits.imposed}
+    imposed = {(priority, tenant): s for (_, priority, tenant), s in driver.scheduler.waits.imposed.items()}
     # `mine0` took a slot that `theirs` waited for; `theirs` took one that `waits` waited for since then.
     assert imposed == {(PriorityClass.DEFAULT, "me"): 1.0, (PriorityClass.DEFAULT, "other"): 1.0}
 

@@ -54,7 +54,7 @@ def test_counts_of_earlier_schedulers_are_added_and_survive_a_file() -> None:
 
 
 def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_costs, "_MOST", 2)
+    monkeypatch.setattr(kept_costs, "_MAX_TENANTS", 2)
     used = tuple(CostRow("only", "batch", f"t{number}", float(number)) for number in range(5))
     costs = PersistentCosts(time.time(), used, ()).plus(busy().scheduler)
 

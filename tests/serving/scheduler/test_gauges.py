@@ -115,6 +115,7 @@ def test_engine_time_is_counted_by_pool_class_and_tenant() -> None:
     bounded = pages(busy(), most_tenants=1)
     assert line % ("heavy", "2.0") in bounded
     assert line % ("other", "1.0") in bounded
+    assert line % ("other", "3.0") in pages(busy(), most_tenants=0)
 
 
 def test_delay_is_counted_where_it_was_imposed() -> None:

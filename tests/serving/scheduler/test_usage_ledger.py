@@ -62,6 +62,21 @@ def test_it_adds_up_by_key_model_and_day() -> None:
     )
 
 
+def test_what_keys_have_spent_is_that_of_the_current_day_and_month() -> None:
+    clock = Clock()
+    ledger = UsageLedger("m", CollectorRegistry(), clock)
+    # The last day of January, and the first two of February.
+    for day in (30, 31, 32):
+        clock.now = day * DAY_S
+        for each in (ended(), ended(model="alias"), ended("k2")):
+            ledger.add(*each)
+    ledger.add(*ended())
+    once, twice, thrice = (1, 10, 2, 5), (2, 20, 4, 10), (3, 30, 6, 15)
+    assert ledger.spent(["k1", "unknown"]) == {
+        "k1": {"day": {"m": twice, "alias": once}, "month": {"m": thrice, "alias": twice}}
+    }
+
+
 def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledger() -> None:
     ledger = UsageLedger("m", CollectorRegistry(), Clock())
     ledger.add(*ended())
@@ -71,7 +86,7 @@ def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledg
     other.add(*ended())
     other.add_stored(state)
     assert other.rows()[0]["requests"] == 2
-    assert state["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5]
+    assert state["days"]["1970-01-01"]["k1"]["m"] == (1, 10, 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +142,7 @@ def test_a_clock_that_was_a_year_ahead_and_is_right_again_counts_on_the_right_da
     ledger.add(*ended())
     days = [("1970-01-01", 2), ("1970-01-06", 1), ("1971-01-01", 1)]
     assert [(row["day"], row["requests"]) for row in ledger.rows()] == days
-    assert handed_out["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5], "what was handed out stays"
+    assert handed_out["days"]["1970-01-01"]["k1"]["m"] == (1, 10, 2, 5), "what was handed out stays"
 
 
 def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> None:
