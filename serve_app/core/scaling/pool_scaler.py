@@ -211,7 +211,7 @@ def observe(scheduler: Scheduler, pools: Iterable[str], now: float) -> dict[str,
 
 
 def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) -> PoolView:
-    members = [state for state in scheduler.ledger if state.spec.pool == pool]
+    members = scheduler.ledger.of_pool(pool)
     ready = [state for state in members if state.is_alive]
     waiting, arrived = scheduler.queue.non_batch_work[pool], scheduler.arrived[pool]
     in_flight = sum(state.in_flight for state in members)
@@ -263,8 +263,8 @@ def _can_scale_out_help(scheduler: Scheduler, head: ScheduledRequest, pool: str)
         return False
     return destination.adapter is None or all(
         destination.adapter in state.spec.adapters
-        for state in scheduler.ledger
-        if state.spec.pool == pool and state.is_alive
+        for state in scheduler.ledger.of_pool(pool)
+        if state.is_alive
     )
 
 

@@ -235,10 +235,6 @@ class ReplicaRegistry:
         )
         self._publish(self._table)
 
-    def stale(self) -> set[str]:
-        """Return the connected replicas whose last report is too old."""
-        return {replica_id for replica_id, replica in self._replicas.items() if replica.stale}
-
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
         """Return the limits and the last report of each connected replica."""
         return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}

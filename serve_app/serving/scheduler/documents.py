@@ -8,7 +8,7 @@ Endpoints of remote pools that are down, as their watchers report them.
 
 import hashlib
 import secrets
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import islice
@@ -23,7 +23,7 @@ from serve_app.core.settings_base import plain
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.findings import time_text
-from serve_app.serving.scheduler.gauges import Figures
+from serve_app.serving.scheduler.gauges import Figures, state_of
 from serve_app.serving.scheduler.journal import HistoryRecord, RequestHistory
 
 Document = Mapping[str, Any]
@@ -90,28 +90,27 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
 def replica_documents(
     core: Scheduler,
     reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]],
-    stale: Collection[str],
     now: float,
 ) -> dict[str, Any]:
     """Return the state of each replica, and what is reserved on it."""
-    documents: dict[str, dict[str, Any]] = {
-        replica_id: {
+    documents: dict[str, dict[str, Any]] = {}
+    for replica_id, (spec, report) in reports.items():
+        state = core.ledger.get(replica_id)
+        document = {
             **asdict(spec),
-            **_context_of(core, replica_id, spec),
+            **_context_of(state, spec),
             "report": asdict(report) if report else None,
-            **_reserved(core, core.ledger.get(replica_id), now),
-            "stale": replica_id in stale,
+            **_reserved(core, state, now),
+            "stale": state is not None and state.reports.stale,
         }
-        for replica_id, (spec, report) in reports.items()
-    }
-    return {replica_id: {**each, "state": replica_state(each)} for replica_id, each in documents.items()}
+        documents[replica_id] = {**document, "state": replica_state(document)}
+    return documents
 
 
-def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
+def _context_of(state: ReplicaState | None, spec: ReplicaSpec) -> dict[str, int | None]:
     """Return the learned context limit of a replica whose engine does not report one."""
     if spec.has_known_context:
         return {}
-    state = core.ledger.get(replica_id)
     context = None if state is None else state.learned.context
     learned = None if context is None else context.limit_tokens
     return {"max_model_len": None, "learned_context_tokens": learned}
@@ -135,7 +134,7 @@ def _reserved(core: Scheduler, state: ReplicaState | None, now: float) -> dict[s
         "gated": state.gated,
         "quarantined": state.quarantined,
         "hangs": state.hang_detector.hangs,
-        "open": core.ledger.open.is_open(state, now) and state.free_tokens > 0,
+        "open": state_of(state, core, now) == "open",
         "limit": limit_text(state, now),
     }
 

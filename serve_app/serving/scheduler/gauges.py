@@ -302,7 +302,7 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
     reserved = Figures("ewsjf_pool_kv_reserved_ratio", text, "pool")
     for pool in core.settings.routing.pools:
         members = [state for state in core.ledger.of_pool(pool) if state.joined]
-        counts = Counter(_state_of(state, core, now) for state in members)
+        counts = Counter(state_of(state, core, now) for state in members)
         for state in STATES:
             replicas[pool, state] = counts[state]
         if working := counts["open"] + counts["saturated"]:
@@ -315,10 +315,11 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
     return [replicas, saturation, capacity, reserved]
 
 
-def _state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
+def state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
+    """Return the state of a connected replica, one of `STATES`; a lost one is never open."""
     if state.report is not None and state.report.draining:
         return "draining"
-    if state.reports.stale or state.report is None:
+    if not state.is_alive:
         return "stale"
     if not state.is_usable:
         return "suspended"

@@ -251,9 +251,7 @@ class LiveScheduler:
             "pools": list(self._settings.routing.pools),
             "observer_errors": self._journal.errors,
             "decision_log_ended": self._log.end_reason if self._log is not None else "",
-            "replicas": replica_documents(
-                self.core, self._replicas.reports(), self._replicas.stale(), self.now()
-            ),
+            "replicas": replica_documents(self.core, self._replicas.reports(), self.now()),
             "endpoints": self.endpoints.documents(),
         }
 
@@ -346,6 +344,7 @@ class LiveScheduler:
 
     async def _figures(self) -> list[Figures]:
         core, now, names = self.core, self.now(), self._metrics.names
+        stale = sum(state.joined and state.reports.stale for state in core.ledger)
         return [
             figure(
                 "ewsjf_scheduler_incarnation",
@@ -353,9 +352,7 @@ class LiveScheduler:
                 self._options.incarnation,
             ),
             *queued_figures(core),
-            figure(
-                "ewsjf_replicas_stale", "Replicas whose load report is too old.", len(self._replicas.stale())
-            ),
+            figure("ewsjf_replicas_stale", "Replicas whose load report is too old.", stale),
             figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected_count),
             *replica_figures(core, self._replicas.reports()),
             *core_figures(core),

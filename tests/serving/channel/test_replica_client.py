@@ -43,10 +43,26 @@ async def test_a_replica_whose_load_is_unknown_becomes_stale_and_takes_no_reques
     await wait_until(lambda: control_plane.live.status()["replicas"]["s1"]["stale"])
     await wait_until(lambda: gateway.replicas() == ())
     assert client.is_connected
-    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in await control_plane.live.exposition()
+    page = await control_plane.live.exposition()
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in page
+    assert 'ewsjf_replicas_stale{model="m"} 1.0' in page
     double.broken = False
     await wait_until(lambda: not control_plane.live.status()["replicas"]["s1"]["stale"])
     await wait_until(lambda: len(gateway.replicas()) == 1)
+
+
+async def test_a_lost_replica_is_no_longer_a_stale_one(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    client, double = await control_plane.replica("s1")
+    await granted(gateway, "r")
+    await control_plane.replica("s2")
+    double.broken = True
+    await wait_until(lambda: control_plane.live.status()["replicas"]["s1"]["stale"])
+    await client.close()
+    await wait_until(lambda: control_plane.live.core.ledger.connected_count == 1)
+    # Its request keeps it in the core.
+    assert control_plane.live.core.ledger.get("s1") is not None
+    assert 'ewsjf_replicas_stale{model="m"} 0.0' in await control_plane.live.exposition()
 
 
 async def test_the_death_of_an_engine_closes_its_replica_at_once(control_plane: ControlPlane) -> None:

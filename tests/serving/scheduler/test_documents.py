@@ -111,7 +111,7 @@ def test_a_document_shows_whether_its_replica_takes_more() -> None:
     state = driver.scheduler.ledger["r1"]
     reports = {"r1": (state.spec, state.report)}
     for is_open in (True, False):
-        document = replica_documents(driver.scheduler, reports, (), driver.now)["r1"]
+        document = replica_documents(driver.scheduler, reports, driver.now)["r1"]
         assert (document["open"], document["limit"], document["state"]) == (
             is_open,
             "8 (configured)",

@@ -1,3 +1,4 @@
+import math
 import re
 from typing import Any
 
@@ -77,6 +78,11 @@ def test_states_of_replicas_that_take_nothing() -> None:
     driver.report("s1", draining=True)
     assert 'ewsjf_pool_replicas{model="m",pool="short",state="draining"} 1.0' in pages(driver)
     driver.report("s1")
+    ledger = driver.scheduler.ledger
+    ledger.reserve(ledger["s1"], ledger["s1"].kv_budget)
+    assert 'ewsjf_pool_replicas{model="m",pool="short",state="saturated"} 1.0' in pages(driver)
+    ledger.suspend(ledger["s1"], math.inf)
+    assert 'ewsjf_pool_replicas{model="m",pool="short",state="suspended"} 1.0' in pages(driver)
     driver.now += 60.0
     driver.report("l1")
     page = pages(driver)
