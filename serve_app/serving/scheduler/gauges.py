@@ -12,7 +12,7 @@ state. Metrics use the core's counts alone: Prometheus handles counters that res
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,63 +171,31 @@ def replica_figures(
     return [sent, kv_usage, waiting]
 
 
-def core_figures(core: Scheduler) -> list[Figures]:
-    """Return the scheduler's own estimates, and figures of programs."""
+def core_figures(core: Scheduler) -> Iterator[Figures]:
+    """Yield the scheduler's own estimates, and figures of programs."""
     admission, programs = core.admission, core.programs
     errors = admission.predictor.errors
-    return [
-        figure(
-            "ewsjf_queue_drain_tokens_per_second",
-            "Estimated tokens dispatched per second while requests waited.",
-            admission.predictor.drain.tokens_per_s,
-        ),
-        figure(
-            "ewsjf_retry_reservations",
-            "Rejected requests whose retry is expected.",
-            len(admission.retry_reservations),
-        ),
-        figure(
-            "ewsjf_b_short_tokens",
-            "Token budget up to which the first pool is a request's home pool.",
-            core.settings.routing.b_short_tokens,
-        ),
-        figure(
-            "ewsjf_queue_wait_prediction_error_mean_seconds",
-            "Predicted minus actual queue time, mean of about the last fifty requests.",
-            errors.mean_s,
-        ),
-        figure(
-            "ewsjf_queue_wait_prediction_error_absolute_mean_seconds",
-            "Absolute difference of predicted and actual queue time, mean of about the last fifty requests.",
-            errors.mean_absolute_s,
-        ),
-        figure(
-            "ewsjf_queue_wait_mispredictions",
-            "Requests that were admitted because they were predicted to be served in time, and expired.",
-            errors.expired,
-            SUM,
-        ),
-        figure("ewsjf_program_known", "Known agent programs.", programs.table.program_count),
-        figure(
-            "ewsjf_program_turns_waiting",
-            "Turns of programs that wait for room in the KV caches.",
-            len(programs.parked),
-        ),
-        figure("ewsjf_program_turns", "Turns of programs that have ended.", programs.turns, SUM),
-        figure(
-            "ewsjf_program_saved_tokens",
-            "Prompt tokens of these turns that were cached, as estimated.",
-            programs.saved_tokens,
-            SUM,
-        ),
-        figure("ewsjf_program_moves", "Turns that left the replica of their context.", programs.moved, SUM),
-        figure(
-            "ewsjf_program_forced_turns",
-            "Turns that were admitted at their starvation bound, without room.",
-            programs.forced,
-            SUM,
-        ),
-    ]
+    text = "Estimated tokens dispatched per second while requests waited."
+    yield figure("ewsjf_queue_drain_tokens_per_second", text, admission.predictor.drain.tokens_per_s)
+    text = "Rejected requests whose retry is expected."
+    yield figure("ewsjf_retry_reservations", text, len(admission.retry_reservations))
+    text = "Token budget up to which the first pool is a request's home pool."
+    yield figure("ewsjf_b_short_tokens", text, core.settings.routing.b_short_tokens)
+    text = "Predicted minus actual queue time, mean of about the last fifty requests."
+    yield figure("ewsjf_queue_wait_prediction_error_mean_seconds", text, errors.mean_s)
+    text = "Absolute difference of predicted and actual queue time, mean of about the last fifty requests."
+    yield figure("ewsjf_queue_wait_prediction_error_absolute_mean_seconds", text, errors.mean_absolute_s)
+    text = "Requests that were admitted because they were predicted to be served in time, and expired."
+    yield figure("ewsjf_queue_wait_mispredictions", text, errors.expired, SUM)
+    yield figure("ewsjf_program_known", "Known agent programs.", programs.table.program_count)
+    text = "Turns of programs that wait for room in the KV caches."
+    yield figure("ewsjf_program_turns_waiting", text, len(programs.parked))
+    yield figure("ewsjf_program_turns", "Turns of programs that have ended.", programs.turns, SUM)
+    text = "Prompt tokens of these turns that were cached, as estimated."
+    yield figure("ewsjf_program_saved_tokens", text, programs.saved_tokens, SUM)
+    yield figure("ewsjf_program_moves", "Turns that left the replica of their context.", programs.moved, SUM)
+    text = "Turns that were admitted at their starvation bound, without room."
+    yield figure("ewsjf_program_forced_turns", text, programs.forced, SUM)
 
 
 def queued_figures(core: Scheduler) -> list[Figures]:

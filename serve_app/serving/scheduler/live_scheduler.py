@@ -345,12 +345,9 @@ class LiveScheduler:
     async def _figures(self) -> list[Figures]:
         core, now, names = self.core, self.now(), self._metrics.names
         stale = sum(state.joined and state.reports.stale for state in core.ledger)
+        text = "Incarnation of the scheduler; each new scheduler has a higher one."
         return [
-            figure(
-                "ewsjf_scheduler_incarnation",
-                "Incarnation of the scheduler; each new scheduler has a higher one.",
-                self._options.incarnation,
-            ),
+            figure("ewsjf_scheduler_incarnation", text, self._options.incarnation),
             *queued_figures(core),
             figure("ewsjf_replicas_stale", "Replicas whose load report is too old.", stale),
             figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected_count),

@@ -17,7 +17,7 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
@@ -453,45 +453,31 @@ class TuningEndpoint:
         awaited = 0 if self._is_pulled else self._awaited_requests
         return f"starts after {awaited} more requests" if awaited else "no values are tuned"
 
-    def figures(self, now: float) -> list[Figures]:
-        """Return the metrics of learned queues, tuned values and the tuner."""
-        error = (self.document.get("twin") or {}).get("error") or {}
+    def figures(self, now: float) -> Iterator[Figures]:
+        """Yield the metrics of learned queues, tuned values and the tuner."""
+        text = "Number of learned length queues; 0 while the policy uses its initial ones."
+        yield figure("ewsjf_length_queues", text, len(self.queues))
+        text = "Time since the current length queues were learned."
+        yield figure("ewsjf_partition_age_seconds", text, self.queues.age_s(now))
         tuned = Figures("ewsjf_tuned_value", "Current value of a tuned setting.", "setting")
         tuned.update({(path,): value for path, value in self._tuned.items()})
+        yield tuned
+        error = (self.document.get("twin") or {}).get("error") or {}
         text = "Last measured error of the twin: its mean latency over that of the engines, minus 1."
         errors = Figures("ewsjf_twin_error_ratio", text, "latency")
         errors.update({(latency,): error[f"{latency}_ratio"] for latency in ("ttft", "tpot") if error})
+        yield errors
+        counts = self.document.get("counts") or {"searches": None, "candidates": None, "decisions": {}}
+        yield figure("ewsjf_tuner_searches", "Finished searches of the tuner.", counts["searches"], SUM)
+        text = "Candidates that the tuner evaluated in its twin."
+        yield figure("ewsjf_tuner_candidates", text, counts["candidates"], SUM)
         text = "Decisions of the tuner about candidates on trial in production."
         decisions = Figures("ewsjf_tuner_decisions", text, "decision", family=SUM)
-        counts = self.document.get("counts") or {"searches": None, "candidates": None, "decisions": {}}
         decisions.update({(decision,): count for decision, count in counts["decisions"].items()})
-        return [
-            figure(
-                "ewsjf_length_queues",
-                "Number of learned length queues; 0 while the policy uses its initial ones.",
-                len(self.queues),
-            ),
-            figure(
-                "ewsjf_partition_age_seconds",
-                "Time since the current length queues were learned.",
-                self.queues.age_s(now),
-            ),
-            tuned,
-            errors,
-            figure("ewsjf_tuner_searches", "Finished searches of the tuner.", counts["searches"], SUM),
-            figure(
-                "ewsjf_tuner_candidates",
-                "Candidates that the tuner evaluated in its twin.",
-                counts["candidates"],
-                SUM,
-            ),
-            decisions,
-            figure(
-                "ewsjf_tuner_frozen",
-                "1 while the tuner is frozen, by a command or after a failure: no trials.",
-                bool(self.frozen) if self.document.get("counts") else None,
-            ),
-        ]
+        yield decisions
+        text = "1 while the tuner is frozen, by a command or after a failure: no trials."
+        frozen = bool(self.frozen) if self.document.get("counts") else None
+        yield figure("ewsjf_tuner_frozen", text, frozen)
 
     def stop(self) -> None:
         """Stop; the scheduler has ended."""

@@ -25,6 +25,7 @@ async def test_a_replica_registers_with_the_next_scheduler(control_plane: Contro
     await wait_until(lambda: control_plane.reported("s1"))
     assert control_plane.live.status()["replicas"]["s1"]["report"]["running"] == 3
     assert control_plane.live.status()["incarnation"] == 2
+    assert 'ewsjf_scheduler_incarnation{model="m"} 2.0' in await control_plane.live.exposition()
 
 
 async def test_a_replica_that_leaves_is_gone_at_once(control_plane: ControlPlane) -> None:

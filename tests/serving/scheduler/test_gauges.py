@@ -12,6 +12,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
     Names,
+    core_figures,
     cost_figures,
     figure,
     pool_figures,
@@ -122,6 +123,27 @@ def test_engine_time_is_counted_by_pool_class_and_tenant() -> None:
     assert line % ("heavy", "2.0") in bounded
     assert line % ("other", "1.0") in bounded
     assert line % ("other", "3.0") in pages(busy(), most_tenants=0)
+
+
+def test_figures_of_a_core_have_the_values_of_their_names() -> None:
+    core = builders.ManualDriver().scheduler
+    programs, errors = core.programs, core.admission.predictor.errors
+    programs.turns, programs.saved_tokens, programs.moved, programs.forced = 1, 2, 3, 4
+    errors.mean_s, errors.mean_absolute_s, errors.expired = 5.0, 6.0, 7
+    assert {each.name.removeprefix("ewsjf_"): each[()] for each in core_figures(core)} == {
+        "queue_drain_tokens_per_second": 0.0,
+        "retry_reservations": 0,
+        "b_short_tokens": 500,
+        "queue_wait_prediction_error_mean_seconds": 5.0,
+        "queue_wait_prediction_error_absolute_mean_seconds": 6.0,
+        "queue_wait_mispredictions": 7,
+        "program_known": 0,
+        "program_turns_waiting": 0,
+        "program_turns": 1,
+        "program_saved_tokens": 2,
+        "program_moves": 3,
+        "program_forced_turns": 4,
+    }
 
 
 def test_delay_is_counted_where_it_was_imposed() -> None:

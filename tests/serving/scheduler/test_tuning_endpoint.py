@@ -47,7 +47,10 @@ async def test_values_are_applied_permanently_logged_and_shown(
 
 async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(control_plane: ControlPlane) -> None:
     control_plane.live.tuner.store_document({"twin": {"error": None}})
-    assert "ewsjf_twin_error_ratio{" not in await control_plane.live.exposition()
+    page = await control_plane.live.exposition()
+    assert "ewsjf_twin_error_ratio{" not in page
+    # Without a tuner that counts, it is unknown.
+    assert "ewsjf_tuner_frozen{" not in page
     control_plane.live.tuner.store_document({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
     async with asyncio.timeout(PATIENCE_S):
         # Metrics pages are cached briefly.
