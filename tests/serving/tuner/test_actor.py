@@ -1,12 +1,11 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
 from serve_app.serving import tuner as actor
@@ -35,11 +34,18 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SimulatedCalls:
-    """Tuner calls answered by the current scheduler."""
+    """Tuner calls answered by the current scheduler.
+
+    Attributes:
+        is_cut: whether the scheduler cannot be reached.
+        loses_an_update: whether the answer to the next update is lost.
+        updates: the updates so far.
+    """
 
     def __init__(self, simulation: ControlPlane) -> None:
         self._simulation = simulation
-        self.is_cut = False
+        self.is_cut = self.loses_an_update = False
+        self.updates: list[PartitionUpdate] = []
 
     async def observed(self, *, outcomes: bool) -> Observation:
         if self.is_cut:
@@ -47,7 +53,11 @@ class SimulatedCalls:
         return self._simulation.live.tuner.observed(outcomes=outcomes)
 
     async def apply_partition(self, update: PartitionUpdate) -> None:
+        self.updates.append(update)
         self._simulation.live.tuner.apply_partition(update)
+        if self.loses_an_update:
+            self.loses_an_update = False
+            raise ConnectionError("lost")
 
     async def retune(self, order: Retune) -> None:
         self._simulation.live.tuner.retune(order)
@@ -68,16 +78,15 @@ async def simulation() -> AsyncIterator[ControlPlane]:
 
 
 @pytest_asyncio.fixture
-async def start(simulation: ControlPlane) -> AsyncIterator[Callable[[], TunerActor]]:
-    tuners: list[TunerActor] = []
+async def calls(simulation: ControlPlane) -> SimulatedCalls:
+    return SimulatedCalls(simulation)
 
-    def begin() -> TunerActor:
-        tuners.append(TunerActor("m", QUICK, SimulatedCalls(simulation)))
-        return tuners[-1]
 
-    yield begin
-    for tuner in tuners:
-        tuner.stop()
+@pytest_asyncio.fixture
+async def tuner(calls: SimulatedCalls) -> AsyncIterator[TunerActor]:
+    tuner = TunerActor("m", QUICK, calls)
+    yield tuner
+    tuner.stop()
 
 
 async def send_request(
@@ -98,30 +107,32 @@ def queue_names(simulation: ControlPlane) -> set[str]:
     return simulation.live.core.queue.queue_names()
 
 
-@pytest.mark.parametrize("is_trying", [False, True])
-async def test_the_interval_is_shorter_during_a_trial_only(
-    simulation: ControlPlane,
-    start: Callable[[], TunerActor],
-    monkeypatch: pytest.MonkeyPatch,
-    is_trying: bool,
-) -> None:
-    monkeypatch.setattr(actor, "_PULL_INTERVAL_S" if is_trying else "_TRIAL_INTERVAL_S", 1_000.0)
-    monkeypatch.setattr(ParameterTuner, "is_trying", is_trying)
-    start()
-    await send_request(simulation, await simulation.gateway())
+async def learned(simulation: ControlPlane) -> None:
+    """Wait for the queues of the requests of `send_request`."""
     await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
 
 
-async def test_queues_are_learned_and_waiting_requests_are_queued_again(
-    simulation: ControlPlane, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_trying", [False, True])
+async def test_the_interval_is_shorter_during_a_trial_only(
+    simulation: ControlPlane, calls: SimulatedCalls, monkeypatch: pytest.MonkeyPatch, is_trying: bool
 ) -> None:
-    start()
+    monkeypatch.setattr(actor, "_PULL_INTERVAL_S" if is_trying else "_TRIAL_INTERVAL_S", 1_000.0)
+    monkeypatch.setattr(ParameterTuner, "is_trying", is_trying)
+    tuner = TunerActor("m", QUICK, calls)
+    await send_request(simulation, await simulation.gateway())
+    await learned(simulation)
+    tuner.stop()
+
+
+async def test_queues_are_learned_and_waiting_requests_are_queued_again(
+    simulation: ControlPlane, tuner: TunerActor, caplog: pytest.LogCaptureFixture
+) -> None:
     gateway = await simulation.gateway()
     with caplog.at_level(logging.INFO, "ray.serve"):
         await send_request(simulation, gateway, 39)
         assert queue_names(simulation) == {"1-31", "256-511"}
         await send_request(simulation, gateway, 1)
-        await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+        await learned(simulation)
     assert len(simulation.live.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=learned queues=2 shortest=10" in caplog.text
     page = await simulation.live.exposition()
@@ -131,27 +142,20 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
     assert simulation.live.status()["queues"]["learned"] == 2
 
 
-async def test_a_new_scheduler_gets_the_current_queues(
-    simulation: ControlPlane, start: Callable[[], TunerActor]
-) -> None:
-    start()
-    gateway = await simulation.gateway()
-    await send_request(simulation, gateway)
-    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+async def test_a_new_scheduler_gets_the_current_queues(simulation: ControlPlane, tuner: TunerActor) -> None:
+    await send_request(simulation, await simulation.gateway())
+    await learned(simulation)
     await simulation.restart()
-    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await learned(simulation)
     assert len(simulation.live.core.queue) == 40
     page = await simulation.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
     assert 'reason="learned"' not in page
 
 
-async def test_a_dead_tuner_changes_nothing_for_requests(
-    simulation: ControlPlane, start: Callable[[], TunerActor]
-) -> None:
-    tuner = start()
+async def test_a_dead_tuner_changes_nothing_for_requests(simulation: ControlPlane, tuner: TunerActor) -> None:
     tasks = await send_request(simulation, await simulation.gateway())
-    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await learned(simulation)
     tuner.stop()
     await simulation.replica("s1")
     await wait_until(lambda: any(task.done() for task in tasks))
@@ -161,66 +165,41 @@ async def test_a_dead_tuner_changes_nothing_for_requests(
 
 
 async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
-    simulation: ControlPlane, caplog: pytest.LogCaptureFixture
+    simulation: ControlPlane, calls: SimulatedCalls, tuner: TunerActor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = SimulatedCalls(simulation)
     calls.is_cut = True
-    tuner = TunerActor("m", QUICK, calls)
     with caplog.at_level(logging.WARNING, "ray.serve"):
         await asyncio.sleep(0.1)
     assert caplog.text.count("event=tuner_scheduler_unreachable model=m") == 1
     await tuner.check_health()
     calls.is_cut = False
     await send_request(simulation, await simulation.gateway())
-    await wait_until(lambda: queue_names(simulation) == {"10-10", "500-500"})
-    tuner.stop()
+    await learned(simulation)
 
 
-class ScriptedCalls:
-    """Scheduler with these prompt lengths until the first update, which can be lost on request."""
-
-    def __init__(self, lengths: list[Any], *, loses_the_first: bool = False) -> None:
-        self.lengths = lengths
-        self.loses_the_first = loses_the_first
-        self.updates: list[tuple[Partition, str]] = []
-
-    async def observed(self, *, outcomes: bool) -> Observation:
-        return Observation(incarnation=1, lengths=[] if self.updates else self.lengths)
-
-    async def apply_partition(self, update: PartitionUpdate) -> None:
-        self.updates.append((update.partition, update.reason))
-        if self.loses_the_first and len(self.updates) == 1:
-            raise ConnectionError("lost")
-
-    async def retune(self, order: Retune) -> None:
-        raise AssertionError(order)
-
-    async def freeze_tuning(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        raise AssertionError(document)
-
-
-async def test_an_update_that_got_lost_is_sent_again() -> None:
-    scheduler = ScriptedCalls([10] * 40, loses_the_first=True)
-    tuner = TunerActor("m", QUICK, scheduler)
-    await wait_until(lambda: len(scheduler.updates) == 2)
+async def test_an_update_that_got_lost_is_sent_again(
+    simulation: ControlPlane, calls: SimulatedCalls, tuner: TunerActor
+) -> None:
+    calls.loses_an_update = True
+    await send_request(simulation, await simulation.gateway())
+    await wait_until(lambda: len(calls.updates) == 2)
     await asyncio.sleep(0.05)
-    tuner.stop()
-    assert len(scheduler.updates) == 2
-    assert scheduler.updates[0] == scheduler.updates[1]
-    assert scheduler.updates[0][1] == "learned"
+    lost, again = calls.updates
+    assert (lost.partition, lost.reason) == (again.partition, again.reason)
+    assert lost.reason == "learned"
 
 
-async def test_a_tuner_that_cannot_continue_is_unhealthy() -> None:
-    tuner = TunerActor("m", QUICK, ScriptedCalls(["long"]))
-    await tuner.check_health()
-
+async def test_a_tuner_that_cannot_continue_is_unhealthy(
+    tuner: TunerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check_repeatedly() -> None:
         while True:
             await asyncio.sleep(0.01)
             await tuner.check_health()
 
+    async def observed(*_: object, outcomes: bool) -> Observation:
+        return Observation(incarnation=1, lengths=["long"])  # type: ignore[list-item]
+
+    monkeypatch.setattr(SimulatedCalls, "observed", observed)
     with pytest.raises(TypeError):
         await asyncio.wait_for(check_repeatedly(), PATIENCE_S)
