@@ -6,8 +6,7 @@ sequence.
 
 import pytest
 
-from serve_app.engines.model import SequenceState
-from serve_app.engines.model.model import BlockName, KVBlocks, RecentMean, SchedulingPolicy, WaitingQueue
+from serve_app.engines.model.model import BlockName, KVBlocks, RecentMean
 from tests.engines.model.builders import model, names, run_until_idle, sequence, settings, step
 
 
@@ -32,54 +31,6 @@ def test_a_sequence_prefills_decodes_and_ends() -> None:
     assert only.first_token_at == pytest.approx(1.0032)
     assert only.finished_at == pytest.approx(1.0252)
     assert engine.begin_step(2.0) is None
-
-
-def test_prefills_get_the_budget_that_decoding_leaves() -> None:
-    engine = model(max_num_batched_tokens=100, max_num_seqs=4)
-    for name, prompt in (("a", 60), ("b", 90), ("c", 30)):
-        engine.add(sequence(name, prompt, 9), 0.0)
-
-    steps = [step(engine) for _ in range(4)]
-
-    # 1: a whole and 40 of b. 2: a decodes, the other 50 of b, all 30 of c. 3 and 4: all decode.
-    assert [(each.prefill_tokens, each.sequences) for each in steps] == [(100, 0), (80, 1), (0, 3), (0, 3)]
-    assert [names(each.first_tokens) for each in steps] == [["a"], ["b", "c"], [], []]
-    assert [each.duration_s for each in steps] == pytest.approx([0.010, 0.011, 0.013, 0.013])
-
-
-def test_short_prefills_overtake_a_long_one_when_a_threshold_is_set() -> None:
-    engine = model(max_num_batched_tokens=100, max_num_seqs=4, long_prefill_token_threshold=40)
-    engine.add(sequence("long", 200, 2), 0.0)
-    engine.add(sequence("short", 30, 2), 0.0)
-
-    first, second = step(engine), step(engine)
-    assert (first.prefill_tokens, names(first.first_tokens)) == (70, ["short"])
-    assert (second.prefill_tokens, second.sequences) == (40, 1)
-    # Alone in the engine, it gets the whole budget: 120 tokens are left.
-    assert [step(engine).prefill_tokens for _ in range(2)] == [100, 20]
-
-
-def test_the_last_admitted_is_preempted_and_computed_again() -> None:
-    # 8 blocks of 16: both prompts of 3 blocks fit, and each may take one more block.
-    engine = model(max_model_len=128, kv_tokens=128)
-    old, young = sequence("old", 48, 40), sequence("young", 48, 40)
-    engine.add(old, 0.0)
-    engine.add(young, 0.0)
-
-    outcomes = [step(engine) for _ in range(17)]
-    # Prefill, then 16 decode steps: at the first of them both open their fourth block, which the 16th fills.
-    assert not any(each.preempted for each in outcomes)
-    assert engine.snapshot(0.0).kv_usage_ratio == 1.0
-
-    lost = step(engine)
-    assert names(lost.preempted) == ["young"]
-    assert lost.sequences == 1
-    assert (young.state, young.output_tokens, young.preemptions) == (SequenceState.WAITING, 17, 1)
-    # `old` ends after 40 tokens; then 48 + 17 tokens of `young` are computed again, except for cached ones.
-    run_until_idle(engine)
-    assert (old.output_tokens, young.output_tokens) == (40, 40)
-    assert young.finished_at is not None
-    assert engine.snapshot(0.0).kv_usage_ratio == 0.0
 
 
 def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
@@ -115,46 +66,32 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
     assert prefilled == 16
 
 
-def test_the_next_prompt_finds_the_blocks_of_an_answer() -> None:
+@pytest.mark.parametrize(
+    ("answer", "steps", "cached"),
+    [
+        pytest.param(40, 39, 2, id="before its end only the prompt"),
+        pytest.param(40, 40, 4, id="at its end"),
+        pytest.param(32, 32, 3, id="not the last token, which is never computed"),
+        pytest.param(33, 33, 4, id="the last but one fills a block"),
+    ],
+)
+def test_the_blocks_of_an_answer_are_cached_at_its_end(answer: int, steps: int, cached: int) -> None:
     engine = model()
-    blocks = tuple(range(20))
-    # 100 + 93 tokens, of which the last is never computed: 12 full blocks.
-    engine.add(sequence("turn", 100, 93, hashes=blocks[:12]), 0.0)
-    run_until_idle(engine)
-    assert engine.cached_blocks(blocks) == 12
-    following = sequence("next", 250, 2, hashes=blocks[:15])
-    engine.add(following, 0.0)
-    assert step(engine).prefill_tokens == 250 - 12 * 16
-    assert following.cached_tokens == 12 * 16
-
-
-def test_the_blocks_of_an_answer_are_cached_at_its_end() -> None:
-    engine = model()
-    engine.add(sequence("turn", 32, 40, hashes=tuple(range(4))), 0.0)
-    for _ in range(39):
-        step(engine)
-        assert engine.cached_blocks(range(4)) == 2
-    step(engine)
-    assert engine.cached_blocks(range(4)) == 4
-
-
-@pytest.mark.parametrize(("answer", "cached"), [(31, 3), (32, 3), (33, 4), (34, 4)])
-def test_the_last_token_of_an_answer_is_not_cached(answer: int, cached: int) -> None:
-    engine = model()
-    engine.add(sequence("turn", 32, answer, hashes=tuple(range(8))), 0.0)
-    run_until_idle(engine)
-    assert engine.cached_blocks(range(8)) == cached
-
-
-def test_an_aborted_answer_leaves_the_blocks_that_were_computed() -> None:
-    engine = model()
-    turn = sequence("turn", 32, 100, hashes=tuple(range(8)))
+    blocks = tuple(range(8))
+    turn = sequence("turn", 32, answer, hashes=blocks)
     engine.add(turn, 0.0)
-    for _ in range(17):
+    for _ in range(steps):
         step(engine)
-    engine.abort(turn, 0.0)
-    assert engine.cached_blocks(range(8)) == 3
+    assert engine.cached_blocks(blocks) == cached
+    # An aborted answer leaves the blocks that were computed, and the next prompt finds them.
+    assert engine.abort(turn, 0.0) is (steps < answer)
+    left = (32 + steps - 1) // 16
+    assert engine.cached_blocks(blocks) == left
     assert engine.snapshot(0.0).kv_usage_ratio == 0.0
+    following = sequence("next", 130, 2, hashes=blocks)
+    engine.add(following, 0.0)
+    assert step(engine).prefill_tokens == 130 - 16 * left
+    assert following.cached_tokens == 16 * left
 
 
 def test_the_answer_of_a_preempted_sequence_is_not_cached() -> None:
@@ -203,16 +140,6 @@ def test_the_cached_blocks_of_a_prompt_end_at_the_first_unknown_one() -> None:
     assert engine.cached_blocks(()) == 0
 
 
-def test_embeddings_end_with_their_prompt() -> None:
-    engine = model()
-    only = sequence(output=0)
-    engine.add(only, 0.0)
-    outcome = step(engine)
-    assert names(outcome.finished) == ["s"]
-    assert outcome.first_tokens == []
-    assert (only.output_tokens, only.first_token_at) == (0, None)
-
-
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 def test_an_aborted_sequence_frees_its_blocks_at_once(steps_before: int) -> None:
     engine = model(max_num_batched_tokens=48, max_num_seqs=4)
@@ -239,20 +166,6 @@ def test_a_run_lasts_until_the_first_sequence_ends() -> None:
     outcome = engine.end_step()
     assert (outcome.iterations, names(outcome.finished)) == (10, ["short"])
     assert engine.begin_step(1.12, max_steps=1_000) == pytest.approx(1.12 + 10 * 0.011)
-
-
-def test_an_arrival_cuts_a_run_at_the_end_of_the_current_iteration() -> None:
-    engine = model()
-    engine.add(sequence("a", 16, 100), 0.0)
-    step(engine)
-    engine.begin_step(1.0, max_steps=1_000)
-    newcomer = sequence("b", 16, 1, at=1.025)
-    engine.add(newcomer, 1.025)
-    # Iterations of 11 ms: the third is running.
-    assert engine.ends_at == pytest.approx(1.033)
-    engine.end_step()
-    engine.begin_step(1.033)
-    assert newcomer.scheduled_at == 1.033
 
 
 def test_an_arrival_at_the_very_end_of_an_iteration_is_in_time_for_the_next() -> None:
@@ -346,32 +259,11 @@ def test_the_cache_is_rounded_down_to_whole_blocks() -> None:
     assert settings(kv_tokens=4_127, block_size=16).kv_blocks == 257
 
 
-def test_any_sequence_can_be_taken_out() -> None:
-    for policy in SchedulingPolicy:
-        queue = WaitingQueue(policy)
-        members = [sequence(name, at=index) for index, name in enumerate("abc")]
-        for index, member in enumerate(members):
-            member.number = index
-            queue.add(member)
-        queue.remove(members[0])
-        assert queue.head() is members[1]
-        assert names(queue) == ["b", "c"]
-
-
 def cached(pool: KVBlocks, *names: BlockName) -> None:
     """Compute these blocks for a sequence that then ends."""
     pool.allocate(len(names))
     assert all(pool.name(name) for name in names)
     pool.release(0, names)
-
-
-def test_cached_blocks_count_as_free_until_they_are_taken() -> None:
-    pool = KVBlocks(4)
-    cached(pool, 1, 2)
-    assert pool.free == 4
-    pool.allocate(3)
-    assert pool.free == 1
-    assert pool.count_hits([1, 2], 2) == 1
 
 
 def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
@@ -384,18 +276,6 @@ def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (0, 2)
 
 
-def test_a_shared_block_is_freed_by_its_last_holder() -> None:
-    pool = KVBlocks(2)
-    cached(pool, 7)
-    pool.share([7])
-    pool.share([7])
-    assert repr(pool) == "<KVBlocks total=2 free=1 cached=0 named=1>"
-    pool.release(0, [7])
-    assert pool.free == 1
-    pool.release(0, [7])
-    assert pool.free == 2
-
-
 def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     pool = KVBlocks(3)
     cached(pool, 1, 2)
@@ -406,15 +286,6 @@ def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     pool.allocate(1)
     assert pool.fits(2, [1, 2])
     assert not pool.fits(3, [1, 2])
-
-
-def test_a_name_is_given_once() -> None:
-    pool = KVBlocks(4)
-    pool.allocate(2)
-    assert pool.name(5)
-    assert not pool.name(5)
-    pool.release(1, [5])
-    assert pool.free == 4
 
 
 def test_a_forgotten_block_is_blank_and_a_held_one_is_not_forgotten() -> None:

@@ -137,6 +137,8 @@ def test_blocks_are_conserved_and_sequences_end_exactly_once(
             assert each.finished_at is not None
             assert each.scheduled_at is not None
             assert each.arrived_at <= each.scheduled_at < each.finished_at
+            # An embedding has no first token.
+            assert (each.first_token_at is not None) is (item.output > 0)
         else:
             assert each.state is SequenceState.ABORTED
             assert item.aborted_after_steps is not None
