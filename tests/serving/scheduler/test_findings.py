@@ -1,5 +1,6 @@
-"""Findings about one model; tests/cli/test_diagnosis.py has what the command shows."""
+"""Findings about one model; tests/cli/test_status.py has what the command shows."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,19 +15,105 @@ from serve_app.serving.scheduler.findings import (
 )
 
 QUEUE: dict[str, Any] = {"model": "demo", "waiting": 0, "max_waiting": 10, "sub_queues": []}
-REPORT = {"waiting": 0, "running": 0, "kv_usage_ratio": 0}
+LIMIT = "16 in flight, learned 12:03 UTC (starts were 0.8 s late)"
+
+
+def replica(state: str = "ready", pool: str = "short", *, is_open: bool = False) -> dict[str, Any]:
+    return {
+        "pool": pool,
+        "state": state,
+        "open": is_open,
+        "limit": LIMIT,
+        "stale": state == "stale",
+        "report": {"waiting": 0, "running": 0, "kv_usage_ratio": 0},
+    }
+
+
 STATUS: dict[str, Any] = {
     "model": "demo",
     "ended": "",
     "waiting": {},
-    "replicas": {
-        "s1": {"pool": "short", "stale": False, "report": {"waiting": 0, "running": 0, "kv_usage_ratio": 0}}
-    },
+    "replicas": {"s1": replica(is_open=True)},
 }
 
 
-def test_a_healthy_model_has_none() -> None:
-    assert findings_document(STATUS, QUEUE) == []
+def fleet(*replicas: dict[str, Any], waiting: int = 0) -> dict[str, Any]:
+    """Return a status with these replicas, and requests that wait for pool short."""
+    return {
+        "replicas": {f"s{number}": each for number, each in enumerate(replicas)},
+        "waiting_by_pool": {"short": waiting},
+    }
+
+
+def cached(predicted: float, reported: float, requests: float = 60) -> dict[str, Any]:
+    tokens = {"prompt_tokens": 100_000.0, "predicted_tokens": predicted, "reported_tokens": reported}
+    return {"prefix": {"short": {"requests": requests, **tokens}}}
+
+
+def waits(requests: float, error_s: float) -> dict[str, Any]:
+    recent = {"requests": requests, "predicted_s": 4.0, "waited_s": 10.0, "error_s": error_s}
+    return {"predictions": {"batch": recent}}
+
+
+OFF = (
+    "RISK: predicted queue times of class batch are off by 6.0 s on average: 4.0 s predicted, and 10.0 s "
+    "waited (20 recent requests)"
+)
+
+
+def full(replicas: str) -> str:
+    return f"RISK: 581 requests wait for pool short, and none of its {replicas}; limit of s0: {LIMIT}"
+
+
+WRONG = "NOTE: the prefix index is wrong for pool short: of 100,000 recent prompt tokens, it expected "
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({}, None),
+        ({"error": "it is gone"}, "DOWN: it is gone; new requests are queued until it is back"),
+        (fleet(replica("draining")), "DOWN: no replica of pool short accepts requests (1 draining)"),
+        (
+            fleet(replica("suspended"), replica("draining"), replica("gated", "long")),
+            "DEGRADED: no replica of pool short accepts requests (1 draining, 1 suspended)",
+        ),
+        (fleet(replica("draining"), replica()), None),
+        (
+            fleet(replica(is_open=True), replica("hangs")),
+            "DEGRADED: 1 of 2 replicas do not answer their requests: s1",
+        ),
+        (cached(90_000, 10_000), WRONG + "90,000 in the cache, and engines reported 10,000"),
+        (cached(10_000, 90_000), WRONG + "10,000 in the cache, and engines reported 90,000"),
+        (cached(90_000, 10_000, requests=40), None),
+        (cached(90_000, 75_000), None),
+        # As much as the blocks of the index explain.
+        (cached(10_000, 90_000, requests=400), None),
+        (fleet(replica(), replica(), waiting=581), full("2 replicas accepts more (2 at the limit)")),
+        (
+            fleet(replica(), replica("gated"), replica("gated"), waiting=581),
+            full("3 replicas accepts more (1 at the limit, 2 gated)"),
+        ),
+        (fleet(replica(), replica(is_open=True), waiting=581), None),
+        (fleet(replica(pool="long"), replica(is_open=True), waiting=581), None),
+        (waits(20, error_s=6.0), OFF),
+        (waits(20, error_s=5.0), None),
+        (waits(19, error_s=6.0), None),
+    ],
+)
+def test_a_status_has_at_most_this_finding(status: Mapping[str, Any], expected: str | None) -> None:
+    found = [
+        f"{each.severity.name}: {each.what.removeprefix('model demo: ')}"
+        for each in status_findings({**STATUS, **status})
+    ]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_the_step_after_a_wrong_prefix_index_depends_on_its_sign() -> None:
+    (too_many,) = status_findings({**STATUS, **cached(90_000, 10_000)})
+    (too_few,) = status_findings({**STATUS, **cached(10_000, 90_000)})
+    assert too_many.next_step.startswith("engines that other clients use")
+    assert too_few.next_step.startswith("the engines cache more")
 
 
 def test_the_most_severe_come_first() -> None:
@@ -34,115 +121,12 @@ def test_the_most_severe_come_first() -> None:
         **STATUS,
         "tuner": {"frozen": "frozen by an operator"},
         "pools": ["short", "long"],
-        "replicas": {"s1": {**STATUS["replicas"]["s1"], "stale": True}},
+        "replicas": {"s1": replica("stale")},
     }
     found = findings_document(status, {**QUEUE, "waiting": 9})
     assert [each["severity"] for each in found] == ["down", "degraded", "risk", "note"]
     assert found[0]["what"].startswith("model demo: 1 of 1 replicas have no recent load report")
     assert found[-1]["next_step"] == "thaw it: ewsjf status --thaw-tuner"
-
-
-def test_a_scheduler_that_does_not_answer_is_the_only_finding() -> None:
-    (found,) = status_findings({"model": "demo", "error": "its scheduler has not responded"})
-    assert found.severity is Severity.DOWN
-
-
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ({"a": ("short", "draining")}, ["DOWN: no replica of pool short accepts requests (1 draining)"]),
-        (
-            {"a": ("short", "suspended"), "b": ("short", "draining"), "c": ("long", "gated")},
-            ["DEGRADED: no replica of pool short accepts requests (1 draining, 1 suspended)"],
-        ),
-        ({"a": ("short", "draining"), "b": ("short", "ready")}, []),
-    ],
-)
-def test_a_pool_that_accepts_nothing_is_found(
-    states: dict[str, tuple[str, str]], expected: list[str]
-) -> None:
-    replicas = {
-        name: {"pool": pool, "state": state, "stale": False, "report": REPORT}
-        for name, (pool, state) in states.items()
-    }
-    found = status_findings({**STATUS, "replicas": replicas})
-    assert [f"{each.severity.name}: {each.what.removeprefix('model demo: ')}" for each in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("predicted", "reported", "requests", "step"),
-    [
-        (90_000, 10_000, 60, "engines that other clients use"),
-        (10_000, 90_000, 60, "the engines cache more"),
-        (90_000, 10_000, 40, ""),
-        (90_000, 75_000, 60, ""),
-        # As much as the blocks of the index explain.
-        (10_000, 90_000, 400, ""),
-    ],
-)
-def test_a_prefix_index_that_is_wrong_is_found(
-    predicted: float, reported: float, requests: float, step: str
-) -> None:
-    recent = {
-        "requests": requests,
-        "prompt_tokens": 100_000.0,
-        "predicted_tokens": predicted,
-        "reported_tokens": reported,
-    }
-    found = status_findings({**STATUS, "prefix": {"short": recent}})
-    assert [each.next_step.startswith(step) for each in found] == ([True] if step else [])
-    assert all(f"expected {predicted:,} in the cache" in each.what for each in found)
-
-
-def replica(state: str = "ready", *, is_open: bool = False, pool: str = "short") -> dict[str, Any]:
-    return {
-        "pool": pool,
-        "state": state,
-        "open": is_open,
-        "limit": "16 in flight, learned 12:03 UTC (starts were 0.8 s late)",
-        "stale": state == "stale",
-        "report": REPORT,
-    }
-
-
-@pytest.mark.parametrize(
-    ("replicas", "expected"),
-    [
-        (
-            [replica(), replica()],
-            "2 replicas accepts more (2 at the limit)",
-        ),
-        (
-            [replica(), replica("gated"), replica("gated")],
-            "3 replicas accepts more (1 at the limit, 2 gated)",
-        ),
-        ([replica(), replica(is_open=True)], None),
-        ([replica(pool="long"), replica(is_open=True)], None),
-    ],
-)
-def test_waiting_requests_beside_replicas_that_take_no_more_are_found_with_the_cause(
-    replicas: list[dict[str, Any]], expected: str | None
-) -> None:
-    status = {
-        **STATUS,
-        "waiting_by_pool": {"short": 581},
-        "replicas": {f"s{i}": each for i, each in enumerate(replicas)},
-    }
-    found = [
-        f"{each.severity.name}: {each.what.removeprefix('model demo: ')}" for each in status_findings(status)
-    ]
-    assert found == [
-        f"RISK: 581 requests wait for pool short, and none of its {expected}; limit of s0: 16 in flight, "
-        f"learned 12:03 UTC (starts were 0.8 s late)"
-        for _ in range(expected is not None)
-    ]
-
-
-def test_replicas_that_do_not_answer_are_found_while_others_serve() -> None:
-    status = {**STATUS, "replicas": {"s1": replica("hangs"), "s2": replica(is_open=True)}}
-    (found,) = status_findings(status)
-    assert found.severity is Severity.DEGRADED
-    assert found.what == "model demo: 1 of 2 replicas do not answer their requests: s1"
 
 
 def test_a_queue_that_grows_is_found_with_what_its_oldest_request_waits_for() -> None:
@@ -155,21 +139,6 @@ def test_a_queue_that_grows_is_found_with_what_its_oldest_request_waits_for() ->
         "short: every replica is at its limit"
     )
     assert not list(queue_findings({**queue, "grown_from": None}))
-
-
-@pytest.mark.parametrize(
-    ("requests", "error_s", "is_found"), [(20, 6.0, True), (20, 5.0, False), (19, 6.0, False)]
-)
-def test_predicted_waits_that_are_off_by_more_than_half_are_found(
-    requests: float, error_s: float, is_found: bool
-) -> None:
-    recent = {"requests": requests, "predicted_s": 4.0, "waited_s": 10.0, "error_s": error_s}
-    found = list(status_findings({**STATUS, "predictions": {"batch": recent}}))
-    expected = (
-        "model demo: predicted queue times of class batch are off by 6.0 s on average: 4.0 s predicted, and "
-        "10.0 s waited (20 recent requests)"
-    )
-    assert [each.what for each in found] == [expected] * is_found
 
 
 def test_a_time_of_today_is_shown_without_its_date() -> None:
