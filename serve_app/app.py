@@ -4,8 +4,8 @@
 
 Each model has one scheduler, one deployment per pool, and a tuner if anything can be tuned. All models share
 the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so a second
-deployment of the same settings changes nothing. Each deployment has a separate version (`serving.discovery`):
-changed settings replace only the processes that cannot change to them.
+deployment of the same settings changes nothing. Each deployment has a separate version
+(`serving.deployments`): changed settings replace only the processes that cannot change to them.
 """
 
 import re

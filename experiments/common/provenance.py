@@ -65,7 +65,7 @@ def trace_sources(trace: str) -> tuple[TraceSource, ...]:
     """Return the origin of a workload on this machine.
 
     Args:
-        trace: a name of `lab.workloads.catalog` or a path; several joined by `+`.
+        trace: a name or path, as in `lab.workloads.WorkloadSettings`; several joined by `+`.
     """
     return tuple(_source(name) for name in trace.split("+"))
 

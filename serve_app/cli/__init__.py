@@ -1,6 +1,10 @@
 """Command line: a table of sub-commands, each in a module that is imported on use.
 
 Importing all modules takes most of a second, which is too long for a completion after the Tab key.
+
+In reading order: `command` (the parts of a command), `application` (the client of a running application),
+`serve` (a folder), and the commands, each in a module named as in `COMMANDS`; `report` is a folder, too.
+`simulate` and `plan` share `workload_arguments`, and `templates` has the configurations of `init`.
 """
 
 import argparse

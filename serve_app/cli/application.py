@@ -1,9 +1,9 @@
 """Client of the running application that the options `--url` and `--api-key` select.
 
-HTTP client of the commands: one function on top of the standard library, without an event loop.
-
-Commands must start quickly, and an asynchronous client takes a third of a second to import. Gateways and
-endpoint watchers use `serve_app.serving.gateway.upstream`.
+- `ApplicationClient`: the calls of commands to one application.
+- `request`: an HTTP client on top of the standard library, without an event loop. Commands must start
+  quickly, and an asynchronous client takes a third of a second to import. Gateways and endpoint watchers use
+  `serve_app.serving.gateway.upstream`.
 """
 
 import argparse

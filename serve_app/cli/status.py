@@ -1,8 +1,7 @@
 """Command `status`: prints what is wrong with a running application, and its state as tables.
 
-Diagnosis of an application from outside: whether a gateway answers, and for which models it has replicas.
-
-What a gateway and its schedulers know themselves is in `serve_app.serving.scheduler.findings`.
+It finds from outside whether a gateway answers, and for which models it has replicas. What a gateway and its
+schedulers know themselves is in `serve_app.serving.scheduler.findings`.
 """
 
 import argparse

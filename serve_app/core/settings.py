@@ -1,7 +1,4 @@
-"""Settings of one model's scheduler, including those of admission and of the EWSJF policies.
-
-Settings of the scheduling of programs.
-"""
+"""Settings of one model's scheduler, including those of admission, programs and the EWSJF policies."""
 
 import enum
 from dataclasses import field, replace

@@ -1,9 +1,8 @@
 """Interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load.
 
-Hang detection for engines that have requests but compute nothing.
-
-A hung or stopped process (SIGSTOP) is still alive, so it fails no liveness check. Its frontend is a separate
-process and continues to report the load of the last step.
+`HangWatch` detects engines that have requests but compute nothing. A hung or stopped process (SIGSTOP) is
+still alive, so it fails no liveness check. Its frontend is a separate process and continues to report the
+load of the last step.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, MutableMapping

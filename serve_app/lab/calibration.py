@@ -1,27 +1,27 @@
 """Calibration: fits the coefficients of the step-time model to request timestamps of a real engine.
 
-Measured requests in a file: the engine's own timestamps, or a result of `vllm bench serve`.
+- `read_measurements`: an engine's own timestamps, or a result of `vllm bench serve`, from a file.
+- `replay`: plays measured arrivals in the engine model; `compare` returns the errors of its timings.
+- `fit_step_time`: finds coefficients with which a replay has the measured latencies.
 
-A file of an engine has one JSON object per line, with `queued_ts`, `scheduled_ts`, `first_token_ts`,
-`last_token_ts` (seconds on one clock), `input_toks` and `output_toks`. vLLM records these timestamps for its
-metrics. The result of `vllm bench serve --save-result --save-detailed` is one object with a list per figure.
-Other keys are ignored.
+`read_measurements`. A file of an engine has one JSON object per line, with `queued_ts`, `scheduled_ts`,
+`first_token_ts`, `last_token_ts` (seconds on one clock), `input_toks` and `output_toks`. vLLM records these
+timestamps for its metrics. The result of `vllm bench serve --save-result --save-detailed` is one object with
+a list per figure. Other keys are ignored.
 
 A client does not see the start of the first step, so the whole TTFT counts as time in the engine, including
 the network and the tokenizer.
 
-Replay of measured arrivals in the engine model, with the timings of both and their errors.
-
-TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network, tokenizer).
+`compare`. TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network,
+tokenizer).
 
 The error of a statistic (mean, median, p90 or p99) is `played / measured - 1`, of the whole distribution. It
 is not the mean error of single requests, because a preemption may affect another request in the replay.
 
-Fit of the step-time model: finds coefficients with which a replay has the measured latencies.
-
-All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
-timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
-per request, per quantile, and of the mean. Several engines of one kind can be fitted together.
+`fit_step_time`. All requests are replayed at their queued times, because later requests compete with the
+fitted ones. Only the timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E
+each, and of three kinds: per request, per quantile, and of the mean. Several engines of one kind can be
+fitted together.
 
 The residuals are not smooth: a small change moves an arrival to another step, or a preemption to another
 request, and affects everything after it. So the fit has three stages: least squares with wide differences and

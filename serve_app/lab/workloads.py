@@ -1,10 +1,14 @@
 """Workloads: traces from files and generators, for simulator, planner and load tests.
 
-A trace: the requests of a workload in the order of arrival, and their provenance.
+- `Trace`: requests by arrival, and their provenance. Transformations (cut, repeat, merge, scale) are recorded
+  in its `source`.
+- `load_trace`: reads public trace formats, which are recognised by a file's first line.
+- `resolve`: finds a workload by its name or path.
+- `Recipe`: a generator of a named workload, composed of lengths, arrivals, tenants and priority classes.
+- `gateway_blocks`, `engine_blocks`: hashes of prompt blocks, computed from the block ids of a trace.
+- `stream`: the random numbers of one use.
 
-Transformations of traces (cut, repeat, merge, scale) are recorded in the trace's `source`.
-
-Loaders of public trace formats, which are recognised by a file's first line.
+`load_trace`. The formats:
 
     azure      TIMESTAMP,ContextTokens,GeneratedTokens       Azure 2023 and 2024; timestamps of seven decimals
     burstgpt   Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
@@ -14,9 +18,7 @@ Loaders of public trace formats, which are recognised by a file's first line.
 A row without a valid request is counted by reason, with the line of the first one, and never dropped
 silently. Arrivals are shifted so that the first is at 0, and sorted (stable).
 
-Catalog of workloads: resolves names and paths for simulator, planner and load tests.
-
-Generators are built from published figures, for use if the traces themselves are not available:
+`Recipe`. Generators are built from published figures, for use if the traces themselves are not available:
 
 Azure 2023: percentiles of lengths, and gaps, computed from the two public traces (Azure/AzurePublicDataset,
 CC-BY 4.0). Prompt and output are drawn independently, so their correlation is lost.
@@ -25,15 +27,11 @@ percentiles of outputs.
 `paper-mix`: the workload of EWSJF (arXiv 2601.21758, section 5): 80 % short and 20 % long prompts, Poisson
 arrivals.
 
-Hashes of prompt blocks, computed from the block ids of a trace.
+`gateway_blocks`. A trace names the leading blocks of a prompt by ids; equal ids mean equal text up to the end
+of their block. Gateways and engines hash blocks of other sizes, so their hashes are derived from these ids.
 
-A trace names the leading blocks of a prompt by ids; equal ids mean equal text up to the end of their block.
-Gateways and engines hash blocks of other sizes, so their hashes are derived from these ids.
-
-Components of generated workloads: lengths, arrivals, tenants and priority classes, and random numbers.
-
-A run has one seed and one named stream of random numbers per use, so that drawing more numbers for one use
-does not change any other.
+`stream`. A run has one seed and one named stream of random numbers per use, so that drawing more numbers for
+one use does not change any other.
 """
 
 import csv
@@ -830,7 +828,7 @@ class WorkloadSettings:
         rate_per_s: mean arrival rate; None for the trace's own.
         requests: number of requests; None for a thousand, or as many as `duration_s` requires.
         duration_s: time during which requests arrive; exclusive with `requests`.
-        tenants: see `generators.parse_shares`; None for those of the file.
+        tenants: see `parse_shares`; None for those of the file.
         priorities: shares of priority classes, such as `interactive=1,batch=3`; None for those of the file.
         folder: folder of trace files; None for the default folders.
     """

@@ -1,7 +1,17 @@
 """Processes that run the scheduling core live: on Ray Serve, over sockets, for OpenAI clients.
 
-Each process has a package or module: `gateway` (accepts and forwards requests), `scheduler` (drives the
-core), `pool` (serves one engine on its own port), `remote` (watches endpoints elsewhere) and `tuner`.
-`channel` connects gateways and replicas to the scheduler, and `state` persists learned state. Classes named
-`Deployment` wrap each process for Ray Serve, and `serve_app.app` binds them together.
+`serve_app.app` binds the processes together; classes named `Deployment` wrap each for Ray Serve. In reading
+order:
+
+- `gateway`: accepts requests and forwards them to replicas, on its `http_server`.
+- `scheduler`: drives the core.
+- `channel`: connects gateways and replicas to the scheduler.
+- `pool`, `remote`: one engine on its own port, and watchers of endpoints elsewhere.
+- `tuner`: learns length queues, and searches for better settings.
+- `deployments`, `autoscaling`: versions of deployments, and their numbers of replicas.
+- `state`: persists learned state.
+- `access`, `api_keys`, `tls`: admins and local addresses, key files, and certificates.
+- `listening`, `socket_holder`, `process`, `watchdog`: sockets, and the runtime of each process.
+- `metric_cells`, `cached_page`: metrics at minimal cost.
+- `_ray`: private interfaces of Ray.
 """

@@ -1,20 +1,19 @@
 """Deployments on Ray Serve: the scheduler's handle, versions of processes, and pool replicas.
 
-Discovery of the scheduler by its Ray handle.
+- `locator`: finds the scheduler by its Ray handle.
+- `with_version`: decides which processes a changed deployment replaces.
+- `PoolDeployment`: a pool replica as a deployment: Ray places, health-checks and stops it.
 
-Versions of deployments: decide which processes a changed deployment replaces, and how.
-
-Serve computes one version for all deployments of an application from all its arguments. Any change of a
-file would therefore replace every process, engines included. Here each deployment has its own version,
-computed from the settings that its processes cannot change while they run (`cold`). Other settings are
-applied in place as `user_config`. The release of this project is part of every version, and Serve itself
+`with_version`. Serve computes one version for all deployments of an application from all its arguments. Any
+change of a file would therefore replace every process, engines included. Here each deployment has its own
+version, computed from the settings that its processes cannot change while they run (`cold`). Other settings
+are applied in place as `user_config`. The release of this project is part of every version, and Serve itself
 compares the runtime environment and resources.
 
 A successor starts before the old process drains, so that pools stay available.
 
-A pool replica as a Ray Serve deployment: Ray places, health-checks and stops it. Requests use the replica's
-own port, so Serve does not count them. Therefore the replica drains in `__del__`, and its scheduler decides
-the number of replicas.
+`PoolDeployment`. Requests use the replica's own port, so Serve does not count them. Therefore the replica
+drains in `__del__`, and its scheduler decides the number of replicas.
 """
 
 import hashlib

@@ -30,8 +30,6 @@ accepts the next one, or, if it is busy for 2 ms, any other. `stop` then loses n
    the deadline, and are then aborted.
 
 Without `shares_socket`, idle connections are closed at once.
-
-Adapter between the HTTP server and ASGI applications.
 """
 
 import asyncio

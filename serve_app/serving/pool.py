@@ -1,10 +1,8 @@
-"""The pool replica process: one engine on its own port.
+"""The pool replica process: one engine behind an access check, on its own port.
 
-The guard of a replica: authenticates and counts requests before they reach its engine.
-
-The HTTP server of a replica's engine.
-
-One replica of a pool: an engine behind an access check, on its own port.
+- `PoolReplica`: the life cycle of a replica, see below.
+- `ReplicaGuard`: authenticates and counts requests before they reach the engine.
+- `ReplicaServer`: the HTTP server of the engine.
 
 Life cycle:
 

@@ -1,12 +1,9 @@
-"""What each process does for itself: garbage collection, threads, event loop, metrics.
+"""Runtime of each process: garbage collection, threads, event loop and metrics.
 
-Memory tuning for processes that serve many requests: return little memory, and collect cycles rarely.
-
-Executor of blocking calls that may hang, such as those to a network file system.
-
-Additions to the event loop: a precise clock, and long computations in parts.
-
-Metrics of the process itself, and its versions.
+- `tune_memory`: for processes that serve many requests: returns little memory, and collects cycles rarely.
+- `DaemonThreads`: an executor of blocking calls that may hang, such as those to a network file system.
+- `precise_clock`, `run_in_parts`: a precise clock, and long computations in parts on the event loop.
+- `ProcessMetrics`: metrics of the process itself, and its versions.
 """
 
 import asyncio

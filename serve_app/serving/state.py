@@ -1,11 +1,12 @@
 """Learned state on disk or in a bucket: one document per learner, and when it is written.
 
-Calls to a store from an event loop, which must not wait for a file system.
+- `StateStore`: one JSON document per learner, on any file system that fsspec supports.
+- `StoreCalls`: calls to a store from an event loop, which must not wait for a file system. They are made one
+  at a time, each with a time limit. A call that hangs is abandoned, and no other one starts until it returns.
+- `StatePersister`: reads state at the start, and writes it periodically and at the end. While a store is
+  unreachable, nothing is persisted; failures are counted, and logged once until the store answers again.
 
-Calls are made one at a time, each with a time limit. A call that hangs is abandoned, and no other one
-starts until it returns.
-
-The store of learned state: one JSON document per learner, on any file system that fsspec supports.
+`StateStore`. A document:
 
     {"format": "ewsjf-serve state", "version": 1, "kind": "scheduler", "name": "app/demo",
      "saved_at": "2026-01-31T12:00:00+00:00", "checksum": "sha256:...", "document": {...}}
@@ -19,12 +20,7 @@ Rules:
   log line has the reason.
 - An unreachable store raises `StateError`, and the caller decides what to do.
 
-Calls block on the file system, so they belong in a thread; see `calls`.
-
-The schedule of learned state: read at the start, written periodically and at the end.
-
-While a store is unreachable, nothing is persisted; failures are counted, and logged once until the store
-answers again.
+Calls block on the file system, so they belong in a thread; see `StoreCalls`.
 """
 
 import asyncio

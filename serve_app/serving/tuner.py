@@ -1,21 +1,19 @@
 """The tuner process of a model: learns length queues, and searches for better settings of the scheduler.
 
-The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` for a live scheduler.
+- `TunerDeployment`: a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies.
+- `TunerActor`: learns length queues outside the scheduler, and sends them to it.
+- `ParameterTuner`: the loop of `tuning.parameter_loop` for a live scheduler.
 
-The tuner actor drives it. `update` takes the scheduler's observations and returns orders, without blocking.
-Work runs in one thread of low priority with pauses, so that it uses only its share of a core. Adopted values
-and decisions are persisted in the state store.
+`ParameterTuner`. The tuner actor drives it. `update` takes the scheduler's observations and returns orders,
+without blocking. Work runs in one thread of low priority with pauses, so that it uses only its share of a
+core. Adopted values and decisions are persisted in the state store.
 
-The tuner of one model: learns length queues outside the scheduler, and sends them to it.
+`TunerActor`. Every few seconds it pulls the prompt lengths of new requests, and its strategic loop decides
+whether new queues are due. The scheduler never waits for the tuner. If the tuner dies, the scheduler retains
+its queues, and the next tuner learns from later arrivals. A new scheduler has another incarnation, and
+receives the current queues.
 
-Every few seconds it pulls the prompt lengths of new requests, and its strategic loop decides whether new
-queues are due. The scheduler never waits for the tuner. If the tuner dies, the scheduler retains its queues,
-and the next tuner learns from later arrivals. A new scheduler has another incarnation, and receives the
-current queues.
-
-The tuner as a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies.
-
-Without a persisted state, it starts when its scheduler has enough requests to learn from
+`TunerDeployment`. Without a persisted state, it starts when its scheduler has enough requests to learn from
 (`serving.autoscaling`). An application without traffic then runs one process less.
 """
 

@@ -1,12 +1,9 @@
 """Settings of a whole application: as written in a file, and completed with what follows from its models.
 
 A file states each fact once, such as a model's names and its pools. The `Config` classes hold what the file
-states. `serve_app.settings.application.resolve` derives the `Settings` classes from them, which hold the
-complete settings of each component.
-
-Loading of settings: from a file to complete settings. The only place where YAML becomes typed settings.
-
-The address on which an application listens, from the content of its configuration.
+states. `resolve` derives the `Settings` classes from them, which hold the complete settings of each
+component. `load_settings` is the only place where YAML becomes typed settings. `http_address` returns the
+address on which an application listens, from the content of its configuration.
 """
 
 import math

@@ -1,25 +1,17 @@
 """Validation of a configuration before Ray starts: all mistakes in a file, with line numbers.
 
-All checks of a configuration, in order: file, Ray Serve's keys, settings, engines, this machine.
-
-A YAML file with the lines of its keys, and mistakes in it.
-
-PyYAML's nodes have line numbers and its plain values do not, so a file is composed into nodes as well.
-Duplicate keys are rejected, because PyYAML would silently use the last one.
-
-The keys of a Ray Serve configuration around `args`, and their checks.
-
-Ray Serve ignores unknown keys, so a misspelled `port` would go unnoticed. The names are listed here because
-importing Serve takes seconds; a test compares them with the installed release.
-
-Checks of engines before a start: vLLM's arguments by its own parser, model folders, remote servers.
-
-The capacity of vLLM engines, compared with the context and sequences that a configuration requires.
-
-The values are computed by `roofline.capacity`, not measured. So the results are warnings, and there are none
-if the model, the GPU or the memory of an argument is not known.
-
-Checks of this machine against a configuration: free ports, cores, GPUs and memory.
+- `check_file`: all checks, in order: file, Ray Serve's keys, settings, engines, this machine.
+- `Document`: a YAML file with the lines of its keys. PyYAML's nodes have line numbers and its plain values do
+  not, so a file is composed into nodes as well. Duplicate keys are rejected, because PyYAML would silently
+  use the last one.
+- `check_serve_keys`: the keys around `args`. Ray Serve ignores unknown keys, so a misspelled `port` would go
+  unnoticed. The names are listed here because importing Serve takes seconds; a test compares them with the
+  installed release.
+- `check_engines`: vLLM's arguments by its own parser, model folders; `check_endpoints`: remote servers.
+- `check_capacity`: the capacity of vLLM engines, against the context and sequences that a configuration
+  requires. The values are computed by `roofline.capacity`, not measured. So the results are warnings, and
+  there are none if the model, the GPU or the memory of an argument is not known.
+- `check_machine`: free ports, cores, GPUs and memory.
 """
 
 import asyncio

@@ -1,9 +1,14 @@
 """Digital twin: replays recent traffic on simulated engines with other settings.
 
-The twin runs the production scheduler (`lab.simulation.simulation`) on simulated replicas, and scores the
-records by the objective of the live system. It starts with what production has learned so far: output
-lengths, prefill costs, and the boundary of long prompts. Its length queues are those that Refine-and-Prune
-finds with the candidate's parameters.
+- `DigitalTwin`: plays windows of traffic with the settings of a candidate.
+- `TrafficLog`, `resampled`: recent traffic, and windows drawn from it.
+- `TwinCalibration`: the twin's engines, from a profile or without one, fitted to the real engines.
+- `search_twin`: a search in the twin: presets, and on request the candidates of an optimiser.
+
+`DigitalTwin`. The twin runs the production scheduler (`lab.simulation.simulation`) on simulated replicas, and
+scores the records by the objective of the live system. It starts with what production has learned so far:
+output lengths, prefill costs, and the boundary of long prompts. Its length queues are those that
+Refine-and-Prune finds with the candidate's parameters.
 
 The twin has three known limitations:
 
@@ -11,8 +16,6 @@ The twin has three known limitations:
 - It starts each window with an empty fleet, without the requests that waited in production. So it does not
   measure the first part of a window.
 - Its engine model has an error. `engine_fit` measures it, and fits the step times if it is large.
-
-Recent traffic, and windows drawn from it.
 
 `TrafficLog` stores lengths, classes, tenants and times of requests that have ended, and no text. `resampled`
 draws a window from a trace by the block bootstrap: it concatenates blocks of consecutive requests with their
@@ -24,18 +27,14 @@ Source of the block bootstrap: Kuensch, The Jackknife and the Bootstrap for Gene
 (Annals of Statistics, 1989); blocks wrap around the end, so that each request is drawn with equal
 probability.
 
-Calibration of the twin's engines: from a profile or without one, fitted to the real engines.
+`TwinCalibration`. This is a state machine without a clock, like the loop that owns it. It hands out a task
+(`engine_fit`) when enough requests are new, and processes the result, which has the error of the current
+model on requests after its fit. While that error is large or unknown, `obstacle` explains why there should be
+no search: a twin with wrong engines proposes candidates that lose in production.
 
-This is a state machine without a clock, like the loop that owns it. It hands out a task (`engine_fit`) when
-enough requests are new, and processes the result, which has the error of the current model on requests after
-its fit. While that error is large or unknown, `obstacle` explains why there should be no search: a twin with
-wrong engines proposes candidates that lose in production.
-
-Search in the twin: presets, and on request the candidates of an optimiser.
-
-A preset is what an operator would try first. Each changes a few values and leaves the others as they are.
-Together they cover each tunable mechanism in both directions from the defaults, so a short search also finds
-what is far from the current values.
+`search_twin`. A preset is what an operator would try first. Each changes a few values and leaves the others
+as they are. Together they cover each tunable mechanism in both directions from the defaults, so a short
+search also finds what is far from the current values.
 """
 
 import bisect

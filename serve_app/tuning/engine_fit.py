@@ -3,7 +3,7 @@
 The fit does not use the traffic but the *dispatches*: each engine's requests with their dispatch times. The
 time per output token grows with the batch, and the batch with the backlog, so an engine with a backlog would
 look slow in a twin that begins empty. With the same dispatches the batches are equal if the model is right,
-and the fit of `lab.calibration.fit` makes it right.
+and the fit of `lab.calibration.fit_runs` makes it right.
 
 First the current model is compared with the requests dispatched after its fit, which gives its error. If the
 error is small the model remains, because a fit takes some CPU seconds. Pools with enough requests get

@@ -1,9 +1,9 @@
 """Tuning loop of a running scheduler, as a state machine without a clock.
 
 It receives observations, returns orders for the scheduler, and occasionally hands out work: a fit of the
-twin's engines or a search, one at a time. The tuner actor drives the loop alongside a live
-scheduler (`serving.tuner.parameter_tuner`), and experiments drive it with a simulated one, so they measure
-the code that runs in production.
+twin's engines or a search, one at a time. The tuner actor drives the loop alongside a live scheduler
+(`serving.tuner`), and experiments drive it with a simulated one, so they measure the code that runs in
+production.
 
 All times are on the scheduler's clock. A new scheduler has another clock, and receives the values that were
 adopted with the earlier one (`begin`).

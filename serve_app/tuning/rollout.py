@@ -55,7 +55,7 @@ class RolloutSettings:
     Attributes:
         mode: `off` accepts no candidate; `advise` records what it would try without changing anything; `on`
             tries it.
-        slice_s, settle_s, judge_limit_s, pairs: see `trial.Trial`.
+        slice_s, settle_s, judge_limit_s, pairs: see `study.Trial`.
         cool_down_s: seconds without trials after one.
     """
 

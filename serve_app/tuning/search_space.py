@@ -1,20 +1,23 @@
-"""Tunable settings of a model, and the search space around their current values.
+"""Tunable settings of a model, the search space around their current values, and the optimiser.
 
-A `Tunable` holds what a candidate changes: the scheduler's settings, and those of Refine-and-Prune.
-`parameters_of` returns the parameters that have an effect with its policy and pools.
+- `Tunable`: what a candidate changes: the scheduler's settings, and those of Refine-and-Prune.
+  `parameters_of` returns the parameters that have an effect with its policy and pools.
+- `with_value`: a copy of settings with another value under a dotted path.
+- `SearchSpace`: the parameters with their current values.
+- `TpeOptimiser`: proposes candidate values from the rewards of earlier ones.
 
-Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
-4.4). The lower bounds of b_u and b_f are floors: tuning never removes a weight of the score. Alpha exceeds
-the paper's 3, up to where it makes no more queues than k-means alone. All other parameters are this
+`Tunable`. Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758,
+section 4.4). The lower bounds of b_u and b_f are floors: tuning never removes a weight of the score. Alpha
+exceeds the paper's 3, up to where it makes no more queues than k-means alone. All other parameters are this
 scheduler's own.
 
-Nested frozen settings are accessed by dotted paths, such as `isolation.max_long_prefills`. A change creates
-new settings and runs the checks of every class on the path, so an invalid value is rejected with the
-settings' own message.
+`with_value`. Nested frozen settings are accessed by dotted paths, such as `isolation.max_long_prefills`. A
+change creates new settings and runs the checks of every class on the path, so an invalid value is rejected
+with the settings' own message.
 
-Each parameter has a short name, the path of its setting, bounds and a scale. The scale maps its range to [0,
-1]: the *unit*. a_u and a_f have values around 1e-3, while a queue count goes into the tens; in units they are
-comparable.
+`SearchSpace`. Each parameter has a short name, the path of its setting, bounds and a scale. The scale maps
+its range to [0, 1]: the *unit*. a_u and a_f have values around 1e-3, while a queue count goes into the tens;
+in units they are comparable.
 
 The optimiser samples uniformly from another [0, 1], the *draw*. The prior maps draws to units: `spread` of
 its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
@@ -25,12 +28,10 @@ value and s the spread, for u up to c:
 
 so that F(c) = c, and its inverse is a square root.
 
-Optimiser: proposes candidate values from the rewards of earlier ones.
-
-The tree-structured Parzen estimator (TPE) samples where good candidates are dense and bad ones are not. The
-first `startup` candidates, usually the incumbent and the presets, are given to it; if there are fewer, the
-others are sampled from the prior of the search space. Candidates without a reward count as bad, so that
-proposals made at the same time differ.
+`TpeOptimiser`. The tree-structured Parzen estimator (TPE) samples where good candidates are dense and bad
+ones are not. The first `startup` candidates, usually the incumbent and the presets, are given to it; if there
+are fewer, the others are sampled from the prior of the search space. Candidates without a reward count as
+bad, so that proposals made at the same time differ.
 
 An optimiser has no state except its candidates: a proposal is determined by the seed and the earlier rewards.
 

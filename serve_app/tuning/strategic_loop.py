@@ -12,10 +12,8 @@ rules.
 Source: the strategic loop of EWSJF (arXiv 2601.21758). It relearns every ten minutes or when a test detects
 drift, and adjusts the bounds in between. Relearning once a minute replaces all three.
 
-Refine-and-Prune: learns length queues from prompt lengths by k-means, significant gaps and pruning.
-
-The input is a sample of prompt lengths, the output a `Partition`. The same lengths give the same queues in
-any order.
+`refine_and_prune` learns length queues by k-means, significant gaps and pruning. The input is a sample of
+prompt lengths, the output a `Partition`. The same lengths give the same queues in any order.
 
 1. *Coarse*: one-dimensional k-means cuts the sorted lengths into short, medium and long.
 2. *Refine*: inside a cluster, a gap between neighbours is significant if it is wider than `alpha` mean gaps.

@@ -1,4 +1,6 @@
-"""Search for better values, from the first window to the verdict, within a time budget.
+"""Comparison of candidates with the incumbent: the search in windows of traffic, and the trial in production.
+
+`run_study` searches for better values within a time budget, in two stages:
 
 1. *Search*: candidates and the incumbent play the same windows. First the presets race, then rounds of
    candidates that the optimiser proposes, if there is one. After the first windows of a race only the better
@@ -12,11 +14,10 @@ Candidates are compared with the incumbent on the same windows (`compare`). Both
 the same times, so the randomness of a window cancels out of the difference.
 
 Sources: Jamieson, Talwalkar, Non-stochastic Best Arm Identification (AISTATS 2016), for halving; common
-random numbers as in any textbook of simulation; `trial.evidence` for the sequential test.
+random numbers as in any textbook of simulation; `evidence` for the sequential test.
 
-A/B test of a candidate in production: paired time slices with one sequential test.
-
-The incumbent (A) and the candidate (B) alternate in the order A B B A, so that a load that rises or falls
+`Trial` is an A/B test of a candidate in production: paired time slices with one sequential test. The
+incumbent (A) and the candidate (B) alternate in the order A B B A, so that a load that rises or falls
 steadily favours neither. Two neighbouring slices are a pair, and the difference of their rewards is one
 observation. After each pair the test evaluates all of them, and the trial ends with the first verdict:
 

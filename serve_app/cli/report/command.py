@@ -1,8 +1,7 @@
 """Command `report`: one page about the last minutes: latencies, waits, and what scheduling changes.
 
-Recording: the requests of the last minutes as the scheduler recorded them, and their figures.
-
-Forecast: the requests of a recording in the tuner's digital twin, unscheduled and scheduled.
+It has the requests of the last minutes as the scheduler recorded them, and their figures. A forecast plays
+them in the tuner's digital twin, unscheduled and scheduled.
 
 The twin's engines have the limits of the connected ones, and step times fitted to the same recording. First
 the recording is replayed as it was served, which gives the error of the twin. Windows drawn from the

@@ -7,5 +7,6 @@ have ended. They exchange messages, one per line.
 - `command`: checks the configuration and runs the `supervisor`, which starts the `host`.
 - `cluster`: Ray and Ray Serve for the host, and the drain of gateways; `failures` diagnoses a start.
 - `processes`: the messages, and cleanup of all processes.
+- `changes`: effects of a changed configuration on a running application.
 - `instance`: registry of running applications, and the environment of Ray's processes.
 """

@@ -1,8 +1,7 @@
 """Command `serve`: checks a configuration and runs its application until it is stopped.
 
-Running servers: their discovery, and the configuration in front of them.
-
-`serve --endpoints` runs it, and `init --servers` writes it to a file.
+For `serve --endpoints` and `init --servers` it discovers running servers (`discover_servers`), and creates
+the configuration in front of them (`configuration`).
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Registry of running applications on this machine: one small file per port.
+"""Registry of the applications that run on this machine: one small file per port.
 
-Environment that Ray's processes inherit, and the folder of an instance.
+It also has the folder of an instance, and the environment that Ray's processes inherit.
 """
 
 import contextlib

@@ -1,11 +1,7 @@
 """Processes of `serve`: cleanup of all descendants, and messages between host and supervisor.
 
-Cleanup of all descendant processes.
-
 Ray starts processes whose parents may exit before them. A process that declares itself a subreaper becomes
-the parent of such orphans, so they remain in its process tree.
-
-Messages between host and supervisor: one JSON object per line.
+the parent of such orphans, so they remain in its process tree. Messages are JSON objects, one per line.
 """
 
 import contextlib

@@ -1,15 +1,15 @@
 """Supervisor: starts the host, shows its progress, and converts signals to a graceful shutdown.
 
+- `Supervisor`: the rules of the shutdown, see below.
+- `Console`: steps with their times, how to use the application, and the drain. On a terminal the current step
+  is one line that is updated. Otherwise each line is written once, for logs.
+
 Rules:
 
 - The first SIGINT, SIGTERM or SIGHUP drains: new requests are rejected, in-flight ones completed.
 - A second signal, or one before the application is ready, stops all processes immediately.
 - If Ray's own processes do not start, they are ended and started once more.
 - In all cases, no process of this instance and no open port is left behind.
-
-Terminal output of `serve`: steps with their times, how to use the application, and the drain.
-
-On a terminal the current step is one line that is updated. Otherwise each line is written once, for logs.
 """
 
 import asyncio

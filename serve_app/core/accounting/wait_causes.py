@@ -1,8 +1,7 @@
-"""What a request accumulates: the causes of its waits, and its share of the engine's time.
+"""Accounts of one request: the causes of its waits, and its share of the engine's time.
 
-Causes of waits, and the tally that divides one request's wait among them.
-
-Accounts of the engine time that one request uses on its replica (see `costs`).
+- `WaitTally`: divides the wait of one request among its causes (`WaitBreakdown`).
+- `EngineShare`: the engine time that one request uses on its replica (see `costs`).
 """
 
 import enum

@@ -1,10 +1,13 @@
-"""Admission: which requests may queue, and when a rejected one should retry.
+"""Admission: decides which requests may queue, and when a rejected one should retry.
 
-Admission control: decides whether a request may queue, and when a rejected one should retry.
+- `Admission`: the conditions for each request, and its `Retry-After`.
+- `Outages`: pools without a live replica, and the expected duration of each outage.
+- `RetryReservations`: work of rejected requests, reserved for the time at which each client should retry.
+- `QueueLimit`: the time at which a limit of the queue allows a request.
 
 A request is rejected on arrival if its model is not served here, a limit of its API key is reached
 (`arrival_rejection`, `key_limits`), the model's budget is used up (`key_limits`), or no replica that could
-serve it is alive (`outage_rejection`, `outages`). A request that fits a replica is dispatched immediately,
+serve it is alive (`outage_rejection`, `Outages`). A request that fits a replica is dispatched immediately,
 however full the queue is. Any other request may queue if it meets these conditions (`queue_rejection`):
 
 - Deadline: the predicted wait plus a margin must end before the request's queue timeout. This condition
@@ -23,18 +26,16 @@ These conditions do not apply while the queue is empty. A request with `x-queue:
 rejected whenever no replica has capacity for it.
 
 `Retry-After` is the delay after which all conditions are expected to allow the request. Until then its work
-is reserved (`retry_reservations`). A request that retries with a reservation has a smaller deadline margin
-and precedes newcomers.
+is reserved (`RetryReservations`). A request that retries with a reservation has a smaller deadline margin and
+precedes newcomers.
 
 `Retry-After` has jitter, so that clients rejected together do not retry together. The jitter is a hash of the
 request id, which is deterministic: the same events give the same commands.
 
-Outages: pools without a live replica, and their expected duration.
-
-A replica is alive while it is connected, reports its load and does not drain. During an outage a request
-waits for a grace period, which covers replicas that reconnect or report late. After that it is rejected,
-whether it has just arrived or has waited. An engine takes from seconds to many minutes to start, so the
-client may prefer to fail over or to retry later.
+`Outages`. A replica is alive while it is connected, reports its load and does not drain. During an outage a
+request waits for a grace period, which covers replicas that reconnect or report late. After that it is
+rejected, whether it has just arrived or has waited. An engine takes from seconds to many minutes to start, so
+the client may prefer to fail over or to retry later.
 
 The expected remaining time of an outage is the mean length of earlier ones, less its age. The first outage is
 the start of the application, so the start time of an engine is known from then on. An outage that is older
@@ -44,12 +45,9 @@ grace period say nothing about the start of an engine, and are not counted.
 A pool that scales from zero *on demand* has no replica because none was needed. A request waits for its
 engine to start until its own queue timeout.
 
-Retry reservations: work of rejected requests, reserved for the time at which each client should retry.
-
-A rejected request gets a `Retry-After` after which it could be admitted, and its work is reserved for that
-time. Reserved work counts as ahead of newcomers. Requests rejected later therefore get later times, and
-newcomers do not use the capacity that was promised. In effect all clients share one queue, of which the
-scheduler stores only the front.
+`RetryReservations`. Reserved work counts as ahead of newcomers. Requests rejected later therefore get later
+times, and newcomers do not use the capacity that was promised. In effect all clients share one queue, of
+which the scheduler stores only the front.
 
 A request that retries is recognised by its tenant, its class and the shape of its prompt (`_key`). It claims
 its reservation, so its work does not count twice. Reservations that are not claimed in time expire. Because
@@ -57,8 +55,8 @@ clients that never retry would delay all others, reserved work is weighted by th
 another tenant, it counts for as much as the own tenant has queued, so that no tenant fills the queue with
 retries.
 
-A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
-reservations (`admissible_in_s`).
+`QueueLimit`. A limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times
+of the reservations (`admissible_in_s`).
 
 Source: ours; virtual queues as in telephone call-back systems, and the textbook fluid queue.
 """

@@ -1,8 +1,9 @@
-"""Limits of API keys and of tenants' spending.
+"""Limits of API keys, and the spending limit of a model.
 
-Limits of API keys: the usage of each key, and the check whether its next request is within its limits.
+- `KeyAccounts`: the usage of each key, and the check whether its next request is within its limits.
+- `Spending`: the price of a model's tokens in the last hour, against its budget.
 
-One scheduler decides for a model on behalf of all gateways, so the counts are exact. Rules:
+`KeyAccounts`. One scheduler decides for a model on behalf of all gateways, so the counts are exact. Rules:
 
 - A request counts from its admission, that is once it may queue or run. Rejected requests do not count.
 - `tokens_per_minute` is charged the estimate at admission and settled when the request ends. If the engine
@@ -17,10 +18,9 @@ One scheduler decides for a model on behalf of all gateways, so the counts are e
   above the limit.
 - The limits are those sent with the request, so changes to a key apply immediately.
 
-Spending limit of a model: the price of its tokens in the last hour, against a budget.
-
-For engines that are paid per token, such as those of another provider. Requests count at their end. While the
-budget is used up, arriving requests are rejected; those that were admitted are completed, and may exceed it.
+`Spending`. For engines that are paid per token, such as those of another provider. Requests count at their
+end. While the budget is used up, arriving requests are rejected; those that were admitted are completed, and
+may exceed it.
 """
 
 import bisect

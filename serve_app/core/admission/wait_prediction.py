@@ -1,11 +1,13 @@
-"""Predicted waits, from the drain rate of a pool or, before one is known, from its slots.
+"""Wait prediction: the queue time of a request.
 
-Wait prediction: the queue time of a request, from the drain rate or a prior of it.
+- `WaitPredictor`: predicts waits from the drain rate, and corrects them by actual ones.
+- `DrainRate`: the measured drain rate of a pool.
+- `SlotRate`: a prior of the drain rate, from the slots of the replicas, before it was measured.
 
-Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
-waits. It is needed because a policy that favours short requests serves them long before work that arrived
-earlier. It is learned for each kind of request: class, power of two of the expected prompt, whether it
-claimed a retry reservation, and whether its first token has a latency target.
+`WaitPredictor`. Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual
+to predicted waits. It is needed because a policy that favours short requests serves them long before work
+that arrived earlier. It is learned for each kind of request: class, power of two of the expected prompt,
+whether it claimed a retry reservation, and whether its first token has a latency target.
 
 - It is a ratio of decayed sums, not a mean of ratios, so long waits dominate and noise in short ones does
   not.
@@ -19,17 +21,15 @@ admitted that expire. A queued request that has waited longer than predicted is 
 observed wait and as much again as it is overdue. Otherwise an error would be learned only after a whole wait,
 and in an overload many requests would be admitted by then that expire.
 
-While few waits were observed (`is_cold`), `slot_rate` provides a lower bound as well. The first dispatches of
+While few waits were observed (`is_cold`), `SlotRate` provides a lower bound as well. The first dispatches of
 a backlog fill free slots faster than the queue drains afterwards, so some seconds of backlog are required in
 addition to the observations.
 
 The wait of a rejected request is never observed. A prediction for a kind without recent observations is
 therefore not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
 
-The prior of the drain rate: the rate at which the replicas' slots drain the queue, before it was measured.
-
-A full engine computes the prompt of each request, and decodes as many answers at a time as it has slots. So
-one request costs it
+`SlotRate`. A full engine computes the prompt of each request, and decodes as many answers at a time as it has
+slots. So one request costs it
 
     request_s = max(prompt tokens * prefill_token_s, output tokens * tpot_s / slots)
 

@@ -1,8 +1,10 @@
-"""Batch work: the headroom that it may use, and its revocation.
+"""Backfill: batch work fills the capacity that other requests leave, and gives way to them.
 
-Backfill: batch work fills the capacity that other requests leave, and gives way to them.
+- `Backfill`: decides how much batch work a replica gets, and which of it is revoked.
+- `TenantHeadroom`: the last part of a replica's KV cache, kept from tenants that hold more than their share.
 
-A replica is *shared* while a request above the batch class runs on it, and for `linger_s` after the last one.
+`Backfill`. A replica is *shared* while a request above the batch class runs on it, and for `linger_s` after
+the last one.
 
 - Alone, batch work uses the engine, except a small reserve: the first request of a higher class that arrives
   there starts at once.
@@ -25,12 +27,10 @@ not revoked.
 Source: ours, after backfilling of parallel jobs (Lifka, "The ANL/IBM SP scheduling system", 1995), whose
 backfilled jobs also must not delay others.
 
-Tenant headroom: the last part of a replica's KV cache, kept from tenants that hold more than their share.
-
-Fair shares decide which tenant is next, but a request holds its KV cache for its whole answer. If a few
-tenants fill the cache of every replica, a request of any other waits until one of their answers ends, even if
-it is the next in order. So a tenant that holds more than its share of a pool gets no capacity from the last
-part of a replica, as long as others need it.
+`TenantHeadroom`. Fair shares decide which tenant is next, but a request holds its KV cache for its whole
+answer. If a few tenants fill the cache of every replica, a request of any other waits until one of their
+answers ends, even if it is the next in order. So a tenant that holds more than its share of a pool gets no
+capacity from the last part of a replica, as long as others need it.
 
 The size follows the *light* tenants, those that hold at most half of their share. Their requests arrive at
 random and take the reserved part. It is free again as soon as answers end, because no heavy tenant gets it.

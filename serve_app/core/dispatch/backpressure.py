@@ -22,8 +22,8 @@ A replica receives no requests, whatever its queue, while one of these signals s
 KV use alone is not sufficient: it is low while prefill is saturated.
 
 An engine whose reports do not include its queue gets no request beyond its batch size, because such a request
-waits where it is not seen. If that is unknown too, its limit is learned from its answers
-(`core.routing.observed.limits`), and none of the signals above applies.
+waits where it is not seen. If that is unknown too, its limit is learned from its answers (`LearnedLimit` in
+`core.routing.observed`), and none of the signals above applies.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.

@@ -1,50 +1,47 @@
-"""Dispatch: the next request that fits, and its replica.
+"""The dispatcher: selects the next request in the order of service, and its replica.
 
-The dispatcher: selects the next request in the order of service, and its replica.
+- `Dispatcher`: the order of service.
+- `CandidateGroups`: the groups of heads that may fit a pool, so that the others need not be examined.
+- `CapacityReservations`: KV tokens reserved for a queued request that is owed service and fits no replica.
+- `Placement`: selects the replica for a request by load, speed, cached prefix and latency targets.
+- `PassThrough`: requests that bypass the scheduler, so that a deployment can compare both.
+
+`Dispatcher`. The order of service:
 
 1. A request put back for a fault of its replica, such as its loss: it had been dispatched in time.
-2. The request for which capacity is reserved (`capacity_reservations`).
+2. The request for which capacity is reserved (`CapacityReservations`).
 3. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
    starvation bound (`promotion`).
 4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
    equal shares have one turn: first the oldest request of each that is beyond its starvation bound, at a
-   bounded rate (`promotion`); then those that would otherwise miss their latency target
-   (`latency_targets`); then the heads of the sub-queues by the policy's score, within the bound on delay
-   (`delay_bound`). Capacity is reserved for a promoted request, and for one of a tenant that is owed service,
-   if it fits nowhere.
+   bounded rate (`promotion`); then those that would otherwise miss their latency target (`latency_targets`);
+   then the heads of the sub-queues by the policy's score, within the bound on delay (`delay_bound`). Capacity
+   is reserved for a promoted request, and for one of a tenant that is owed service, if it fits nowhere.
 
 The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
 that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
 
-Candidate groups: the groups of heads that may fit a pool, so that the others need not be examined.
-
-For each group (`queueing.request_queue`) a hypothetical request is tested: the fewest tokens of any head,
-under the most permissive limits of any tenant. If no replica accepts it, no head of the group fits. The cost
-of a search among heads that all must wait therefore does not grow with the tenants.
+`CandidateGroups`. For each group (`queueing.request_queue`) a hypothetical request is tested: the fewest
+tokens of any head, under the most permissive limits of any tenant. If no replica accepts it, no head of the
+group fits. The cost of a search among heads that all must wait therefore does not grow with the tenants.
 
 A candidate group may have no head that fits. A group with a head that fits, or with one that gets a capacity
 reservation, is never omitted.
 
-Capacity reservations: KV tokens reserved for a queued request that is owed service and fits no replica.
-
-Without a reservation, smaller requests use all capacity as it becomes free, and a request that needs most
-of a KV cache never fits. A promoted request, or the next one of a tenant behind its share (`fairness`),
-therefore gets a reservation if it fits nowhere in its pool. The reservation is on the replica where it
-lacks the fewest tokens. That replica accepts no other request that needs the reserved tokens until this one
-fits. Each pool has at most one reservation, which lasts as long as its request waits.
+`CapacityReservations`. Without a reservation, smaller requests use all capacity as it becomes free, and a
+request that needs most of a KV cache never fits. A promoted request, or the next one of a tenant behind its
+share (`fairness`), therefore gets a reservation if it fits nowhere in its pool. The reservation is on the
+replica where it lacks the fewest tokens. That replica accepts no other request that needs the reserved tokens
+until this one fits. Each pool has at most one reservation, which lasts as long as its request waits.
 
 The cost is idle capacity. It is bounded by the rate of promotions, which do not accumulate while a
 reservation exists, and by what fair shares owe a tenant.
 
 Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 
-Placement: selects the replica for a request by load, speed, cached prefix and latency targets.
-
-Pass-through: requests that bypass the scheduler, so that a deployment can compare both.
-
-A hash of the request id selects the share of requests that is scheduled. Each other one goes immediately to
-the replica with the fewest requests among those that can hold it, regardless of queue and load. The ledger
-holds these requests, too, so the scheduler knows the load of its engines.
+`PassThrough`. A hash of the request id selects the share of requests that is scheduled. Each other one goes
+immediately to the replica with the fewest requests among those that can hold it, regardless of queue and
+load. The ledger holds these requests, too, so the scheduler knows the load of its engines.
 """
 
 import math

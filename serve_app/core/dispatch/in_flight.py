@@ -1,25 +1,29 @@
 """Requests in flight: what they hold, and what their failures change.
 
-Requests in flight on replicas: held capacity, and learning from their answers.
+- `InFlight`: the capacity that requests hold from dispatch to end, and the learning from their answers.
+- `record_put_back`: the put-back of a request before its client received a byte, or that can be continued.
+- `Suspensions`: replicas that receive no requests for a while, because they lose or reject them.
+- `SlowStarts`: requests whose first token is overdue, which are moved to another replica.
 
-Put-backs: handling of requests that a replica returned before their client received a byte.
+Rules of put-backs:
 
-- One budget: `max_put_backs` bounds the dispatches of a request, for all reasons and across schedulers.
-- One deadline: its queue timeout counts from its arrival and is not extended.
+- One budget: `max_put_backs` bounds the put-backs of a request across schedulers, for all reasons except
+  revocations.
+- One deadline: its queue timeout counts from its arrival, and begins again only if the replica has served a
+  part of the request.
 - Backoff: the first retry is immediate, because most faults affect only one replica. Each further backoff
   is twice as long as the one before. A request in backoff is queued, but in no sub-queue.
 - Failover: it goes to a replica on which it has not failed, as long as one is usable.
 - Quarantine: a request under which an engine was lost may be the cause. No replica has two of these until
   an answer starts. So a request that loses a second engine, alone among suspects, fails with `max_attempts`
   of 2.
-- Position: a request goes to the front if its replica was lost, because it had been dispatched in time. One
-  rejected by an engine does not: otherwise a tenant's failing requests would pass the others' good ones.
+- Position: a request goes to the front after a fault of its replica, or if it was too long for it, because it
+  had been dispatched in time. One with another error of the engine does not: otherwise a tenant's failing
+  requests would pass the others' good ones.
 
-Suspensions: replicas that receive no requests for a while, because they lose or reject them.
-
-A failure may be the fault of the replica or of the request. If every failure suspended a replica, one
-client with failing requests could stop a fleet. If none did, a broken replica would attract requests,
-because it fails fast and so looks idle. Failures count against a replica as follows:
+`Suspensions`. A failure may be the fault of the replica or of the request. If every failure suspended a
+replica, one client with failing requests could stop a fleet. If none did, a broken replica would attract
+requests, because it fails fast and so looks idle. Failures count against a replica as follows:
 
 | the request                                | counts                                                    |
 |--------------------------------------------|-----------------------------------------------------------|
@@ -36,12 +40,10 @@ the replica starts an answer again. At most half of a pool's live replicas are s
 one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
 replicas are detected by their connection to the scheduler, not here.
 
-Slow starts: requests whose first token is overdue are moved to another replica.
-
-A server can hang on answers although it accepts requests and passes health checks. A request whose first
-token takes `_FACTOR` times as long as the slowest of the recent ones on its replica, and at least
-`_LEAST_WAIT_S`, is revoked there and dispatched elsewhere, if another replica of its pools accepts it now.
-It is moved rather than doubled, so that no engine works for two answers, and nothing is answered or charged
+`SlowStarts`. A server can hang on answers although it accepts requests and passes health checks. A request
+whose first token takes `_FACTOR` times as long as the slowest of the recent ones on its replica, and at least
+`_LEAST_WAIT_S`, is revoked there and dispatched elsewhere, if another replica of its pools accepts it now. It
+is moved rather than doubled, so that no engine works for two answers, and nothing is answered or charged
 twice.
 
 - A replica that reports its queue shows whether it computes. Its requests are moved only if it has given no

@@ -1,27 +1,26 @@
-"""Classes of priority: their floors, their starvation bounds, and their priorities in engines.
+"""Priority classes: their starvation bounds, their floors, and their priorities in engines.
 
-Promotion: the starvation bound, beyond which queued requests are served first.
+- `Promotion`: the starvation bound, beyond which queued requests are served first.
+- `ClassFloors`: the minimum share of dispatches of a lower class while it has queued requests.
+- `EnginePriorities`: priority values for engines that schedule their own queue by priority.
 
-A request is promoted after the `max_wait_s` of its class: it is first in its tenant's turn. It passes no
-tenant whose turn is earlier, because the backlog of one tenant would otherwise delay all others. In sustained
-overload every request exceeds its bound, and promoting all of them would turn any policy into FCFS. So at
-most `promoted_share` of a tenant's dispatches are promotions. The resulting bound: a request is dispatched at
-most `max_wait_s` after its arrival, plus the time of `(own requests promoted before it + 1) / promoted_share`
-dispatches of its tenant. The time between these dispatches follows from the tenant's share (`fairness`).
+`Promotion`. A request is promoted after the `max_wait_s` of its class: it is first in its tenant's turn. It
+passes no tenant whose turn is earlier, because the backlog of one tenant would otherwise delay all others. In
+sustained overload every request exceeds its bound, and promoting all of them would turn any policy into FCFS.
+So at most `promoted_share` of a tenant's dispatches are promotions. The resulting bound: a request is
+dispatched at most `max_wait_s` after its arrival, plus the time of `(own requests promoted before it + 1) /
+promoted_share` dispatches of its tenant. The time between these dispatches follows from the tenant's share
+(`fairness`).
 
 Source: ours; the proof of EWSJF that no request starves (Theorem A.1) gives no usable bound.
 
-Class floors: the minimum share of dispatches of a lower class while it has queued requests.
+`ClassFloors`. Higher classes are dispatched first. But of the dispatches made while a lower class waits, it
+gets its floor share, or the share of promotions while one of its requests is beyond its starvation bound.
+Credit for them accumulates up to a small bound.
 
-Higher classes are dispatched first. But of the dispatches made while a lower class waits, it gets its floor
-share, or the share of promotions while one of its requests is beyond its starvation bound. Credit for them
-accumulates up to a small bound.
-
-Engine priorities: priority values for engines that schedule their own queue by priority.
-
-An engine serves the higher class first. Within a class it serves the request whose tenant has fewer requests
-in the engines: a tenant's first request is numbered 0, the next ones 1, 2, 3. So the first request of a new
-tenant passes all but the first one of a tenant that sent a hundred at once.
+`EnginePriorities`. An engine serves the higher class first. Within a class it serves the request whose tenant
+has fewer requests in the engines: a tenant's first request is numbered 0, the next ones 1, 2, 3. So the first
+request of a new tenant passes all but the first one of a tenant that sent a hundred at once.
 
 Inputs: the class, and the number of the tenant's requests of that class in any engine. Requests of another
 class do not count. Their band orders them already, and a batch job must not delay the same tenant's chat.

@@ -1,25 +1,21 @@
-"""Figures of many requests: objectives, intervals and summaries.
+"""Figures of many requests, the same for simulator, live run and load test. The input is their records.
 
-The summary of a run, computed from its request records; the same for simulator, live run and load test.
+- `Slo`, `slo_attainment_ratio`: limits on a request's latencies, and the share of requests within them.
+- `interval_95`: Student-t confidence intervals of figures measured over a few seeds.
+- `jain_of_tenants`: fairness among tenants.
+- `summarise`: the summary of a run. Distributions have five figures: mean, three percentiles and maximum.
+- `ClassTargets`: SLOs by priority class, and the reasons why a request missed them. The tuner's objective and
+  the gateways' metric of SLO attainment use the same targets.
 
-Distributions have five figures: mean, three percentiles and maximum.
-
-Jain's fairness index over tenants compares the service of each tenant with its max-min fair share. Served
-tokens alone are not meaningful, because a tenant with little demand is served little. A tenant with less
-demand than its part has its demand as its share, and the others divide the rest by weight. The index is 1 if
-each tenant got exactly its share, and 1/n if one of n got everything. Only the time span in which requests
-still arrive counts: after it the backlog drains in any order, and every tenant would appear equally served.
+`jain_of_tenants`. Jain's fairness index compares the service of each tenant with its max-min fair share.
+Served tokens alone are not meaningful, because a tenant with little demand is served little. A tenant with
+less demand than its part has its demand as its share, and the others divide the rest by weight. The index is
+1 if each tenant got exactly its share, and 1/n if one of n got everything. Only the time span in which
+requests still arrive counts: after it the backlog drains in any order, and every tenant would appear equally
+served.
 
 Sources: Jain, Chiu, Hawe, DEC-TR-301 (1984); max-min shares by water-filling: Bertsekas and Gallager, Data
 Networks, 6.5.2.
-
-Service level objectives: limits on a request's latencies, and SLO attainment.
-
-Student-t confidence intervals (95 %) of figures measured over a few seeds.
-
-Targets: SLOs by priority class, and the reasons why a request missed them.
-
-The tuner's objective and the gateways' metric of SLO attainment use the same targets.
 """
 
 import enum

@@ -1,19 +1,20 @@
-"""The outlook of waiting requests: their positions and expected starts.
+"""Outlooks of queued requests: their positions, their expected starts, and updates for subscribed clients.
 
-Watched requests: queued requests whose clients subscribe to queue updates.
+- `WatchedRequests`: the queued requests whose clients subscribe to queue updates.
+- `expected_order`: the order in which queued requests are expected to be dispatched if none arrives.
+- `StartEstimates`: the expected start of a request, and its interval.
 
-`updates` computes the positions of all queued requests at once, so its cost does not depend on the number of
-watched ones. It returns the updates to send now: the first estimate of a request immediately, and another
-when it has changed significantly, at most once per second. A request without significant changes still gets
-an update after some seconds, so that its client can distinguish slow progress from a hang.
+`WatchedRequests.updates` computes the positions of all queued requests at once, so its cost does not depend
+on the number of watched ones. It returns the updates to send now: the first estimate of a request
+immediately, and another when it has changed significantly, at most once per second. A request without
+significant changes still gets an update after some seconds, so that its client can distinguish slow progress
+from a hang.
 
 It reads the scheduler and changes nothing there. Without watched requests it does no work.
 
-The order in which queued requests are expected to be dispatched if no further request arrives.
-
-It follows the order of service (`dispatch.dispatcher`) in each home pool: put-back requests, the classes with
-their floors, within a class the tenants by their shares, and within a share the current score. A request
-never passes one ahead of it in its sub-queue.
+`expected_order` follows the order of service (`dispatch.dispatcher`) in each home pool: put-back requests,
+the classes with their floors, within a class the tenants by their shares, and within a share the current
+score. A request never passes one ahead of it in its sub-queue.
 
 Effects that depend on replicas are ignored: requests that do not fit while smaller ones do, waits for room
 for a context, spills to other pools, isolation, promotion, and the delay bound. The position is therefore an
@@ -21,7 +22,7 @@ expectation. The effect of these rules on waits is part of the learned errors (`
 
 The cost is one evaluation of each queued request, and a sort.
 
-Start estimates: the expected start of a queued request, computed from its position, and its interval.
+`StartEstimates`, from the position of a request:
 
     uncorrected = (tokens ahead of it in its home pool + its own) / drain rate of that pool
 

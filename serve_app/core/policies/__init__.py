@@ -1,8 +1,9 @@
 """Ordering policies and their registry.
 
 A policy assigns requests to length queues and orders them there (`queue_of`, `key`), and decides which
-queue's head is dispatched first (`score`, `rank`). `protocol` defines the contract, and `tests/conformance`
-tests every policy against it. A new policy needs one file and one line in the table.
+queue's head is dispatched first (`score`, `rank`). Read `protocol` (the contract, against which
+`tests/conformance` tests every policy), `classic` (short examples), `length_queues` (the learned partition)
+and `ewsjf`. A new policy needs one file and one line in the table.
 """
 
 from collections.abc import Callable, Mapping

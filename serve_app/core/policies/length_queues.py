@@ -1,14 +1,13 @@
 """Length queues: the learned partition of prompt lengths, and Dynamic Queue Routing with bubble queues.
 
-The partition is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside
+`Partition` is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside
 the core (`serve_app.tuning.strategic_loop`) and replaced as a whole.
 
-Dynamic Queue Routing assigns a queue to a prompt length, even if no learned queue contains it.
-
-A length within a queue belongs to that queue. A length above the lower neighbour by at most a tolerance
-belongs to the lower one, and a length below the upper neighbour by at most a tolerance to the upper one.
-Any other length gets a *bubble queue*, centred on it, as wide as the queue below, and clipped to the gap. A
-bubble queue that stays empty for too many rounds is removed; learned queues are not.
+`QueueMap` (Dynamic Queue Routing) assigns a queue to any prompt length. A length within a queue belongs to
+that queue. A length above the lower neighbour by at most a tolerance belongs to the lower one, and a length
+below the upper neighbour by at most a tolerance to the upper one. Any other length gets a *bubble queue*,
+centred on it, as wide as the queue below, and clipped to the gap. A bubble queue that stays empty for too
+many rounds is removed; learned queues are not.
 
 Source: EWSJF, Algorithm 2 and Appendix D.
 """

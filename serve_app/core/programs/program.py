@@ -1,16 +1,14 @@
 """Agent programs: their state, and how requests are recognised as their turns.
 
-A program and its conversations.
+- `Program`: a tree of conversations: that of an agent and those of its sub-agents.
+- `Conversation`: a sequence of turns, each of which is one request whose prompt usually extends the previous
+  one.
+- `ProgramTable`: finds the conversation that a request continues, and its program.
 
-A program is a tree of conversations: that of an agent and those of its sub-agents. A conversation is a
-sequence of turns, each of which is one request whose prompt usually extends the previous one.
-
-Recognition of programs: finds the conversation that a request continues, and its program.
-
-Stated ids come first. Requests with the same session or program id, of the same tenant, belong to one
-program. Within it, and for clients that state no id, prompts decide: a request continues the conversation
-whose last prompt its own prompt starts with, and has more messages. The hashes of prompts are scoped to a
-tenant, so no request continues the conversation of another tenant.
+`ProgramTable`. Stated ids come first. Requests with the same session or program id, of the same tenant,
+belong to one program. Within it, and for clients that state no id, prompts decide: a request continues the
+conversation whose last prompt its own prompt starts with, and has more messages. The hashes of prompts are
+scoped to a tenant, so no request continues the conversation of another tenant.
 
 A conversation without a stated id counts as a program from its second turn on. Its first request is like any
 other, so traffic without conversations is not affected.

@@ -1,6 +1,8 @@
-"""Scheduling of programs: their order, and the events that concern them.
+"""Scheduling of programs: retains contexts in the KV caches, and delays turns that would evict them.
 
-Scheduling of programs: retains contexts in the KV caches, and delays turns that would evict them.
+- `ProgramScheduler`: applies the rules below to the events of a scheduler.
+- `ParkedTurns`: the order in which waiting programs become resident.
+- `programs_document`: a snapshot of the programs, for operators.
 
 Engines compute a prompt from its first block that they do not have cached. If the contexts of all programs
 do not fit into the caches, each turn evicts the context that the next one needs, and nearly every token is
@@ -23,11 +25,9 @@ Rules, in order:
 
 Requests without a program are neither parked nor bound. What they hold counts in `room`.
 
-The order in which waiting programs become resident.
-
-Priority classes come first, then tenants by their shares (`queueing.fairness`), which charge each turn of a
-program and its sub-agents with the tokens that are not cached. Within a tenant, or among all if fairness is
-off:
+`ParkedTurns`. Priority classes come first, then tenants by their shares (`queueing.fairness`), which charge
+each turn of a program and its sub-agents with the tokens that are not cached. Within a tenant, or among all
+if fairness is off:
 
 1. A sub-agent that is the last open one of its program, because the program waits for it alone.
 2. By the setting `order`: the program that started first (`fcfs`), or the one with the least attained service
@@ -39,8 +39,6 @@ programs may pass large ones, until these reach their bound.
 At ties, the request that arrived first.
 
 Source: program-level least attained service is Autellix's order (arXiv 2502.13965).
-
-A snapshot of the programs, for operators.
 """
 
 import bisect

@@ -1,8 +1,11 @@
-"""Contexts of programs in the KV caches: their size, their place, and the gaps between turns.
+"""Contexts of programs in the KV caches: their place, the room for others, and the gaps between turns.
 
-Residency: which contexts are in the KV cache of each replica, and the room for another one.
+- `Residency`: the contexts in the KV cache of each replica, and the room for another one.
+- `LearnedCapacity`: the size of a KV cache that a replica does not report.
+- `Gaps`: learned gaps between the turns of a conversation, and the time to retain its context in a gap.
 
-An engine evicts the blocks that were used least recently. So a context in a gap stays cached as long as
+`Residency`. An engine evicts the blocks that were used least recently. So a context in a gap stays cached as
+long as
 
     tokens held by requests in flight + admitted but not dispatched
     + contexts in a gap, this one and those used later
@@ -11,7 +14,7 @@ An engine evicts the blocks that were used least recently. So a context in a gap
 fit into the cache. A context that no longer does is not resident, and loses nothing but its cache.
 
 `room` is what another conversation may use without the eviction of a context that is to be retained. Contexts
-in a gap are retained for the time that `gaps` computes. Because the oldest are evicted first, a context that
+in a gap are retained for the time that `Gaps` computes. Because the oldest are evicted first, a context that
 need not be retained still takes room while an older one is retained.
 
 Each turn adds to its context. `room` leaves the mean growth of a few turns free for every context in use or
@@ -22,10 +25,8 @@ Invariants, named as in the tests:
 - `what_is_admitted_is_dispatched_or_returned`: `admitted` is the sum over the turns that were admitted to the
   replica and neither dispatched nor removed.
 
-Learned capacity: the size of a KV cache that a replica does not report.
-
-The engine's counts of cached tokens bracket it. The model of a replica's contexts (`residency`) yields the
-tokens that were used after a context, and all tokens that should be cached:
+`LearnedCapacity`. The engine's counts of cached tokens bracket it. The model of a replica's contexts yields
+the tokens that were used after a context, and all tokens that should be cached:
 
 - A context that is cached shows that at least it and what was used after it fit.
 - A context that should be cached and is not shows that not all fit.
@@ -36,11 +37,9 @@ than room that is not used. The upper bound rises slowly, and faster while conte
 miss may have other causes, such as other clients of the engine. Engines that never report cached tokens show
 nothing, and the assumed capacity remains.
 
-Learned gaps between the turns of a conversation, and the time for which a context is retained in a gap.
-
-Whether a conversation returns soon depends on how its last turn ended: after calls of tools the median gap
-of recorded coding sessions is 1 s, after a complete answer nearly 3 min. The distribution is learned for each
-way of ending, as a histogram whose older observations have less weight.
+`Gaps`. Whether a conversation returns soon depends on how its last turn ended: after calls of tools the
+median gap of recorded coding sessions is 1 s, after a complete answer nearly 3 min. The distribution is
+learned for each way of ending, as a histogram whose older observations have less weight.
 
 A context in a gap holds room that another program could use. Let it go after time `T`, and the expected cost
 of the gap `G` is

@@ -1,10 +1,12 @@
-"""Fair shares of tenants.
+"""Fair shares among the tenants of one priority class.
 
-Fair shares among the tenants of one priority class.
+- `FairShares`: the service of each tenant, and the tenant that is next.
+- `FairWork`: the work ahead of a request under fair shares, from sums, so that its cost hardly grows with the
+  tenants.
 
-Every tenant has a *counter*: the service it has received, divided by its weight. Service is counted in
-requests or in tokens (prefill + weighted decode). The expected service is charged at dispatch, and corrected
-when the engine reports the actual token counts. Rules:
+`FairShares`. Every tenant has a *counter*: the service it has received, divided by its weight. Service is
+counted in requests or in tokens (prefill + weighted decode). The expected service is charged at dispatch, and
+corrected when the engine reports the actual token counts. Rules:
 
 - The tenant with the lowest counter is dispatched first. Tenants within a *quantum* of it, the cost of an
   average request, count as equals, and the policy's score decides among equals. Fairness and EWSJF therefore
@@ -19,16 +21,14 @@ when the engine reports the actual token counts. Rules:
   an idle fleet most.
 
 A tenant that cannot be served in its turn, because its requests do not fit, is *owed* service: see
-`FairShares.owed_requests`. `fair_work` computes the work ahead of a request under fair shares.
+`owed_requests`.
 
 Sources: counters with lift and weights as in VTC (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM
 1996). Quantum and turns are ours, so that scores retain an effect.
 
-The work ahead of a request under fair shares, from sums, so that its cost hardly grows with the tenants.
-
-By the time all queued requests of a tenant are served, every other tenant has received at most service in
-proportion to its weight, plus its current request:
+`FairWork`. By the time all queued requests of a tenant are served, every other tenant has received at most
+service in proportion to its weight, plus its current request:
 
     ahead = sum over tenants of min(tokens, own * weight / own weight + tokens / requests)
 

@@ -1,25 +1,24 @@
-"""The queue of a model: sub-queues, their heads, and the order of service.
+"""The queue of a model: sub-queues in the policy's order, and their heads in groups.
 
-The request queue: queued requests by priority class, tenant and sub-queue, with their heads in groups.
+- `RequestQueue`: queued requests by priority class, tenant and sub-queue.
+- `SubQueue`: requests that the same replicas can serve, in the policy's order.
+- `HeadGroups`: decide whether any of many heads may fit a replica, without examining each.
+- `BackoffRequests`: requests in backoff, which are in no sub-queue.
 
-There is a sub-queue for each length queue, pool preference, prefill class and destination, because requests
-of one length queue may be restricted to different replicas. The head of a sub-queue therefore represents all
-requests behind it, and the candidates for a pool are found without scanning the queue. A pool preference is
-the home pool, then the other pools that can hold the request, in order; few of them occur.
+`RequestQueue`. There is a sub-queue for each length queue, pool preference, prefill class and destination,
+because requests of one length queue may be restricted to different replicas. The head of a sub-queue
+therefore represents all requests behind it, and the candidates for a pool are found without scanning the
+queue. A pool preference is the home pool, then the other pools that can hold the request, in order; few of
+them occur.
 
-Sub-queues: requests that the same replicas can serve, in the policy's order.
+`SubQueue`. It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) leaves
+a stale entry, which is removed when it reaches the top. The heap is rebuilt when most entries are stale. The
+sub-queue always knows its head, and registers each new one with its group.
 
-A sub-queue contains requests of one class and tenant with the same length queue, pool preference, prefill
-class and destination. It is a heap with lazy deletion. A request that leaves from the middle (cancelled,
-expired) leaves a stale entry, which is removed when it reaches the top. The heap is rebuilt when most entries
-are stale. The sub-queue always knows its head, and registers each new one with its group.
-
-Groups of heads: decide whether any of many heads may fit a replica, without examining each.
-
-Whether a head fits depends on its class, pool preference, prefill class and tokens. The heads of all
-sub-queues with the same class, pool preference and prefill class form a group, which knows the fewest
-tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that exceeds
-its starvation bound first.
+`HeadGroups`. Whether a head fits depends on its class, pool preference, prefill class and tokens. The heads
+of all sub-queues with the same class, pool preference and prefill class form a group, which knows the fewest
+tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that exceeds its
+starvation bound first.
 
 Both are heaps with lazy deletion: an entry is valid while its request is the head of its sub-queue.
 """

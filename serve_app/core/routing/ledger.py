@@ -1,9 +1,12 @@
 """The ledger of replicas: what each holds, and which accept more.
 
-The ledger: the replicas, with the holds and reservations on each.
+- `ReplicaLedger`: the replicas, with the holds and reservations on each.
+- `OpenReplicas`: the open replicas of each pool, ordered by their capacity; finds the best one for a request.
+- `ContextLimits`: the smallest context limits of each pool's connected replicas.
+- `ContextLearning`: applies `observed` to the replicas of a ledger, and reports changes.
 
-A running request *holds* tokens of its replica. A *reservation* sets tokens of a replica aside for one queued
-request (`dispatch.dispatcher`). Rules:
+`ReplicaLedger`. A running request *holds* tokens of its replica. A *reservation* sets tokens of a replica
+aside for one queued request (`dispatch.dispatcher`). Rules:
 
 - The selection of a replica is followed immediately by `hold`, so that the next decision sees the hold.
 - `held_tokens == sum of the holds of its running requests`, exactly, at any time. This includes a lost
@@ -11,24 +14,16 @@ request (`dispatch.dispatcher`). Rules:
 - Free tokens count the *expected* needs of requests, so the ledger balances load by work, not by number of
   requests.
 
-`open_replicas` finds the best replica that may accept one more request.
-
-Context limits of pools: the smallest ones of each pool's connected replicas.
-
-The open replicas of each pool, ordered by their capacity.
-
-A replica is *open* if it may accept one more request. The best one for a request is found in amortised
-constant time, unless the request excludes single replicas. Open replicas are in heaps, those with the most
-free tokens first. A heap entry is valid only while its version is the replica's current one, and every change
-of a replica's capacity creates a new version. The next search inserts the replicas that have changed since
-the last one, in O(log replicas) each, so that several changes in between cost one insertion.
+`OpenReplicas`. A replica is *open* if it may accept one more request. The best one for a request is found in
+amortised constant time, unless the request excludes single replicas. Open replicas are in heaps, those with
+the most free tokens first. A heap entry is valid only while its version is the replica's current one, and
+every change of a replica's capacity creates a new version. The next search inserts the replicas that have
+changed since the last one, in O(log replicas) each, so that several changes in between cost one insertion.
 
 There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few.
 A replica may be open to short requests and closed to longer ones, and short requests are served better
 without a long prefill in flight. Each pair has two heaps: replicas with capacity for batch work, and the
 others. If a request does not fit the first replica of a heap, it fits no other of that heap.
-
-Context learning: applies `observed` to the replicas of a ledger, and reports changes.
 """
 
 import bisect
@@ -386,7 +381,7 @@ class ReplicaLedger:
     Attributes:
         open: replicas that may accept one more request.
         speeds: whether replicas of a pool differ in speed.
-        forecasts_peak: whether running requests count at the peak of their use together (`kv_forecast`);
+        forecasts_peak: whether running requests count at the peak of their use together (`KvForecast`);
             otherwise each counts at its final size, for comparisons.
     """
 

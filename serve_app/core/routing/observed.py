@@ -1,32 +1,36 @@
-"""What is observed of engines that do not report it: limits, pace and liveness.
+"""Observation of engines that do not report their limits, pace or liveness.
 
-The rank test of Mann and Whitney (1947): are the values of one sample larger than those of another?
+- `compare_kinds`: a rank test, which decides whether the values of one sample are larger than those of
+  another.
+- `MeasuredPace`: the time per output token, measured from streamed answers.
+- `LearnedBatch`: the size of the batch, learned from reports without that limit.
+- `LearnedContext`: the context limit, learned from rejected and served requests.
+- `HangDetector`: liveness, observed from the engine's requests.
+- `PrefillInterference`: whether a long prompt delays the other requests of an engine.
+- `LearnedLimit`: the limit of an engine that reports neither its queue nor its batch size, learned from its
+  answers.
 
-It works for any distribution, so a rare outlier or a wide spread is no evidence. Values of several kinds are
-compared within each kind, and the results added, as by van Elteren (1960).
+`compare_kinds`. The test of Mann and Whitney (1947) works for any distribution, so a rare outlier or a wide
+spread is no evidence. Values of several kinds are compared within each kind, and the results added, as by van
+Elteren (1960).
 
-The time per output token of an engine that does not report it, measured from its streamed answers.
-
-A streamed answer gives the pace at its end, from its tokens and the time since its first one. The median of
-recent answers is used, so that a client that reads slowly, and delays its own stream, does not distort it.
+`MeasuredPace`. A streamed answer gives the pace at its end, from its tokens and the time since its first one.
+The median of recent answers is used, so that a client that reads slowly, and delays its own stream, does not
+distort it.
 
 The pace is unknown with fewer than three answers in the last ten seconds, because the batch may have
 changed since.
 
-The size of an engine's batch, learned from its reports if it does not report the limit.
-
-An engine with queued requests runs as many as it can. If several consecutive reports show a queue and the
-same number of running sequences, that number is the batch size. Reports with a nearly full KV cache are
-ignored, because the cache is another reason for a queue.
+`LearnedBatch`. An engine with queued requests runs as many as it can. If several consecutive reports show a
+queue and the same number of running sequences, that number is the batch size. Reports with a nearly full KV
+cache are ignored, because the cache is another reason for a queue.
 
 A long prefill can also hold others back for a while, and then the number is too low. It is discarded once
 more sequences run, which happens because an engine always receives a few requests beyond its batch.
 
-The context limit of an engine that does not report it, learned from rejected and served requests.
-
-A rejection usually states the limit in its message. Otherwise the rejected request is longer than the
-limit, and every served request is not. The limit therefore lies between the longest served and the shortest
-rejected one.
+`LearnedContext`. A rejection usually states the limit in its message. Otherwise the rejected request is
+longer than the limit, and every served request is not. The limit therefore lies between the longest served
+and the shortest rejected one.
 
 Lengths of served requests are counted by engines, those of rejected ones are estimates:
 - The estimate of a rejected request is an upper one, since the limit is below the request's real length.
@@ -36,33 +40,27 @@ Lengths of served requests are counted by engines, those of rejected ones are es
 Learned limits only affect the choice of a pool. They reject nothing, so a limit that is too low costs a
 detour at worst. A reported or configured limit is never changed.
 
-Liveness of an engine, observed from its requests.
-
-An engine that hung while idle reports no requests and passes health checks, because its front end is another
-process, so only its requests can show it. A sign of life is the first token or the end of any answer, or a
-report that the engine has computed. An engine with outstanding first tokens and no sign of life for
-`limit_s` is considered hung. Its requests are not affected, but it receives no others. Once it has none, it
-receives one at a time, until one of them is answered.
+`HangDetector`. An engine that hung while idle reports no requests and passes health checks, because its front
+end is another process, so only its requests can show it. A sign of life is the first token or the end of any
+answer, or a report that the engine has computed. An engine with outstanding first tokens and no sign of life
+for `limit_s` is considered hung. Its requests are not affected, but it receives no others. Once it has none,
+it receives one at a time, until one of them is answered.
 
 False positives: a server without metrics that takes longer than the limit for one prompt. For that reason no
 request is rejected because of a hang; requests wait as for a busy server.
 
-Interference of prefills: whether a long prompt delays the other requests of an engine.
-
-An engine that computes prefills in its batch delays every request of the batch by a long one, so isolation
-limits those in flight. The requests of a provider, or of a server with a process for each, do not touch each
-other, and such a limit would only delay long prompts. Engines that report their queue are known to compute
-prefills in their batch. For others, the starts of short prompts are the evidence: recent ones that were
-beside a long prefill are compared with recent ones that were not.
+`PrefillInterference`. An engine that computes prefills in its batch delays every request of the batch by a
+long one, so isolation limits those in flight. The requests of a provider, or of a server with a process for
+each, do not touch each other, and such a limit would only delay long prompts. Engines that report their queue
+are known to compute prefills in their batch. For others, the starts of short prompts are the evidence: recent
+ones that were beside a long prefill are compared with recent ones that were not.
 
 Their ranks are compared. The difference must be significant to be believed, and large enough to matter. The
 belief ends when they no longer differ.
 
-The limit of an engine that reports neither its queue nor its batch size, learned from its answers.
-
-Requests in the hidden queue of such an engine can no longer be reordered, and a limit without need delays
-every request. So a limit has to earn its place: it exists only while observations show that more requests in
-flight bring their answers later, and no more of them.
+`LearnedLimit`. Requests in the hidden queue of such an engine can no longer be reordered, and a limit without
+need delays every request. So a limit has to earn its place: it exists only while observations show that more
+requests in flight bring their answers later, and no more of them.
 
 All decisions are one comparison, of answers that were sent while few requests were in flight with answers
 that were sent while more were. If the engine begins them all, they take equally long. If the surplus only

@@ -1,25 +1,23 @@
-"""Routing to pools: by token budget, and again when its inputs change.
+"""Pool routing: selects the pools that may serve a request by its token budget.
 
-Pool routing: selects the pools that may serve a request by its token budget.
+- `PoolRouter`: the pools of a request, in order. It is O(pools) and has no state.
+- `ArrivedWork`: the work that has arrived, by home pool, as counters that only increase; readers compute
+  rates.
 
-Pools are ordered by context, those with the same context by cost. Each has a *boundary*, the largest budget
-for which it is the home pool: `B_short` for the first pool, its context for a pool in the middle unless
-configured, and none for the last. The home pool of a request is the first pool whose boundary its budget does
-not exceed. If the home pool has no capacity, the request spills into the pools above it, the next one first,
-and then into those below it. Pools that cannot hold its budget are excluded.
-
-Routing is O(pools) and has no state.
+`PoolRouter`. Pools are ordered by context, those with the same context by cost. Each has a *boundary*, the
+largest budget for which it is the home pool: `B_short` for the first pool, its context for a pool in the
+middle unless configured, and none for the last. The home pool of a request is the first pool whose boundary
+its budget does not exceed. If the home pool has no capacity, the request spills into the pools above it, the
+next one first, and then into those below it. Pools that cannot hold its budget are excluded.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`,
 and spill when the home pool has no capacity; it has two pools. Ours: any number of pools, and a request is
 bound to a pool only when it is dispatched (late binding). A request is rejected as too long by the lower
 bound of its length, so that an upper estimate never rejects what an engine would accept.
 
-Arrived work by home pool: counters that only increase, from which readers compute rates.
-
-Requests rejected for lack of capacity count, because a fleet that is too small rejects most of the demand to
-which it should scale. Requests rejected for other reasons, such as the limits of a key, do not count. Nor do
-batch requests, because they use only capacity that others leave.
+`ArrivedWork`. Requests rejected for lack of capacity count, because a fleet that is too small rejects most of
+the demand to which it should scale. Requests rejected for other reasons, such as the limits of a key, do not
+count. Nor do batch requests, because they use only capacity that others leave.
 """
 
 from collections.abc import Callable, Iterable, Sequence

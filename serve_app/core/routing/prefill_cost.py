@@ -1,10 +1,14 @@
-"""Speeds of replicas: rates, time per output token, and the learned time of prefills.
+"""Speeds of replicas: the learned time of prefills, rates, and the expected completion of a request.
 
-The learned cost of a prefill, C_prefill of EWSJF.
+- `PrefillCosts`: the learned cost of a prefill, C_prefill of EWSJF.
+- `DecayingRate`: a rate of events per second with exponential decay, updated in O(1).
+- `Speeds`: the speeds of a pool's replicas, learned from their answers, and the expected completion of a
+  request.
 
-`C(b) = base_s + per_token_s * b` for a prompt of `b` tokens is fitted by least squares, with less weight on
-older observations. An observation is the time from dispatch to first token of a request whose prefill had its
-replica to itself. Requests that share a replica wait for each other, and would count the same time twice.
+`PrefillCosts`. `C(b) = base_s + per_token_s * b` for a prompt of `b` tokens is fitted by least squares, with
+less weight on older observations. An observation is the time from dispatch to first token of a request whose
+prefill had its replica to itself. Requests that share a replica wait for each other, and would count the same
+time twice.
 
 Each pool has a separate fit, because pools may run on different hardware if the planner finds that cheaper. A
 pool with few observations uses the fit of all pools.
@@ -12,12 +16,8 @@ pool with few observations uses the fit of all pools.
 Source: EWSJF, section 4.3, which calls the cost empirical and leaves its form open. A prior counts as a few
 observations and decays as real ones arrive.
 
-A rate of events per second with exponential decay, updated in O(1).
-
-Speeds of a pool's replicas, learned from their answers, and the expected completion of a request.
-
-Replicas of one pool may differ: other hardware, a server that others use as well, or a farther one. Each
-completed answer shows the speed of its replica:
+`Speeds`. Replicas of one pool may differ: other hardware, a server that others use as well, or a farther one.
+Each completed answer shows the speed of its replica:
 
     slowness = seconds from dispatch to end / work
     work = prefill tokens + output tokens * step(requests in flight)

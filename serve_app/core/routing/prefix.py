@@ -1,24 +1,23 @@
 """Prefix affinity: the index of cached prompts, weighed against load.
 
-Blocks of a prompt: their sizes, and the tokens of a prompt in its first ones.
+- `BLOCK_ENDS`: the sizes of a prompt's blocks; `cached_tokens` returns the tokens in the first ones.
+- `ReplicaCache`: the blocks that one replica has probably cached, by how recently they were used.
+- `PrefixIndex`: the replicas that have probably computed the start of a prompt already.
+- `PrefixAffinity`: weighs cached prefixes against load in the choice of a replica.
 
-The blocks that one replica has probably cached, by how recently they were used.
-
-A prompt uses its blocks together, so they are stored in runs: neighbouring blocks of a prompt that no later
-prompt has used. A prompt that starts like an earlier one moves the common blocks into its own run. The rest
-of the earlier run retains its position in the order. The cost of a dispatch therefore grows with the number
-of runs that it meets, few for most histories, and not with the number of blocks. The least recently used
-run is cut from its end, as in vLLM.
+`ReplicaCache`. A prompt uses its blocks together, so they are stored in runs: neighbouring blocks of a prompt
+that no later prompt has used. A prompt that starts like an earlier one moves the common blocks into its own
+run. The rest of the earlier run retains its position in the order. The cost of a dispatch therefore grows
+with the number of runs that it meets, few for most histories, and not with the number of blocks. The least
+recently used run is cut from its end, as in vLLM.
 
 A run is found by its first block. A hash covers everything before its block, so two runs are equal up to
 any block that is equal in both, and their common part is found by bisection.
 
-The prefix index: the replicas that have probably computed the start of a prompt already.
-
-The index learns from dispatches alone. A replica that was sent a prompt has its blocks cached until the
-blocks sent since fill its KV cache. The index is approximate, because engines do not report their caches.
-An engine evicts a little earlier, because answers need capacity too. But forgetting a prefix costs more, a
-prefill and the place of a session, than believing in one that is gone.
+`PrefixIndex`. The index learns from dispatches alone. A replica that was sent a prompt has its blocks cached
+until the blocks sent since fill its KV cache. The index is approximate, because engines do not report their
+caches. An engine evicts a little earlier, because answers need capacity too. But forgetting a prefix costs
+more, a prefill and the place of a session, than believing in one that is gone.
 
 Theory of operation. A block's hash covers everything before the block, so equal hashes mean equal prompts
 up to its end. `_holders` maps a hash to the set of replicas that have it, as the bits of one integer, so
@@ -32,10 +31,8 @@ Invariants, named as in the tests:
 - `holders_mirror_the_caches`: a bit is set exactly if the replica's cache has the block.
 - `stays_within_its_capacity`: in tokens for each replica, in blocks for all replicas together.
 
-Prefix affinity: the trade-off between cached prefixes and load in the choice of a replica.
-
-The replica selected by load alone is compared with replicas that have more of the prompt cached. The request
-goes to the one with the least cost:
+`PrefixAffinity`. The replica selected by load alone is compared with replicas that have more of the prompt
+cached. The request goes to the one with the least cost:
 
     cost = (tokens left to compute there + prefill tokens pending there) * (requests in flight there + 1)
 

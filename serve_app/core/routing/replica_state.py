@@ -1,11 +1,9 @@
 """The state of one replica in the ledger: its limits, its last report, its holds and its reservation.
 
-Forecast of the KV cache that the running requests of a replica will use at most.
-
-Each running request grows by one token per iteration until its answer ends, and then frees all its blocks.
-So the use of the cache has its peak at the end of some answer, when the others have grown and few have
-ended. Holding each request's *final* size instead would leave unused what its answer has not reached yet,
-and holding its current size would preempt.
+`KvForecast` is the KV cache that its running requests (`Running`) will use at most. Each one grows by one
+token per iteration until its answer ends, and then frees all its blocks. So the use of the cache has its peak
+at the end of some answer, when the others have grown and few have ended. Holding each request's *final* size
+instead would leave unused what its answer has not reached yet, and holding its current size would preempt.
 
 The length of an answer is a distribution, of which `OutputEstimate.ends` gives some equally likely points. A
 point weighs its share of the request:

@@ -1,21 +1,21 @@
 """Request routing, and the rerouting of queued requests.
 
-Request routing: the pools that may serve a request, or its rejection.
+- `RequestRouting`: the pools that may serve a request, or its rejection.
+- `Rerouting`: other pools for queued requests, or their rejection, when the inputs of routing have changed.
 
-Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
-on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
-alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting replica and a
-failover of the scheduler. After that it is rejected, because the state is lost with the replica. The period
-begins with the loss for a request that ran there, and otherwise when the replica is first found missing.
+`RequestRouting`. Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request
+refers to state on one replica, such as an earlier response, and no other replica can serve it. It waits for
+that replica alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting
+replica and a failover of the scheduler. After that it is rejected, because the state is lost with the
+replica. The period begins with the loss for a request that ran there, and otherwise when the replica is first
+found missing.
 
 A request for a LoRA adapter goes to pools with a replica that lists the adapter. If there is none, it waits
 for the same grace period, and is then rejected as a request for an unknown model.
 
-Rerouting: queued requests get other pools, or are rejected, when the inputs of their routing have changed.
-
-The inputs are the context limits and outages of pools, `B_short`, and, for requests that only some replicas
-can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no difference,
-so no request is routed again for it.
+`Rerouting`. The inputs are the context limits and outages of pools, `B_short`, and, for requests that only
+some replicas can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no
+difference, so no request is routed again for it.
 """
 
 import math

@@ -1,26 +1,18 @@
-"""Autoscaling of pools: the number of replicas of each, within a budget of GPUs.
+"""Autoscaling: the number of replicas of each pool, within a budget of GPUs.
 
-Autoscaling of one pool: its need for replicas, from the load of its engines and its backlog.
+- `FleetScaler`: the replicas of all pools of a model, decided once per second.
+- `PoolScaler`: the need of one pool for replicas, from the load of its engines and its backlog.
+- `share_gpus`: distributes the GPUs if the pools need more than there are.
+- `StartTime`: the start time of engines, learned from orders and arrivals of replicas.
+- `observe`: the load of each pool, as the autoscaler sees it (`PoolView`).
+- `PoolSpeed`: seconds of an engine per prompt and output token, learned from reports.
+- `ScalingSettings`: the bounds of each pool, and the GPU budget of all pools of a model.
 
-Settings of autoscaling: bounds of each pool, and the GPU budget of all pools of a model.
+`share_gpus`. Every pool first gets its minimum. Then pools without replicas get one. After that the pool with
+the highest need per replica gets the next one, until none fits or none is needed. That balances the shortage.
+Among equal pools the one listed first is served, which is the one for short requests.
 
-The GPU budget: distribution of GPUs if the pools need more than there are.
-
-Every pool first gets its minimum. Then pools without replicas get one. After that the pool with the highest
-need per replica gets the next one, until none fits or none is needed. That balances the shortage. Among
-equal pools the one listed first is served, which is the one for short requests.
-
-The start time of engines, learned from orders and arrivals of replicas.
-
-Autoscaling of a model: the number of replicas of all its pools, decided once per second.
-
-What autoscaling observes of a pool.
-
-Observation: the load of each pool, as the autoscaler sees it.
-
-The speed of a pool's engines: seconds of an engine per prompt and output token, learned from reports.
-
-A full engine decodes as many answers at a time as it has slots, so a token of an answer costs it
+`PoolSpeed`. A full engine decodes as many answers at a time as it has slots, so a token of an answer costs it
 
     output_token_s = TPOT at `slots` sequences / slots
 

@@ -1,16 +1,16 @@
 """Adapters of servers: what a server reports, and how its rejections are read.
 
-Description of an OpenAI-compatible server, its control pages and a reading of its load.
+- `EngineServer`: a server's description of itself, its control pages and a reading of its load.
+- `samples`: looks up single samples in a page of Prometheus text, without parsing the rest of the page.
+- `reported_context_limit`: the limit in an engine's error about a request that is too long.
 
-Lookup of single samples in a page of Prometheus text, without parsing the rest of the page.
-
-A page has 40 to 90 kB, most of it histogram buckets, and only a few samples are needed. A lookup by name
-costs a few microseconds, parsing all lines several hundred.
+`samples`. A page has 40 to 90 kB, most of it histogram buckets, and only a few samples are needed. A lookup
+by name costs a few microseconds, parsing all lines several hundred.
 
 Source: the Prometheus text format, in which the samples of a metric are contiguous and the next metric begins
 with a comment. Pages without comments are searched to the end.
 
-Parsing of engine errors that reject a request as too long, and of the context limit in their text.
+`reported_context_limit`. The texts of errors:
 
 | engine | error text |
 |---|---|

@@ -1,20 +1,14 @@
 """The HTTP interface of the emulated engine.
 
-HTTP API of the emulated engine: a plain ASGI app, because each framework layer costs CPU per token.
-
-Anthropic's Messages API as vLLM serves it: formats answers as messages or events.
-
-As in vLLM, a message begins with its first token, and its first and last events have the token counts.
-
-Chat and text completions in OpenAI's format, complete or as a stream of events.
-
-Events and their order are those of vLLM: for chats a chunk with the role, then chunks with one or more tokens
-each (the last one with the finish reason), the usage if requested, `[DONE]`.
-
-The Responses API: messages and function calls as typed events.
-
-As in vLLM without its store, no response is stored. Responses also have the fields that the schema of Open
-Responses requires and vLLM omits.
+- `EmulatedApp`: a plain ASGI app, because each framework layer costs CPU per token.
+- `ChatAnswer`, `CompletionAnswer`: OpenAI's chat and text completions. Events and their order are those of
+  vLLM: for chats a chunk with the role, then chunks with one or more tokens each (the last one with the
+  finish reason), the usage if requested, `[DONE]`.
+- `MessageAnswer`: Anthropic's Messages API. As in vLLM, a message begins with its first token, and its first
+  and last events have the token counts.
+- `ResponsesAnswer`: the Responses API, with messages and function calls as typed events. As in vLLM without
+  its store, no response is stored. Responses also have the fields that the schema of Open Responses requires
+  and vLLM omits.
 """
 
 import asyncio

@@ -1,20 +1,20 @@
 """The driver of the emulated engine: admission, steps and metrics.
 
-Real-time driver of the engine model: begins a step, sleeps until it ends, and delivers its tokens.
+- `EngineDriver`: drives the engine model in real time: begins a step, sleeps until it ends, and delivers its
+  tokens.
+- `EmulatedAdmission`: served names, vLLM's context limits, and the lengths of answers.
+- `EngineMetrics`: the metrics of vLLM that the application or its dashboards read.
 
-The model's clock runs `speed_up` times as fast as wall time. A step begins when the previous one ended on
-that clock, not when this process woke up, so late wake-ups do not accumulate. If the process lags too far
-behind, the clock slips instead of catching up in a burst.
+`EngineDriver`. The model's clock runs `speed_up` times as fast as wall time. A step begins when the previous
+one ended on that clock, not when this process woke up, so late wake-ups do not accumulate. If the process
+lags too far behind, the clock slips instead of catching up in a burst.
 
 Request handlers hold a `Ticket`. The driver marks tickets with progress and wakes their handlers. A handler
 that reads slowly finds several tokens at once.
 
-Admission to the emulated engine: served names, vLLM's context limits, and the lengths of answers.
-
-Metrics of the emulated engine: those of vLLM that the application or its dashboards read.
-
-They are updated at every step and scraped a few times per minute. So they are plain numbers, and Prometheus
-objects are created at a scrape. All times are wall time: a speed-up divides them like the client's times.
+`EngineMetrics`. Metrics are updated at every step and scraped a few times per minute. So they are plain
+numbers, and Prometheus objects are created at a scrape. All times are wall time: a speed-up divides them like
+the client's times.
 """
 
 import asyncio

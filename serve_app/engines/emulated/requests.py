@@ -1,8 +1,11 @@
 """Requests to the emulated engine, and the text of its answers.
 
-Request parsing: converts each body to a `Generation`, whose prompts are token counts and block hashes.
+- `Generation`: a request from any endpoint, whose prompts are token counts and block hashes.
+- `Call`, `ApiError`: an HTTP request, its response or event stream, and errors in vLLM's format.
+- `PseudoTokenizer`: token counts and block hashes of prompts, and placeholder text, without a model.
+- `GeneratedOutput`: an answer, which is determined completely before it runs.
 
-The bodies have the fields that matter to an engine without a model. Two extensions make traces replayable:
+Bodies have the fields that matter to an engine without a model. Two extensions make traces replayable:
 
 - `ewsjf_prompt_tokens` states the length of the prompt, so that no text of that length needs to be sent. Such
   a prompt does not use the prefix cache.
@@ -11,14 +14,8 @@ The bodies have the fields that matter to an engine without a model. Two extensi
 
 Formats of the answer are rejected, because placeholder text has none. All other fields are ignored.
 
-HTTP requests to the emulated engine: responses, event streams, and errors in vLLM's format.
-
-Text without a model: token counts and block hashes of prompts, and the placeholder text of answers.
-
-The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and takes microseconds. Its ratio
+`PseudoTokenizer` cuts UTF-8 bytes at a fixed ratio. It is deterministic and takes microseconds. Its ratio
 differs from the initial ratio of the scheduler's estimator, so that the estimator has something to learn.
-
-An answer is determined completely before it runs (`GeneratedOutput`).
 """
 
 import itertools

@@ -1,9 +1,13 @@
-"""The engine model: continuous batching of sequences, step by step.
+"""The engine model: continuous batching of sequences, step by step, on a clock that the caller owns.
 
-Engine model: an LLM engine as a pure state machine on a clock that the caller owns.
+- `EngineModel`: an LLM engine as a pure state machine.
+- `Batcher`: chooses what the next step computes, as vLLM's V1 scheduler does.
+- `KVBlocks`: the paged KV cache as block counts.
+- `DecodingSet`: advances all decoding sequences of a batch together.
+- `RecentMean`: the mean over the last seconds of a cumulative sum and count, such as an engine's counters.
 
-There are two drivers: the emulated engine sleeps until a step ends, the simulator schedules an event. Both
-run a step like this:
+`EngineModel`. There are two drivers: the emulated engine sleeps until a step ends, the simulator schedules an
+event. Both run a step like this:
 
     model.add(sequence, now)              # at any time
     ends_at = model.begin_step(now)       # None if idle
@@ -17,11 +21,7 @@ sequence that ends, or before the first that finds no free block; its duration i
 results equal those of single steps. A sequence that is added at the instant at which an iteration ends joins
 the next one.
 
-Mean over the last seconds, computed from a cumulative sum and count such as an engine's counters.
-
-State of the engine model: sequences, the waiting queue, limits, and the paged KV cache as block counts.
-
-Blocks need no identity here. Every block is in exactly one of four states, so `total` is always
+`KVBlocks`. Blocks need no identity here. Every block is in exactly one of four states, so `total` is always
 
     private (held by one sequence) + named and held + cached (named, not held) + blank
 
@@ -29,9 +29,7 @@ Blocks need no identity here. Every block is in exactly one of four states, so `
 is the content hash of a full block of tokens; sequences with the same name share the block. vLLM's block pool
 does the same: blocks without a hash go to the front of its free queue, blocks with one to the back.
 
-Continuous batching: chooses what the next step computes, as vLLM's V1 scheduler does.
-
-Rules, in order:
+`Batcher`. Rules, in order:
 
 1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence uses one. A prefill uses a
    chunk: the rest of its prompt, limited by the remaining budget. If the engine has another sequence,
@@ -50,9 +48,9 @@ always. The cost of a step then does not grow with the number of decoding sequen
 
 Not modelled: speculative decoding, the one-step lag of asynchronous scheduling, LoRA, encoders, KV transfer.
 
-`DecodingSet` advances all decoding sequences of a batch together. Each gains one token per step, so nothing
-is counted per sequence and step. A clock counts the steps in which they decode, and a sequence stores the
-clock at which it joined and at which it ends:
+`DecodingSet`. Each sequence gains one token per step, so nothing is counted per sequence and step. A clock
+counts the steps in which they decode, and a sequence stores the clock at which it joined and at which it
+ends:
 
 - tokens computed = those at joining + (clock - joined).
 - A sequence needs a new block when the tokens computed before the step fill whole blocks. That is once in

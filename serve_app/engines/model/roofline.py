@@ -1,8 +1,15 @@
 """Step times of known hardware: measured profiles, and the roofline.
 
-Roofline model: step times and capacity of a model on some GPUs, computed from data sheets.
+- `EngineProfile`: step times and limits of a model on its GPUs.
+- `step_time`: the roofline: step times of a model on some GPUs, computed from data sheets.
+- `capacity`: the limits of an engine, from a model, a GPU and the engine's arguments.
 
-A step spends time in three ways on each of T tensor-parallel GPUs, which share weights and heads:
+`EngineProfile`. A profile is a YAML file that states the source of its values; `calibrate` writes them.
+Built-in profiles are in `profile_data`, one folder per model, and are loaded by name (`model-gpu-tpN`).
+Others are loaded by path.
+
+`step_time`. A step spends time in three ways on each of T tensor-parallel GPUs, which share weights and
+heads:
 
     read weights      bytes of the layers and of the output layer / T / (bandwidth * efficiency)
     compute tokens    2 * parameters that a token is multiplied with / T / (flops * efficiency)
@@ -27,15 +34,10 @@ peak bandwidth.
 Not modelled: queues, the engine's scheduling, quantised weights, and kernels that are slow at some shapes.
 `gpus.yaml` states which of its values were measured, and their errors.
 
-Capacity: vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the cache
-cannot hold and that is never reached. `capacity` computes the limits from a model, a GPU and the engine's
-arguments. `kv_tokens` is within 1 % of what vLLM 0.19 reported for an 8B model on an RTX 4090. The number of
-sequences depends on their length; `typical_tokens` is the assumption for unknown traffic.
-
-Named engine profiles: step times and limits of a model on its GPUs.
-
-A profile is a YAML file that states the source of its values; `calibrate` writes them. Built-in profiles are
-in `profile_data`, one folder per model, and are loaded by name (`model-gpu-tpN`). Others are loaded by path.
+`capacity`. vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the
+cache cannot hold and that is never reached. `kv_tokens` is within 1 % of what vLLM 0.19 reported for an 8B
+model on an RTX 4090. The number of sequences depends on their length; `typical_tokens` is the assumption for
+unknown traffic.
 """
 
 import difflib

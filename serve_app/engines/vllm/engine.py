@@ -1,13 +1,10 @@
 """vLLM as the engine of a replica: its arguments, its server and its load.
 
-Engine that runs vLLM's own OpenAI server in this process.
-
-vLLM arguments from a configuration file, validated by vLLM's own parser, with a cache of accepted ones.
-
-vLLM's parser is the authority on its hundreds of arguments. It expects text, so values from YAML are
-converted to command line words, and the parser's errors are reported.
-
-Load of an in-process vLLM engine, derived from its step statistics.
+- `VllmEngine`: runs vLLM's own OpenAI server in this process.
+- `parse_arguments`: vLLM's arguments from a configuration, validated by its own parser, with a cache of
+  accepted ones. The parser is the authority on hundreds of arguments. It expects text, so values from YAML
+  are converted to command line words, and the parser's errors are reported.
+- `LoadMeter`: the load of the engine, derived from its step statistics.
 """
 
 import argparse

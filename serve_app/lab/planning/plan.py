@@ -1,12 +1,10 @@
 """A plan, from the workload to the result: the size of a run, the scale, the search for a fleet.
 
-The queueing model sizes and ranks all candidates, and the simulator sizes the best of them. Its numbers are
-the result. One pool and two pools have the same choice of profiles and batch settings. Otherwise the gain of
-a better setting would look like a saving by splitting.
-
-Configuration of a planned fleet: a complete file, accepted by `check` and `simulate --config`.
-
-Output of a plan: JSON, a table, and a verdict in one sentence.
+- `Planner`, `make_plan`: the search. The queueing model sizes and ranks all candidates, and the simulator
+  sizes the best of them. Its numbers are the result. One pool and two pools have the same choice of profiles
+  and batch settings. Otherwise the gain of a better setting would look like a saving by splitting.
+- `configuration`: a complete file for a planned fleet, accepted by `check` and `simulate --config`.
+- `plan_as_json`, `fleets_table`, `verdict`: the output: JSON, a table, and one sentence.
 """
 
 import math

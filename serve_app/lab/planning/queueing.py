@@ -1,7 +1,11 @@
-"""Queueing model of one pool, based on the engine's step times: its capacity and its latencies.
+"""Queueing model of one pool, and the fleets that are sized by it.
 
-Each sequence in a batch advances by one token per iteration, so iterations are the clock. At `r` requests per
-second on one replica, with h chunks of prompt and o output tokens per request:
+- `PoolModel`: the capacity and the latencies of a pool, from the engine's step times.
+- `FleetPlan`: the fleets that are compared: one worst-case pool, one with paged KV cache, and two pools.
+- `size`: the smallest pools within the limits, according to the model.
+
+`PoolModel`. Each sequence in a batch advances by one token per iteration, so iterations are the clock. At `r`
+requests per second on one replica, with h chunks of prompt and o output tokens per request:
 
     sequences in the batch     n = r * E[h + o - 1] * t                                        (Little's law)
     prompt tokens, iteration   P: compound Poisson, r * E[h] * t chunks of the workload's own sizes
@@ -22,7 +26,8 @@ Requests are routed by their token budget, which is known at arrival. Without `m
 a high quantile of the outputs instead (`core.routing.estimation.output_length`). Some requests are then
 routed to the long pool although they turn out to be short.
 
-Waits for one of c servers follow Erlang's formulas, with a correction for general service times:
+`p99_wait_s`. Waits for one of c servers follow Erlang's formulas, with a correction for general service
+times:
 
 B(c, a)     probability of blocking without a queue, by the recursion B(k) = a B(k-1) / (k + a B(k-1)), which
             divides only numbers of similar size, so it is stable for thousands of servers
@@ -32,7 +37,7 @@ M/G/c       waits of M/M/c times (1 + cv^2) / 2, with cv the coefficient of vari
             studied the accuracy of this two-moment approximation (Queueing Systems 15, 1994); it is exact for
             M/M/c and for the mean of M/G/1. Here it scales the whole conditional distribution.
 
-Fleets that are compared: one worst-case pool, one pool with paged KV cache, and two pools.
+`FleetPlan`. The fleets:
 
 - `worst-case-homogeneous` is the papers' baseline: a batch holds as many sequences as would fit if each had
   the longest context (16 at 64K in the papers).
@@ -42,8 +47,6 @@ Fleets that are compared: one worst-case pool, one pool with paged KV cache, and
 
 All three have the same scheduler and receive the same requests. Prices are GPU hours from a table, which
 users can replace.
-
-Sizes by the queueing model: the smallest pools within the limits.
 """
 
 import math

@@ -1,17 +1,18 @@
-"""Policies for comparison only: textbook orders, published systems, and controls.
+"""Baselines: ordering policies for comparisons in simulations, in addition to those of production.
 
-Bounds of comparisons: the oracle and the random order.
+`Sjf`, `Hrrn`, `TwoQueues` and `WsptDrr` are the orders of others, and `EwsjfPaper` and `EwsjfReleased` are
+EWSJF as published. `Oracle` is the upper bound, and `RandomOrder` the control. Every order that does not
+isolate long prefills is also played with isolation, which separates the gain of an order from the gain of
+isolation.
 
-The oracle serves the least total work first, with the true output length, which a simulation discloses as
+`Oracle` serves the least total work first, with the true output length, which a simulation discloses as
 `max_output_tokens` and production cannot know. Ties: order of arrival. It starves long requests without
 bound.
 
-The random order is the control, because any reordering gains something. Input: the request's id. Ties: order
-of arrival. It starves requests at random.
+`RandomOrder` is the control, because any reordering gains something. Input: the request's id. Ties: order of
+arrival. It starves requests at random.
 
-Textbook policies: shortest job first, and highest response ratio next.
-
-Shortest job first by prompt length:
+`Sjf`: shortest job first by prompt length. `Hrrn`: highest response ratio next.
 
 Order: the shortest prefill.
 Inputs: prompt length.
@@ -19,7 +20,7 @@ Ties: the order of arrival.
 Starvation: long requests, without bound.
 Source: textbook.
 
-Two queues, short and long prompts, served at a fixed ratio.
+`TwoQueues`: short and long prompts, served at a fixed ratio.
 
 Order: sixteen short requests for each long one while both are queued.
 Inputs: prompt length, and the number of short requests dispatched in a row.
@@ -27,7 +28,7 @@ Ties: the short queue.
 Starvation: none.
 Source: the usual short/long split.
 
-WSPT-DRR: weighted shortest processing time within length classes, deficit round robin between them.
+`WsptDrr`: weighted shortest processing time within length classes, deficit round robin between them.
 
 Order: the class whose deficit covers its head after the fewest rounds; within a class the shortest prompt.
 Inputs: prompt length, and the service of each class so far.
@@ -35,7 +36,7 @@ Ties: the next class in the round robin, then the order of arrival.
 Starvation: no class, because each gets its share; within a class, the longest prompts.
 Source: NVIDIA Dynamo's router.
 
-EWSJF as published, without isolation, delay bound and promotion.
+`EwsjfPaper`: EWSJF as published, without isolation, delay bound and promotion.
 
 Order: the head with the highest score. A round fills from the queue of its first dispatch, then from its
 neighbours.
@@ -44,7 +45,7 @@ Ties: the order of arrival.
 Starvation: long prompts, as `ewsjf` without promotion.
 Source: EWSJF (arXiv 2601.21758), section 4.3, Algorithm 1.
 
-EWSJF as released by its authors, for comparison.
+`EwsjfReleased`: EWSJF as released by its authors.
 
 Order: the head with the highest `wait * (1 + 0.5 ln(L + 1)) * step / (L // step + 1)`. A round dispatches
 only from the best queue, without backfill.
@@ -52,12 +53,6 @@ Inputs: prompt length, time of arrival.
 Ties: the order of arrival.
 Starvation: long prompts, less than with the paper's score, because this one is proportional to the wait.
 Source: the scoring of the released code.
-
-Baselines: ordering policies for comparisons in simulations, in addition to those of production.
-
-`textbook`, `two_queue` and `wspt_drr` are the orders of others, and `ewsjf_paper` and `ewsjf_released` are
-EWSJF as published. `controls` has the upper bound and the random control. Every order that does not isolate
-long prefills is also played with isolation, which separates the gain of an order from the gain of isolation.
 """
 
 import math

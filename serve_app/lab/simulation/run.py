@@ -1,28 +1,25 @@
 """One simulated run: a policy, a fleet, a trace at a rate and a seed give raw records and figures.
 
-The same settings give byte-identical decisions. Every policy serves the same requests to their end, and the
-same ones are measured: all but the first tenth by arrival, during which queues fill and estimators learn. The
-last arrivals are measured as well, and the run continues until the last one is done, because excluding them
-would hide the requests that a policy has delayed.
+- `simulate`: plays one run (`RunSettings`) to its end.
+- `FleetSettings`: the number of replicas in each pool, their profile, and changes to their engines.
+- `TraceChoice`, `Disclosure`: the trace, fitted to the engines, and what the scheduler learns of it.
+- `scheduler_settings`: the scheduler's settings: those of production, with two exceptions.
+- `DirectSimulation`: a run without a gateway: every request is sent to an engine when it arrives.
+- `run_all`, `saturated_rates`: many runs in several processes, in their order, and load 1.0.
 
-Fleet of a run: the number of replicas in each pool, their profile, and changes to their engines.
+`simulate`. The same settings give byte-identical decisions. Every policy serves the same requests to their
+end, and the same ones are measured: all but the first tenth by arrival, during which queues fill and
+estimators learn. The last arrivals are measured as well, and the run continues until the last one is done,
+because excluding them would hide the requests that a policy has delayed.
 
-Workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler.
+`scheduler_settings`. No request is denied for a full queue, because a policy that rejects work would look
+fast. And the gate on the time per output token (`backpressure.tpot_gate_s`) is off. It trades throughput for
+decoding speed, which is the operator's choice and not part of an ordering policy, and it affects only the
+policies whose time per output token reaches it.
 
-Scheduler settings of a simulated run: those of production, with two exceptions.
-
-No request is denied for a full queue, because a policy that rejects work would look fast. And the gate on the
-time per output token (`backpressure.tpot_gate_s`) is off. It trades throughput for decoding speed, which is
-the operator's choice and not part of an ordering policy, and it affects only the policies whose time per
-output token reaches it.
-
-Simulation without a gateway: every request is sent to an engine when it arrives.
-
-This is the baseline of a load balancer in front of engines. It knows exactly and immediately how many
-requests each engine has, which is the best that a load balancer can know. Each engine orders its requests
-itself.
-
-Batches of runs in several processes, with results in the order of the runs, and load 1.0.
+`DirectSimulation`. This is the baseline of a load balancer in front of engines. It knows exactly and
+immediately how many requests each engine has, which is the best that a load balancer can know. Each engine
+orders its requests itself.
 
 Load 1.0 is the rate at which replicas finish requests with an unlimited backlog. All requests wait from the
 start, and the scheduler serves them first come first served. The rate is counted from the time when every
@@ -299,9 +296,9 @@ class TraceChoice:
     """Choice of a trace, and its modifications.
 
     Attributes:
-        name: as in `lab.workloads.catalog`; several joined by `+` are merged on one clock.
+        name: as in `lab.workloads.WorkloadSettings`; several joined by `+` are merged on one clock.
         requests: number of requests; None for all of a file, or the generator's default.
-        tenants, priorities: shares, as in `lab.workloads.catalog`.
+        tenants, priorities: shares, as in `lab.workloads.WorkloadSettings`.
         folder: folder of trace files; None for the default folder.
         arrivals: pattern that replaces the trace's own, see `with_arrivals`.
         change: returns the modified trace of a seed, before the pattern of arrivals is applied. It must be

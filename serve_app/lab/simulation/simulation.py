@@ -1,15 +1,12 @@
 """Simulation of the production scheduler on simulated replicas: requests in, decisions and records out.
 
-Messages take `control_latency_s`: a grant to its engine, and feedback or a report to the scheduler. A replica
-reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
-there is one, observes each admitted request and answers immediately.
-
-The simulator's event queue holds scheduled actions in a total order. Actions of one instant run by phase,
-then in the order in which they were scheduled, so a replay of a run is byte-identical.
-
-Sources of length queues in a run: a learner, a file, or the prior.
-
-The learner itself is `serve_app.tuning.strategic_loop`; this module defines its interface for the simulation.
+- `Simulation`: messages take `control_latency_s`: a grant to its engine, and feedback or a report to the
+  scheduler. A replica reports every `report_interval_s`. Requests reach the scheduler at the instant of their
+  arrival. A learner, if there is one, observes each admitted request and answers immediately.
+- `Timeline`: the event queue holds scheduled actions in a total order. Actions of one instant run by phase,
+  then in the order in which they were scheduled, so a replay of a run is byte-identical.
+- `PartitionSource`: a source of length queues: a learner, a file, or the prior. The learner itself is
+  `serve_app.tuning.strategic_loop`; this module defines its interface for the simulation.
 """
 
 import enum

@@ -1,11 +1,11 @@
 """The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
-`GatewayClient` is the authority on its gateway's requests; the protocol is described in `gateway_sessions`. A
-request is pending from `submit` until `finish`, a rejection or its cancellation. It waits or runs by its last
-grant. Without a scheduler, waiting requests stay queued, running ones continue, no-wait requests are
-rejected, and queue timeouts are enforced here.
+- `GatewayClient`: the authority on its gateway's requests; the protocol is described in `gateway_sessions`.
+- `GatewayMetrics`: metrics of other gateways, which the scheduler collects for the one that is scraped.
 
-Metrics of gateways, which the scheduler collects for the gateway that is scraped.
+A request is pending from `submit` until `finish`, a rejection or its cancellation. It waits or runs by its
+last grant. Without a scheduler, waiting requests stay queued, running ones continue, no-wait requests are
+rejected, and queue timeouts are enforced here.
 """
 
 import asyncio

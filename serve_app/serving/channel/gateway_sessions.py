@@ -1,9 +1,14 @@
 r"""The scheduler's sessions with its gateways: reconciliation of requests, and the messages about them.
 
-Invariants: a request that a gateway holds is waiting or running here, or will be once the gateway is
-connected; a request is answered once; a grant is used at most once; the ledger holds capacity for exactly the
-requests that run. Any connection may break between any two messages, and the scheduler may be replaced by one
-without state. The rules that ensure this:
+- `GatewaySessions`: converts messages of gateways to events, by the rules below.
+- `OrphanDetector`: running requests of a lost gateway, which keep their holds until their engine has finished
+  them.
+- `ReplicaRegistry`: the registry of pool replicas, and the replica table of the gateways.
+
+`GatewaySessions`. Invariants: a request that a gateway holds is waiting or running here, or will be once the
+gateway is connected; a request is answered once; a grant is used at most once; the ledger holds capacity for
+exactly the requests that run. Any connection may break between any two messages, and the scheduler may be
+replaced by one without state. The rules that ensure this:
 
 1.  *The gateway is the authority on its requests*, because it holds the client's connection. The scheduler's
     state is a copy, rebuilt from the gateway's snapshot on each new connection. The scheduler is the
@@ -40,11 +45,9 @@ without state. The rules that ensure this:
 8.  *A grant that can no longer be delivered*, because its replica left before the gateway received the grant,
     is put back here on behalf of the gateway: the replica never received the request.
 
-Orphans: running requests of a lost gateway. They keep their holds until their engine has finished them.
-
-A disconnected gateway may be dead; its engines then notice the closed connections and stop. It may also be
-cut off or busy, and its requests continue. Only the engines know. So the capacity of these requests is
-released as reports show that engines run fewer requests than hold capacity on them:
+`OrphanDetector`. A disconnected gateway may be dead; its engines then notice the closed connections and stop.
+It may also be cut off or busy, and its requests continue. Only the engines know. So the capacity of these
+requests is released as reports show that engines run fewer requests than hold capacity on them:
 
     ended = requests with a hold, granted long enough before the report to be in it - waiting - running
 
@@ -52,13 +55,11 @@ An engine counts sequences, of which a request may have several, and newer reque
 `ended`, so an orphan may hold capacity too long, until the engine is less busy, but never too short. Requests
 of other gateways whose end is still in transit raise it briefly, so two consecutive checks must agree.
 
-The scheduler's registry of pool replicas, and the replica table of the gateways.
-
-A replica that loses its connection receives no new requests, and nothing else follows. Its running requests
-stay in the ledger until the gateways, which are connected to it directly, report their ends. A glitch of this
-channel thus fails no request. On reconnect the replica joins again with its current limits, and its running
-requests keep their holds. A replica whose engine fails reports that and is treated in the same way, but
-stays connected and registers again once the engine answers.
+`ReplicaRegistry`. A replica that loses its connection receives no new requests, and nothing else follows. Its
+running requests stay in the ledger until the gateways, which are connected to it directly, report their ends.
+A glitch of this channel thus fails no request. On reconnect the replica joins again with its current limits,
+and its running requests keep their holds. A replica whose engine fails reports that and is treated in the
+same way, but stays connected and registers again once the engine answers.
 
 The table lists which replicas are *open*, that is, accept new requests. After changes it is sent to all
 gateways once: at the end of the current loop iteration, or before a grant, which refers to it. Otherwise a

@@ -1,4 +1,4 @@
-"""A link: flow control and heartbeats of one connection on the control channel.
+"""A link: framing, flow control and heartbeats of one connection on the control channel.
 
 - Messages sent within one iteration of the event loop leave together, in as few frames as possible.
 - Each side sends `Heartbeat` every `heartbeat_interval_s`, with the number of messages that it has processed.
@@ -14,8 +14,6 @@
   and heartbeats are sent. Until it is processed, nothing more is read from the connection.
 - `send` returns the number of the message, and `acknowledged` is the number up to which the peer has
   processed messages. Senders can thus retain what must not be lost.
-
-Framing of the control channel: batches of messages as frames with their length.
 """
 
 import asyncio

@@ -14,8 +14,9 @@ version and the one before, so the parts of an application can be upgraded one b
   both support. It applies to the whole connection.
 - Received messages need no translation, because messages only grow: new fields are appended with a default
   that means "as before". Older readers skip unknown fields.
-- Messages to a peer of the previous version pass through `to_previous_version`. New kinds of messages are
-  omitted, so nothing may depend on them.
+- Messages to a peer of the previous version pass through `to_previous_version`. `_AS_BEFORE` converts those
+  that it could not read in their new form. New kinds of messages are omitted there, so nothing may depend on
+  them.
 """
 
 import enum

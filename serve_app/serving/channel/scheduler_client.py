@@ -204,7 +204,7 @@ class SchedulerQueries(Protocol):
     """Interface for admin queries to one model's scheduler."""
 
     async def query(self, name: str, **arguments: Any) -> Any:
-        """Return the answer to a query defined by `scheduler.queries.AdminQueries`.
+        """Return the answer to a query defined by `scheduler.actor.AdminQueries`.
 
         Raises:
             ChannelError: the scheduler is disconnected or cannot answer.

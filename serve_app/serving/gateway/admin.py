@@ -1,12 +1,9 @@
-"""Pages and endpoints of admins.
+"""Pages and endpoints of admins. Their queries reach schedulers over the control channel (`query_scheduler`).
 
-The audit log: one line for each change by an admin.
+`audit` logs one line for each change by an admin. `cost_table` and `usage_table` are CSV, for spreadsheets
+and billing.
 
-CSV tables of costs and usage, for spreadsheets and billing.
-
-Admin queries to schedulers, which a gateway forwards over the control channel.
-
-Admin API for the keys in `gateway.keys_file`. Secrets are returned once, at their creation.
+`KeyAdmin`: the keys in `gateway.keys_file`. Secrets are returned once, at their creation.
 
 GET     /admin/keys      all keys with their status and what they have used today and this month
 POST    /admin/keys      creates a key, and returns it with its secret
@@ -15,18 +12,18 @@ DELETE  /admin/keys/ID   revokes a key
 
 All gateways, and `ewsjf keys`, use the same file. Gateways notice a change within seconds.
 
-Admin API of remote pools: lists, adds, restores and removes their endpoints.
+`EndpointAdmin`: lists, adds, restores and removes endpoints of remote pools.
 
 GET     /admin/endpoints
 POST    /admin/endpoints   {"url": "http://host:8000", "model": "m", "pool": "p"}
 DELETE  /admin/endpoints
 
-Admin API for the share of requests that is scheduled. Without a model, it applies to all models.
+`ModeAdmin`: the share of requests that is scheduled. Without a model, it applies to all models.
 
 GET   /admin/mode
 POST  /admin/mode   {"active_share": 0.1, "model": "m"}
 
-Admin endpoints under `/debug`.
+`DebugPages`: endpoints under `/debug`.
 
 GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv, /debug/usage.csv: the same as `/debug/costs` and `/debug/usage`, as tables
@@ -36,7 +33,7 @@ GET   /debug/capture: the requests of the last ten minutes as a trace without te
       with ?full=true also tenants, outcomes and times, and requests that did not complete
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 
-`/metrics/engines`: the engines' own metrics, for a Prometheus that cannot reach their ports.
+`EnginePages`: `/metrics/engines`, the engines' own metrics, for a Prometheus that cannot reach their ports.
 
 A replica's port requires a token that only gateways have. The gateway therefore lists its replicas as
 targets of Prometheus' HTTP service discovery, each at this path, and passes a replica's page on unchanged.

@@ -1,8 +1,8 @@
 """The gateway's application: routing, and the endpoints that need no engine.
 
-Read next: `request/reader.py`, which reads a request, and `path.py`, its way to an engine and back.
-
-Requests that any replica can answer without scheduling, because they cost an engine next to nothing.
+`AnyReplica` serves requests that any replica can answer without scheduling, because they cost an engine next
+to nothing. Read next: `request/reader.py`, which reads a request, and `path.py`, its way to an engine and
+back.
 """
 
 import asyncio

@@ -1,13 +1,10 @@
 """The gateway as a Ray Serve deployment: the application's ingress.
 
-The gateway listens on the application's address (`listener`) instead of the proxies of Ray Serve, and
-`__del__` drains its open requests.
-
-The gateway's port: the address of the application, where otherwise a proxy of Ray Serve would listen.
-
-It serves the gateway below the application's route prefix, and the endpoints of such a proxy, `/-/healthz`
-and `/-/routes`. A gateway that drains or stops first fails `/-/healthz` while it serves on, so that load
-balancers choose another node; then it stops as `serving.http_server` describes.
+- `GatewayDeployment`: runs one gateway; `__del__` drains its open requests.
+- `GatewayListener`: the server on the application's address, where otherwise a proxy of Ray Serve would
+  listen. It serves the gateway below the application's route prefix, and the endpoints of such a proxy,
+  `/-/healthz` and `/-/routes`. A gateway that drains or stops first fails `/-/healthz` while it serves on, so
+  that load balancers choose another node; then it stops as `serving.http_server` describes.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Authentication: keys of the configuration, keys of a file, and the caller that each key identifies.
+"""Authentication: keys of the configuration and of a file, their callers, and their budgets.
 
 Without any configured key, all requests are accepted and `x-tenant` is trusted: for a laptop, or a gateway
 behind another one that authenticates. With a configured key or a file of keys, every call except probes and
@@ -12,11 +12,10 @@ Configured keys are looked up by their SHA-256 digest. Process memory therefore 
 the time of a look-up reveals nothing about partial guesses. They have no limits, and change only with a
 deployment. Keys of a file are found by id and compared in constant time.
 
-Budgets of API keys: tokens and money per day and month (UTC), over all models.
-
-The schedulers count what each key has used (`scheduler.usage`), and survive a gateway. Each gateway reads the
-counts of the keys that are in use about once per second, and rejects requests of a key whose budget is spent.
-Requests in flight, and those of the last second, are completed and may exceed it.
+`Budgets` limit tokens and money per day and month (UTC), over all models. The schedulers count what each key
+has used (`scheduler.usage`), and survive a gateway. Each gateway reads the counts of the keys that are in use
+about once per second, and rejects requests of a key whose budget is spent. Requests in flight, and those of
+the last second, are completed and may exceed it.
 
 A scheduler that does not respond counts with its last answer, in the day and month of that answer. Before its
 first one, it counts nothing: a budget must not stop all traffic because one scheduler is being replaced.

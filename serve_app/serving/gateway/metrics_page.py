@@ -7,11 +7,10 @@ most. If scrapes that are closer together reach different gateways, a counter ma
 Metrics expose models, replicas and load. If keys are configured, `/metrics` requires the scraper's own key
 (`gateway.advanced.metrics_key`) or an admin's; otherwise it is open, as are all endpoints.
 
-Pages of metrics in Prometheus' formats: merged, and converted to OpenMetrics.
-
-Pages are merged, because scrapers reject a page that describes a metric twice or separates its samples.
-Exemplars exist in the OpenMetrics format only. The gateway renders its own page in that format. Pages of
-schedulers have no exemplars and are converted: the formats differ in counter names and the end marker.
+`merge` and `as_openmetrics` convert pages in Prometheus' formats. Pages are merged, because scrapers reject a
+page that describes a metric twice or separates its samples. Exemplars exist in the OpenMetrics format only.
+The gateway renders its own page in that format. Pages of schedulers have no exemplars and are converted: the
+formats differ in counter names and the end marker.
 """
 
 import asyncio

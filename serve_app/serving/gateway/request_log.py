@@ -1,8 +1,9 @@
-"""Log of concluded requests: one line each, written in batches a few times per second.
+"""Log of concluded requests, and their server metrics in OpenTelemetry's conventions.
 
-Writing lines one by one would cost about as much as the rest of a small request: a record, a look-up of its
-caller, a check for rotation, a write. Lines of a batch share that cost and the timestamp of the write. A
-process that is killed loses the last batch.
+`RequestLog` writes one line for each request, in batches a few times per second. Writing lines one by one
+would cost about as much as the rest of a small request: a record, a look-up of its caller, a check for
+rotation, a write. Lines of a batch share that cost and the timestamp of the write. A process that is killed
+loses the last batch.
 
 Completed requests are always logged. Under overload most requests are rejected, with thousands of equal lines
 per second. So for each other outcome a few lines per second are written, and the rest is counted in one line,
@@ -11,10 +12,9 @@ per second. So for each other outcome a few lines per second are written, and th
 Text lines and JSON documents have the same names and values. Clients cannot forge lines: names are checked
 when they are read, and other values are quoted or sanitized.
 
-Server metrics of OpenTelemetry's conventions for generative AI: on `/metrics`, and by OTLP if configured.
-
-One table defines both forms. Prometheus' form replaces dots by underscores and appends the unit. The names
-and buckets are those of the conventions (gen-ai-metrics, status Development, November 2026).
+`GenAiMetrics` are metrics for generative AI on `/metrics`, and by OTLP if configured. One table defines both
+forms. Prometheus' form replaces dots by underscores and appends the unit. The names and buckets are those of
+the conventions (gen-ai-metrics, status Development, November 2026).
 """
 
 import asyncio

@@ -1,12 +1,10 @@
 """Router: the declared routes of the gateway, and the handler of a request's method and path.
 
-A path is literal or has one parameter, as `/v1/batches/{batch_id}/cancel` has, which is passed to the handler
-after the request. Literal paths take precedence.
-
-Cross-origin resource sharing (CORS): web pages that may call the gateway from a browser.
-
-Before a request with a key or a JSON body, browsers send a preflight without a key. Starlette's middleware
-decides; rejected preflights get the gateway's error format.
+- `Router`: a path is literal or has one parameter, as `/v1/batches/{batch_id}/cancel` has, which is passed to
+  the handler after the request. Literal paths take precedence.
+- `Cors`: web pages that may call the gateway from a browser (cross-origin resource sharing). Before a request
+  with a key or a JSON body, browsers send a preflight without a key. Starlette's middleware decides; rejected
+  preflights get the gateway's error format.
 """
 
 import contextlib

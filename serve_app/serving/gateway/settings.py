@@ -1,11 +1,10 @@
-"""Settings of a gateway: models, access control and limits.
+"""Settings of a gateway: models, routes, access control and limits.
 
-Routes: names that clients request, in front of served models.
-
-A route divides its requests among models by weight (a canary, an A/B test) and names fallbacks for requests
-that the chosen model does not accept. Requests with the same session, or of the same tenant, reach the same
-model. A change of weights moves only as many of them as it has to: weighted rendezvous hashing, as in
-"Weighted Distributed Hash Tables" (Schindelhauer and Schomaker, 2005).
+`RouteSettings`. A route is a name that clients request, in front of served models. It divides its requests
+among models by weight (a canary, an A/B test) and names fallbacks for requests that the chosen model does not
+accept. Requests with the same session, or of the same tenant, reach the same model. A change of weights moves
+only as many of them as it has to: weighted rendezvous hashing, as in "Weighted Distributed Hash Tables"
+(Schindelhauer and Schomaker, 2005).
 """
 
 import math

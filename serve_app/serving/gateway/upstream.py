@@ -1,10 +1,13 @@
 """HTTP client of the data path: pooled connections to replicas, and responses while they arrive.
 
-HTTP/1.1 connections from a gateway to replicas, at protocol level.
+- `UpstreamPool`: connects to replicas, reuses connections, and closes idle or silent ones.
+- `UpstreamConnection`: one HTTP/1.1 connection to a replica, at protocol level.
+- `UpstreamResponse`: a response while it arrives; `UpstreamError`: one that does not complete.
+- `HaltWatch`: replicas that are halted with their connections open, and release of what waits for them.
 
-A request is written at once; large bodies are written in slices, as fast as the replica reads. httptools
-parses the answer as it arrives, into a small bounded buffer for the forwarder. A client that reads slowly
-thus pauses reading here, and TCP slows the replica down.
+`UpstreamConnection`. A request is written at once; large bodies are written in slices, as fast as the replica
+reads. httptools parses the answer as it arrives, into a small bounded buffer for the forwarder. A client that
+reads slowly thus pauses reading here, and TCP slows the replica down.
 
 Safety rules:
 - An answer must declare its length (content-length or chunked), so that a broken connection is never
@@ -15,17 +18,11 @@ Safety rules:
 - A head (with the informational ones before it) and what frames a body are limited in size, as in
   `serving.http_server`.
 
-Responses of replicas while they arrive, and the errors of those that do not complete.
-
-The pool of connections to replicas: connects, reuses, and closes idle or silent ones.
-
-Detection of replicas that are halted with their connections open, and release of what waits for them.
-
-A process that is stopped, or whose node hangs, still acknowledges TCP segments, so nothing tells its clients.
-Two signs together do: the scheduler has closed the replica, because its reports are missing, and the replica
-answers no request for its health. Then requests without any part of their answer return to the queue, for
-another replica. Answers that have begun may continue, so they end later, with an error event. While no
-scheduler is connected, all replicas count as closed, and the second sign alone decides.
+`HaltWatch`. A process that is stopped, or whose node hangs, still acknowledges TCP segments, so its clients
+notice nothing. Two signs together show it: the scheduler has closed the replica, because its reports are
+missing, and the replica answers no request for its health. Then requests without any part of their answer
+return to the queue, for another replica. Answers that have begun may continue, so they end later, with an
+error event. While no scheduler is connected, all replicas count as closed, and the second sign alone decides.
 """
 
 import asyncio

@@ -2,6 +2,6 @@
 
 Their engines run elsewhere, and gateways send requests to them directly. A watcher only discovers endpoints,
 reads their load, and registers each of them at the scheduler. Read `sources` (how endpoints are found), then
-`watcher` (one pool) and `endpoint` (one endpoint, its control page, its identity, and how changes are
-damped).
+`watcher` (one pool), `endpoint` (one endpoint, its control page, its identity, and how changes are damped)
+and `settings`.
 """

@@ -1,20 +1,21 @@
 """A remote endpoint: identified, watched, and registered with the scheduler like a replica.
 
+- `Endpoint`: the watcher of one endpoint, by the rules below.
+- `ControlClient`: control requests to an endpoint, for its models and metrics.
+- `EndpointIdentity`: its server and limits, completed by the settings.
+- `FlapDamping`: holds an endpoint back that fails repeatedly.
+
+Rules:
+
 - Until it is identified, attempts are repeated with growing pauses, and it receives no requests.
-- Then its load is read about five times per second. A failed reading closes it at once; gateways finish
-  what runs there. When it answers again it is identified again, because it may have restarted with other
-  limits. After repeated failures it is held back for longer each time (`damping`).
+- Then its load is read about five times per second. A failed reading closes it at once; gateways finish what
+  runs there. When it answers again it is identified again, because it may have restarted with other limits.
+  After repeated failures it is held back for longer each time (`FlapDamping`).
 - Its limits are refreshed periodically while it serves.
 
-Control requests to an endpoint, for its models and metrics.
-
-The identity of an endpoint: its server and limits, completed by the settings.
-
-Damping of flapping endpoints: one that fails repeatedly must answer for longer before it is used again.
-
-Each failure soon after a recovery doubles the time that the endpoint must answer without a failure before
-it receives requests again. Source: the exponential penalty of route flap damping (RFC 2439), with the
-doubling of a backoff in place of a decaying figure of merit.
+`FlapDamping`. Each failure soon after a recovery doubles the time that the endpoint must answer without a
+failure before it receives requests again. Source: the exponential penalty of route flap damping (RFC 2439),
+with the doubling of a backoff in place of a decaying figure of merit.
 """
 
 import asyncio

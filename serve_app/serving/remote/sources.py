@@ -1,22 +1,21 @@
-"""Sources that a configuration names: a URL, DNS, a file, Kubernetes and InferencePools, by their forms.
+"""Sources of endpoints: a URL, DNS, a file, Kubernetes and InferencePools.
 
-The URL of one endpoint.
+- `source_of`: the source that a configuration names, by its form.
+- `EndpointSource`: the protocol of all sources; `SourceHealth`: their health.
+- `KubernetesSource`: the endpoints of a Service, or the Pods of a label selector.
+- `InferencePoolSource`: the Pods of an InferencePool.
+- `AddressSource`, `ServiceRecordSource`, `FileSource`: DNS and files, which are polled.
 
-A source of endpoints: the protocol of all sources, and their health.
+`EndpointSource`. A source reports all endpoints at once, again after each change. While it cannot be read,
+the last result stays valid, because an outage of discovery must not remove engines that serve.
 
-A source reports all endpoints at once, again after each change. While it cannot be read, the last result
-stays valid, because an outage of discovery must not remove engines that serve.
-
-Kubernetes sources: the endpoints of a Service, or the Pods of a label selector or an InferencePool.
-
-The API server is queried for a list, and then for a watch from the list's version. A watch whose version is
-too old restarts with a list, and a broken one is restarted; until then the last result stays valid. Pauses
-between attempts grow while watches end early, because each list of a large namespace costs the API server.
+`KubernetesSource`. The API server is queried for a list, and then for a watch from the list's version. A
+watch whose version is too old restarts with a list, and a broken one is restarted; until then the last result
+stays valid. Pauses between attempts grow while watches end early, because each list of a large namespace
+costs the API server.
 
 The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
 `pods` in the namespace, and for InferencePools also `inferencepools` (group `inference.networking.k8s.io`).
-
-Sources that are polled: DNS addresses, DNS service records, and files.
 """
 
 import asyncio

@@ -1,10 +1,7 @@
 """The watcher of one pool: follows its sources, and watches each endpoint that they find.
 
-Admins may add and remove endpoints at run time, which is persisted (`choices`).
-
-Persistent choices of admins about a pool's endpoints.
-
-The watcher of a pool's endpoints as a Ray Serve deployment: one small process for all endpoints.
+- `EndpointWatcher`: watches all endpoints of a pool; `EndpointsDeployment` runs it in a small process.
+- `EndpointChoices`: endpoints that admins add and remove at run time, which is persisted (`ChoicesStore`).
 """
 
 import asyncio

@@ -1,5 +1,11 @@
 """The scheduler of one model as a Ray Serve deployment of exactly one replica.
 
+- `SchedulerDeployment`, `SchedulerActor`: the deployment, with a scope unique to the application, and the
+  actor in it.
+- `Incarnations`: numbers that order the schedulers of a model, independently of the nodes' clocks.
+- `AdminQueries`: admins' queries, received from gateways over the control channel. Each public method is a
+  query. Answers are sent as JSON, in parts if they are long.
+
 As a deployment it is health-checked and replaced by Serve's controller, is listed in `serve status`, receives
 new `user_config`, and is found by other deployments through its handle. During a rolling update two of them
 may coexist briefly; their incarnation numbers decide which one schedules.
@@ -7,16 +13,8 @@ may coexist briefly; their incarnation numbers decide which one schedules.
 A scheduler that cannot continue exits its process, because Serve replaces a dead actor at once, but an
 unhealthy one only after three failed checks.
 
-Incarnation numbers, which order the schedulers of a model independently of the nodes' clocks.
-
-They are stored in Ray's control service (GCS), whose key-value store creates a key for one caller only. They
-restart if that service loses its memory, in which case no actor of the old cluster is left.
-
-Admins' queries to one model's scheduler, received from gateways over the control channel.
-
-Each public method is a query. Answers are sent as JSON, in parts if they are long.
-
-The scheduler as a Ray Serve deployment: `SchedulerActor` with a scope unique to the application.
+`Incarnations`. Numbers are stored in Ray's control service (GCS), whose key-value store creates a key for one
+caller only. They restart if that service loses its memory, in which case no actor of the old cluster is left.
 """
 
 import asyncio

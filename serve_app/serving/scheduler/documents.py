@@ -1,9 +1,8 @@
 """Documents about one scheduler for operators and tools: queue, replicas, an overview, and recent traffic.
 
 The dashboard requests the overview once per second. Its lists that grow with the fleet or with tenants are
-therefore truncated; sums include all entries.
-
-Endpoints of remote pools that are down, as their watchers report them.
+therefore truncated; sums include all entries. `RemoteEndpoints` are the endpoints of remote pools, as their
+watchers report them.
 """
 
 import hashlib

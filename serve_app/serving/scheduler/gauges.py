@@ -1,12 +1,11 @@
 """Gauges and sums of a scheduler that are read from its core at each scrape.
 
-Functions collect the figures of one moment on the event loop, and a thread renders them as metric families.
-Labels whose values depend on traffic are bounded in number (`BoundedNames`).
-
-Persistent cost attribution, accumulated over all schedulers of a model.
-
-A core counts from its own start. The sums of its predecessors are stored here, and persisted with learned
-state. Metrics use the core's counts alone: Prometheus handles counters that restart with a process.
+- `core_figures`, `queue_figures` and others: the figures of one moment, collected on the event loop; a thread
+  renders them as metric families. Labels whose values depend on traffic are bounded in number
+  (`BoundedNames`).
+- `PersistentCosts`: cost attribution, accumulated over all schedulers of a model. A core counts from its own
+  start. The sums of its predecessors are stored here, and persisted with learned state. Metrics use the
+  core's counts alone: Prometheus handles counters that restart with a process.
 """
 
 import heapq

@@ -1,25 +1,26 @@
 """The journal: distributes every event that the core has handled, in order, to subscribers.
 
-The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
-log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, and the tuner's
-prompt lengths. Each names a handler for every class of event and command that it records.
-Handlers of the event precede those of its commands. Handlers of one class are called in the order of
-subscription. They must not feed the core.
+- `Journal`: entries and the handlers of subscribers.
+- `RequestHistory`: one record for each request, while it is open and ten minutes after its end.
+- `RecentActivity`: the last minutes in slots of five seconds: outcomes, times to first token, service of
+  tenants.
+- `DecisionLogFile`: the bounded decision log, in the format of `core.decision_log`.
+
+`Journal`. The live scheduler appends one entry per event, after executing the commands. Subscribers are the
+decision log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, decode
+stalls, the check of the prefix index, changes of replicas, the scheduled share, and the tuner's observations.
+Each names a handler for every class of event and command that it records. Handlers of the event precede those
+of its commands. Handlers of one class are called in the order of subscription. They must not feed the core.
 
 A handler that raises misses its event or command, and affects neither scheduling nor other handlers. Errors
 are counted by subscriber, and the first of each kind is logged.
 
-History of one scheduler's requests: one record each, while it is open and ten minutes after its end.
+`RequestHistory`. A record holds the gateway's description, every dispatch, and the end of the request.
+Receipts, captures, counts of served requests and the tuner's outcomes are derived from these records on
+demand.
 
-A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures,
-counts of served requests and the tuner's outcomes are derived from these records on demand.
-
-The last minutes of one model in slots of five seconds: outcomes, times to first token, service of tenants.
-
-It is always recorded, so that the dashboard shows what preceded an incident. A slot has counts, not single
-requests. It survives changes of settings, but not the process.
-
-The decision log file of a live scheduler: bounded, in the format of `core.decision_log`.
+`RecentActivity`. It is always recorded, so that the dashboard shows what preceded an incident. A slot has
+counts, not single requests. It survives changes of settings, but not the process.
 """
 
 import contextlib
@@ -209,7 +210,7 @@ class Attempt:
 
 
 class StallCause(enum.StrEnum):
-    """Cause of the longest gap of a stream; see `decode_stalls`."""
+    """Cause of the longest gap of a stream; see `metrics.DecodeStalls`."""
 
     PREFILL = "prefill"
     KV_CACHE = "kv_cache"

@@ -1,15 +1,18 @@
 """Prometheus metrics of one model's scheduler.
 
-The registry is separate from Ray's; a gateway's `/metrics` fetches the text over the control channel. Gauges
-(`gauges.py`) are read at each scrape, so only counters and histograms cost anything per event. The text is
-rendered in a thread from the figures of one moment, because with 1,000 replicas it takes almost 0.1 s.
+- `SchedulerMetrics`: the counters and histograms.
+- `DecodeStalls`: the longest gap between two pieces of each streamed answer, and its cause.
+- `PrefixCheck`: cached tokens that the prefix index predicted, against those that engines reported.
+
+`SchedulerMetrics`. The registry is separate from Ray's; a gateway's `/metrics` fetches the text over the
+control channel. Gauges (`gauges.py`) are read at each scrape, so only counters and histograms cost anything
+per event. The text is rendered in a thread from the figures of one moment, because with 1,000 replicas it
+takes almost 0.1 s.
 
 Engines count tokens; a request that ends without their count is only counted by tenant.
 
-Decode stalls: the longest gap between two pieces of each streamed answer, and its cause.
-
-A gateway measures the gap and reports it with the end of the request. The scheduler knows which prefills its
-replica computed at the time. Clocks are not compared: the gap's end is an age.
+`DecodeStalls`. A gateway measures the gap and reports it with the end of the request. The scheduler knows
+which prefills its replica computed at the time. Clocks are not compared: the gap's end is an age.
 
 | cause      | meaning                                                                                  |
 |------------|------------------------------------------------------------------------------------------|
@@ -17,11 +20,9 @@ replica computed at the time. Clocks are not compared: the gap's end is an age.
 | `kv_cache` | no prefill, and the replica last reported a full KV cache: engines then preempt requests |
 | `other`    | neither: a pause of the engine, the network, or work that this scheduler did not send    |
 
-Check of the prefix index: cached tokens that it predicted, against those that engines reported.
-
-Prefix affinity is worth as much as its index is right. At the end of a request its engine states how many
-prompt tokens it had cached. Engines that never state any, as vLLM without `--enable-prompt-tokens-details`,
-are left out: their zero means unknown.
+`PrefixCheck`. Prefix affinity is worth as much as its index is right. At the end of a request its engine
+states how many prompt tokens it had cached. Engines that never state any, as vLLM without
+`--enable-prompt-tokens-details`, are left out: their zero means unknown.
 """
 
 import math

@@ -1,8 +1,12 @@
-"""Receipts: stage times and wait causes of recently ended requests, and of running ones so far.
+"""Receipts of requests and programs, and queue updates.
 
-The scheduler knows why a request waited, and its gateway how long everything else took. The gateway reports
-that with the request's end, so any gateway can serve the complete receipt. Times are differences on one clock
-each; clocks of gateway and scheduler are not compared.
+- `Receipts`: stage times and wait causes of recently ended requests, and of running ones so far.
+- `programs_named`: receipts of programs, in total and by turn.
+- `QueueWatch`: sends gateways the outlooks of the waiting requests whose clients subscribe.
+
+`Receipts`. The scheduler knows why a request waited, and its gateway how long everything else took. The
+gateway reports that with the request's end, so any gateway can serve the complete receipt. Times are
+differences on one clock each; clocks of gateway and scheduler are not compared.
 
 Stages are exact and add up to the total time. Parts of a stage are reported by the engine if possible; the
 rest is network time, including the reading of the request. For other engines only the usual duration of the
@@ -10,15 +14,13 @@ prefill is known. The rest then counts as a wait in the engine, and both are mar
 
 Requests served during a wait are counted on demand from the history of dispatches.
 
-Receipts of programs: where the time of a program's turns went, in total and by turn.
+`programs_named`. The sums cover all turns since the scheduler started. Turns are listed as long as their
+receipts are kept. The first request of a conversation without a stated id is not a turn yet, and is not
+included.
 
-The sums cover all turns since the scheduler started. Turns are listed as long as their receipts are kept. The
-first request of a conversation without a stated id is not a turn yet, and is not included.
-
-Queue updates: sends gateways the outlooks of the waiting requests whose clients subscribe.
-
-All of them are estimated together, four times per second, or less often if that would exceed a small share of
-the scheduler's time. An update runs in parts, between other events. Without subscribers, there is no timer.
+`QueueWatch`. All outlooks are estimated together, four times per second, or less often if that would exceed a
+small share of the scheduler's time. An update runs in parts, between other events. Without subscribers, there
+is no timer.
 """
 
 import asyncio

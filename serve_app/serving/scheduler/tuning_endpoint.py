@@ -1,12 +1,12 @@
 """The tuning endpoint: the observations that the tuner pulls, and the changes that it may make.
 
-Learned partitions (`LearnedQueues`) and tuned values are sent by the tuner, which pulls lengths and outcomes.
-All of it is soft state: if a tuner dies, the adopted values remain, and values on trial expire.
+- `TuningEndpoint`: learned partitions (`LearnedQueues`) and tuned values, which the tuner sends; it pulls
+  lengths and outcomes. All of it is soft state: if a tuner dies, the adopted values remain, and values on
+  trial expire.
+- `SchedulingMode`: the scheduled share of the traffic, and the latencies before and after each change of it.
 
-The share of the traffic that is scheduled, and the latencies before and after each change of it.
-
-A window lasts from one change to the next. Time to first token is measured from arrival at the gateway; only
-streamed answers have one.
+`SchedulingMode`. A window lasts from one change to the next. Time to first token is measured from arrival at
+the gateway; only streamed answers have one.
 
 After an observation the share rises in steps. At each step, the scheduled requests are compared with those
 that bypass the scheduler at the same time; at the last one, with those of the step before. If their first

@@ -1,11 +1,12 @@
 """Token estimates of requests without a tokenizer.
 
-The token estimate of a request: prompt, output and token budget, without a tokenizer.
+- `TokenEstimator`: the prompt, the output and the token budget of a request.
+- `PromptLength`: the learned tokens of prompts, by a linear model of byte classes; `MediaTokens`: of media.
 
-    prompt = text, tools and chat template (`prompt_length`) + media
+    prompt = text, tools and chat template (`PromptLength`) + media
     budget = prompt (upper estimate) + maximum output
 
-`prompt_length`, `media_tokens` and `output_length` learn the parts from the token counts that engines report.
+`PromptLength`, `MediaTokens` and `output_length` learn the parts from the token counts that engines report.
 One count cannot separate media from the rest, so prompts with media teach nothing about text, and media learn
 if they are at least half of the prompt.
 
@@ -13,13 +14,11 @@ Source: token-budget pool routing (arXiv 2604.09613). Ours: chat templates, tool
 requests without `max_tokens`, and three numbers for the prompt. Routing uses the upper estimate, KV
 accounting the mean, and admission the lower bound.
 
-Tokens of media in a prompt.
+`MediaTokens`. Images, audio and files are counted as items, because their bytes do not determine their
+tokens. An image has 576 tokens with one model, and up to 16,000, growing with its size, with another. The
+mean is learned from prompts that are mostly media.
 
-Images, audio and files are counted as items, because their bytes do not determine their tokens. An image has
-576 tokens with one model, and up to 16,000, growing with its size, with another. The mean is learned from
-prompts that are mostly media.
-
-Tokens of a prompt: a linear model of its byte classes, learned from the counts that engines report.
+`PromptLength`. The length of a prompt without media is:
 
     tokens = sum over byte classes of  weight * bytes
              + weight * bytes of tool definitions

@@ -1,16 +1,15 @@
-"""Assembly of a streamed answer into one JSON object.
+"""Assembly of a streamed answer into one JSON object, and its continuation on another engine.
 
-An answer that is not streamed is silent until its end, so a dead engine looks like a busy one.
-Therefore the gateway can request a stream instead, and assemble the answer.
+`AnswerAssembly`. An answer that is not streamed is silent until its end, so a dead engine looks like a busy
+one. Therefore the gateway can request a stream instead, and assemble the answer.
 
 The result equals the engine's own answer, except for what streams lack: null fields, annotations, and vLLM's
 `system_fingerprint`. Texts and logprobs of a choice are joined; of all other fields the last value is used.
 
-Continuation of an answer whose request was stopped on its replica, or lost with it.
-
-vLLM returns the ids of the prompt and of each generated token (`return_token_ids`). Both together are the
-next prompt: as `prompt` of a completion, and in `kv_transfer_params` of a chat, which replaces the chat
-template. vLLM documents the latter as experimental; this module is the only one that uses it.
+`ContinuableAssembly` continues an answer whose request was stopped on its replica, or lost with it. vLLM
+returns the ids of the prompt and of each generated token (`return_token_ids`). Both together are the next
+prompt: as `prompt` of a completion, and in `kv_transfer_params` of a chat, which replaces the chat template.
+vLLM documents the latter as experimental; this module is the only one that uses it.
 
 The answer must be that of an uninterrupted request:
 

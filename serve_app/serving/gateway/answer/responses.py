@@ -1,27 +1,27 @@
-"""Responses that the gateway writes itself: errors in OpenAI's shape, rejections, and small JSON documents.
+"""Interpretation of engines' responses, and the responses that the gateway writes itself.
 
-Rejections by the scheduler or a stopping server become errors here, with `Retry-After` and rate-limit headers
-under OpenAI's names.
+- `failure_of`: decides from an engine's answer whether it is passed on, or the request retried elsewhere.
+- `RequestRejected`, `as_rejection`: rejections by the gateway, the scheduler or a stopping server become
+  errors with `Retry-After` and rate-limit headers under OpenAI's names.
+- `in_openai_shape`: converts errors of engines to OpenAI's shape.
+- `ClientApi`: an API of clients, as far as the gateway writes in it: errors, and the request-id header.
+- `ClientExchange`: the client's side of a request.
 
-The APIs of clients, as far as the gateway writes in them: errors, and the request-id header.
+`ClientApi`. OpenAI's errors are `{"error": {"message", "type", "param", "code"}}`. Anthropic's are `{"type":
+"error", "error": {"type", "message"}}` with other types; in a stream they are an event named `error`. vLLM
+uses its own types there, and OpenAI's shape for some errors; Anthropic's SDKs accept neither.
 
-OpenAI's errors are `{"error": {"message", "type", "param", "code"}}`. Anthropic's are `{"type": "error",
-"error": {"type", "message"}}` with other types; in a stream they are an event named `error`. vLLM uses its
-own types there, and OpenAI's shape for some errors; Anthropic's SDKs accept neither.
+`in_openai_shape`. Engine errors are converted to OpenAI's shape, because SDKs display no other. vLLM's own
+errors have it, but not those of its web framework: a route that the model does not have is `{"detail":"Not
+Found"}`. Other servers use further shapes.
 
-Engine errors are converted to OpenAI's shape, because SDKs display no other. vLLM's own errors have it, but
-not those of its web framework: a route that the model does not have is `{"detail":"Not Found"}`. Other
-servers use further shapes.
-
-The client's side of a request.
-
-The gateway's server (`serving.http_server`) provides an `Exchange`. A batch provides another one for its
-requests (`batches.runner`).
+`ClientExchange`. The gateway's server (`serving.http_server`) provides an `Exchange`. A batch provides
+another one for its requests (`batches.runner`).
 
 A server's `drain` waits while the client does not read. The server disconnects a client that reads nothing
 for too long, so no wait lasts forever.
 
-Interpretation of an engine's answer to a granted request: pass it on, or try another replica.
+`failure_of`. The answers of an engine:
 
 | answer                             | meaning                                                           |
 |------------------------------------|-------------------------------------------------------------------|
@@ -61,7 +61,7 @@ class TooLongError(UpstreamError):
     """The engine's context limit, which it may report in a field, is below the request's length."""
 
     def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
-        # The scheduler parses the limit from this message (`rejections`).
+        # The scheduler parses the limit from this message (`engines.adapters.server.reported_context_limit`).
         named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
         super().__init__(DispatchFailure.TOO_LONG, named)
         self.message = message

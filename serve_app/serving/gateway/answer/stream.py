@@ -1,6 +1,11 @@
-"""Scanner of an engine's event stream: reads the usage, and hides events that the client did not request.
+"""Event streams: scans those of engines, reads token counts, and writes to streams that wait.
 
-It works on bytes and passes them on unchanged. TCP may cut the stream anywhere, so:
+- `StreamScanner`: reads the usage of a stream, and hides events that the client did not request.
+- `counts_of`, `usage_of`: token counts and times of an answer.
+- `ending_of`: the end of an answer, which predicts the next request of the same program.
+- `QueuedComments`, `QueueUpdates`: messages in a stream whose request is queued.
+
+`StreamScanner` works on bytes and passes them on unchanged. TCP may cut the stream anywhere, so:
 
 - Only whole events are passed on. The beginning of an event waits for its rest, because after a failure the
   error event must not land inside another event.
@@ -25,7 +30,7 @@ Messages count tokens read from and written to a cache separately from `input_to
 Cohere's have no `usage`; their count is among the billed units in `meta`.
 Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
 
-The end of an answer, which predicts the next request of the same program.
+`ending_of` reads the end from:
 
 | answers to         | whole answer                     | stream                                         |
 |--------------------|----------------------------------|------------------------------------------------|
@@ -35,15 +40,14 @@ The end of an answer, which predicts the next request of the same program.
 
 Only events near the usage are searched. Of several streamed choices, the last ones to end therefore count.
 
-Messages in a stream whose request is queued: keep-alive comments and queue updates.
+`QueuedComments`. Server-sent events allow comments, lines that begin with a colon, which clients ignore. The
+first one starts the answer: its status is 200, and its headers cannot describe the dispatch, which is not
+known yet. It is therefore sent only after an interval in which most requests are dispatched or rejected.
 
-Server-sent events allow comments, lines that begin with a colon, which clients ignore. The first one starts
-the answer: its status is 200, and its headers cannot describe the dispatch, which is not known yet. It is
-therefore sent only after an interval in which most requests are dispatched or rejected.
-
-Queue updates are for clients that subscribe with `x-ewsjf-queue`. The first one follows after a short delay,
-so that requests that are dispatched or rejected at once have their own status and headers, at no cost. The
-scheduler decides when there is news. While it is disconnected, the client is notified of that instead.
+`QueueUpdates`. Queue updates are for clients that subscribe with `x-ewsjf-queue`. The first one follows after
+a short delay, so that requests that are dispatched or rejected at once have their own status and headers, at
+no cost. The scheduler decides when there is news. While it is disconnected, the client is notified of that
+instead.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Endpoints of the Batch API, as OpenAI specifies them: `BATCH_ROUTES` at the end lists them.
 
-Uploads: forms with a file that is written and checked while it arrives, so its length needs no memory.
+An upload is a form whose file is written and checked while it arrives, so its length needs no memory.
 """
 
 import asyncio

@@ -1,8 +1,12 @@
 """The runner: serves the requests of all open batches, in one gateway at a time.
 
-Each gateway tries to acquire the lease in the database; the holder extends it, and another one takes over
-within seconds of its end. A gateway that stops releases it at once, and its requests are served again by the
-next one: a request may be computed twice, but only its first result counts.
+- `BatchRunner`: serves requests while it holds the lease.
+- `InputChecker`, `InputReader`: input files, with one request per line.
+- `call`: serves a request of a batch as those of clients, but from within the gateway's process.
+
+`BatchRunner`. Each gateway tries to acquire the lease in the database; the holder extends it, and another one
+takes over within seconds of its end. A gateway that stops releases it at once, and its requests are served
+again by the next one: a request may be computed twice, but only its first result counts.
 
 Requests enter the gateway in class `batch`, so the scheduler serves them on the capacity that other classes
 leave. The runner only decides how many to submit. By Little's law, a share of `service / (wait + service)` of
@@ -14,15 +18,13 @@ At most `_MOST_BATCHES` batches run at a time: the oldest of each tenant first, 
 A batch that would miss its completion window at its present rate is submitted in class `default` instead, if
 its key allows it.
 
-Input files: one request per line.
+`InputChecker`. A line is:
 
     {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": …, "messages": …}}
 
 A file is checked while it is uploaded, so that a mistake is known before anything runs. Whatever depends on
 the model, such as its name or the length of a prompt, is checked when the request runs, and is the error of
 that request only.
-
-Requests of batches enter the gateway as those of clients do, but from within its process.
 """
 
 import asyncio

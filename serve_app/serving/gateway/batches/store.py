@@ -1,9 +1,13 @@
-"""The database of files and batches, and the lease of the runner.
+"""Storage of the Batch API: its database with the lease of the runner, and the contents of files.
 
-It is an SQLite database that all gateways of an application open. Its write-ahead log needs shared memory,
-which network file systems lack, so a rollback journal is used there.
+- `BatchStore`: an SQLite database that all gateways of an application open. Its write-ahead log needs shared
+  memory, which network file systems lack, so a rollback journal is used there.
+- `Contents`: files, on any file system that fsspec supports. Calls block, so they belong in a thread.
+- `Storage`: both in one folder, opened on its first use, with calls that do not block. The folder may be on a
+  network file system that hangs, which stops neither the gateway nor its exit.
+- `FileRecord`, `BatchRecord`: files and batches as they are stored and shown.
 
-Rules:
+`BatchStore`. Rules:
 
 - A request of a batch has at most one result: the first one that is stored.
 - Only the holder of the lease changes an open batch, except for the request to cancel it. Each holder has a
@@ -11,15 +15,7 @@ Rules:
   is compared in the transaction of each change. So a runner that was suspended cannot disturb its successor.
 - Calls block, so they belong in a thread. A connection is used by one thread at a time.
 
-Contents of files, on any file system that fsspec supports. Calls block, so they belong in a thread.
-
-Storage of the Batch API in one folder, opened on its first use, with calls that do not block.
-
-Its folder may be on a network file system that hangs, which stops neither the gateway nor its exit.
-
-Files and batches as they are stored and shown.
-
-A batch passes through these states:
+`BatchRecord`. A batch passes through these states:
 
     validating -> failed: its input does not fit its endpoint
     validating -> in_progress -> finalizing -> completed

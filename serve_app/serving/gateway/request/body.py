@@ -1,26 +1,28 @@
-"""Limits on the structure of bodies, checked before parsing, and on their total memory.
+"""Bodies of requests: limits on their structure and memory, fields that are added, and multipart forms.
 
-A parser creates an object for every `{}` and every `""`: 2 MiB of them become a gigabyte and block the
-gateway for seconds. Legitimate large bodies consist of long texts, media and token ids, which are cheap. The
-limits therefore apply to the numbers of objects, strings and elements.
+- `check_structure`: limits on the structure of a body, checked before parsing.
+- `BodyBudget`: a bound on the memory of all bodies.
+- `append_fields`: adds fields to a JSON body.
+- `FormParser`: multipart forms, parsed while they arrive, by python-multipart, which Starlette, and therefore
+  vLLM, applies to the same bodies.
+
+`check_structure`. A parser creates an object for every `{}` and every `""`: 2 MiB of them become a gigabyte
+and block the gateway for seconds. Legitimate large bodies consist of long texts, media and token ids, which
+are cheap. The limits therefore apply to the numbers of objects, strings and elements.
 
 Counting is linear in the size, and exact only near the limits. First numpy counts brackets, quotes and commas
 in all bytes, an upper bound for those outside strings; bodies too short for a limit are not counted. Only if
 a bound exceeds its limit are strings removed and the rest counted. Depth needs no check, because parsers stop
 at a few hundred levels.
 
-A body stays in memory until it cannot be sent again: its answer has begun, or the request is over. Many large
-bodies may be queued at once, so their total is bounded. Beyond it, requests are rejected with 503 and a
-`Retry-After` from the rate at which bodies are released. The last quarter of the budget is reserved for small
-bodies, so that a few clients with large ones do not lock others out.
+`BodyBudget`. A body stays in memory until it cannot be sent again: its answer has begun, or the request is
+over. Many large bodies may be queued at once, so their total is bounded. Beyond it, requests are rejected
+with 503 and a `Retry-After` from the rate at which bodies are released. The last quarter of the budget is
+reserved for small bodies, so that a few clients with large ones do not lock others out.
 
-Fields are spliced into a JSON body before its closing brace, without re-encoding. A field that the body has
-already then occurs twice, and JSON readers use the last one (Python's, pydantic's and msgspec's do). All
-other bytes reach the engine as the client wrote them.
-
-Multipart forms, parsed while they arrive.
-
-The parser is python-multipart, which Starlette, and therefore vLLM, applies to the same bodies.
+`append_fields`. Fields are spliced into a JSON body before its closing brace, without re-encoding. A field
+that the body has already then occurs twice, and JSON readers use the last one (Python's, pydantic's and
+msgspec's do). All other bytes reach the engine as the client wrote them.
 """
 
 import asyncio

@@ -1,9 +1,11 @@
-"""Fields that the gateway reads from each endpoint's body; msgspec skips all others.
+"""Fields of requests and answers: headers in both directions, and the parts of bodies that endpoints read.
 
-A wrong type here would also be an error in the engine. All other checks are left to the engine. For duplicate
-keys the last value counts, as in the engines.
-
-Headers of other gateways as synonyms of the gateway's own, which win if both are sent.
+- `queue_options`, `latency_target`, `forwarded`: options of requests, and headers forwarded to replicas.
+- `dispatch_lines`, `response_headers`: headers returned to clients.
+- `with_own_names`: headers of other gateways as synonyms of the gateway's own, which win if both are sent.
+- `BodyFields` and others: the fields read from each endpoint's body; msgspec skips all others. A wrong type
+  here would also be an error in the engine. All other checks are left to the engine. For duplicate keys the
+  last value counts, as in the engines.
 
 | synonym                                                              | own header          |
 |----------------------------------------------------------------------|---------------------|
@@ -16,8 +18,6 @@ Headers of other gateways as synonyms of the gateway's own, which win if both ar
 The `x-llm-d` names are those of llm-d's router (pkg/epp/metadata/consts.go), the others those of the Gateway
 API Inference Extension. Clients may send them for another gateway, so an invalid or forbidden value is
 ignored and never an error.
-
-Headers: requests' options, headers forwarded to replicas, and headers returned to clients.
 """
 
 import math
@@ -48,7 +48,7 @@ RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Requests the receipt of the request; also the name of the header that returns it."""
 
 QUEUE_HEADER = b"x-ewsjf-queue"
-"""Subscribes to queue updates while the request waits; see `answer.waiting.QueueUpdates`."""
+"""Subscribes to queue updates while the request waits; see `answer.stream.QueueUpdates`."""
 
 SERVED_MODEL_HEADER = b"x-served-model"
 """Names the model that answered a request to a route."""

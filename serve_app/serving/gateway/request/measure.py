@@ -1,4 +1,4 @@
-"""Measurement of the prompt in a body: size and kind of text, without a tokenizer.
+"""Measurement of the prompt in a body, without a tokenizer: its size, its kind of text and its prefix hashes.
 
 Images, audio and files are counted as items. Tool definitions, documents and response schemas are measured by
 the bytes of their raw JSON. Token ids are exact.
@@ -9,12 +9,11 @@ takes two more passes over the body, which run only if much of the body is unexp
 names and escapes around the measured parts. Media are excluded from that comparison, and an ASCII-only body
 is compared as if its texts were in UTF-8.
 
-Prefix hashes: identify prompts with a common beginning by leading blocks, without a tokenizer.
-
-The text of a prompt is joined in the order of chat templates: tool definitions, then the messages with their
-roles, instructions first. It is cut at the ends of `core.routing.prefix`, and each hash covers all text
-before its end. A request that continues another one has the hashes of that one and more. A partial last block
-has no hash, because only a repetition would match it.
+Prefix hashes identify prompts with a common beginning by leading blocks. The text of a prompt is joined in
+the order of chat templates: tool definitions, then the messages with their roles, instructions first. It is
+cut at the ends of `core.routing.prefix`, and each hash covers all text before its end. A request that
+continues another one has the hashes of that one and more. A partial last block has no hash, because only a
+repetition would match it.
 
 A hash also covers the model's name (an adapter has its own cache), the kind of prompt, the client's
 `cache_salt`, and the tenant if configured. An image or audio ends the comparison, because its content is not

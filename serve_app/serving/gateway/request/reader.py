@@ -1,8 +1,7 @@
-"""Request reader: checks bodies, builds submissions and resolves model names.
+"""Request reader: checks bodies, builds submissions, and resolves model names and programs.
 
-The program of a request: ids by which clients state the conversation and the agents it belongs to.
-
-Clients do not agree on a field, so the first usable id of the following list is the session:
+`program_hint` reads the ids by which clients state the conversation and the agents of a request. Clients do
+not agree on a field, so the first usable id of the following list is the session:
 
 1. `SESSION_HEADERS`, in their order.
 2. In the body: `session_id`, `prompt_cache_key`, `metadata["gen_ai.conversation.id"]` and `conversation` of

@@ -1,10 +1,9 @@
 """Names of spans and attributes, and the creation of the tracer.
 
-Names of spans and attributes: OpenTelemetry's conventions where they exist, otherwise `ewsjf.` names.
-
-OpenTelemetry's Python package marks the conventions for generative AI as deprecated since they moved, so they
-are defined here; a test compares them as long as the package has them. Of the values that clients or engines
-choose, only names of models, tenants, requests, answers and conversations are recorded.
+Names are OpenTelemetry's conventions where they exist, otherwise `ewsjf.` names. Its Python package marks the
+conventions for generative AI as deprecated since they moved, so they are defined here; a test compares them
+as long as the package has them. Of the values that clients or engines choose, only names of models, tenants,
+requests, answers and conversations are recorded.
 """
 
 import contextlib

@@ -1,11 +1,15 @@
 """Tracer of a gateway: sampling decisions, and spans of sampled requests.
 
-OpenTelemetry's sampler, as configured by `OTEL_TRACES_SAMPLER`, decides. All of its standard samplers accept
-the trace ids below a bound, or follow the parent's decision. The bound is determined once at the start, so a
-request that is not sampled costs a random number and a comparison, and allocates nothing. Its engine receives
-an unsampled parent, because without a parent it would start its own trace.
+- `GatewayTracer`, `SampledTrace`: the sampling, and the spans of one sampled request.
+- `WatchedExporter`: exports spans as the environment configures, with its failures in the log.
+- `OtlpMetrics`: exports the gateway's server metrics, with OpenTelemetry's SDK on its own thread.
 
-Spans of a request:
+`GatewayTracer`. OpenTelemetry's sampler, as configured by `OTEL_TRACES_SAMPLER`, decides. All of its standard
+samplers accept the trace ids below a bound, or follow the parent's decision. The bound is determined once at
+the start, so a request that is not sampled costs a random number and a comparison, and allocates nothing. Its
+engine receives an unsampled parent, because without a parent it would start its own trace.
+
+`SampledTrace`. Spans of a request:
 
     chat MODEL            arrival to conclusion; child of the client's span
       ewsjf.queue         in the scheduler's queue; a further one after each put-back
@@ -15,10 +19,6 @@ Spans of a request:
 Spans have lengths, places and outcomes. Failure messages are omitted, because they may quote the prompt.
 OpenTelemetry's batch processor exports spans over OTLP on its own thread, as the standard environment
 variables configure. Spans that exceed its queue are dropped if the collector is slow; requests never wait.
-
-Export of spans: the exporter that the environment configures, with its failures in the log.
-
-Export of the gateway's server metrics by OTLP, with OpenTelemetry's SDK on its own thread.
 """
 
 import logging
@@ -411,7 +411,7 @@ def service_resource(gateway_id: str) -> Resource:
 
 
 class OtlpMetrics:
-    """Export over HTTP, as the standard environment variables configure; see `gen_ai.MetricExport`."""
+    """Export over HTTP, as the standard environment variables configure; see `request_log.MetricExport`."""
 
     def __init__(self, gateway_id: str) -> None:
         reader = PeriodicExportingMetricReader(OTLPMetricExporter())
