@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.request import Usage
 from serve_app.serving.gateway import UpstreamSettings
-from serve_app.serving.gateway.batches.runner import CollectingExchange
 from tests.serving.channel.harness import wait_until
 
-from .builders import call, chat, http_post, replies, streams, usage_json
+from .builders import chat, http_post, replies, streams, usage_json
 from .conftest import GatewayHarness, running_gateway
 
 PIECE = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'x' * 1_000}}]})}\n\n".encode()
@@ -61,31 +59,6 @@ async def test_a_client_that_reads_nothing_holds_no_slot(pieces: int, outcome: O
         sock.close()
 
 
-class Blocked(CollectingExchange):
-    """Client of a server whose buffers are full after the first piece of a stream."""
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        super().__init__("/v1/chat/completions", json.dumps(document).encode())
-
-    def write_chunk(self, piece: bytes, *, ends: bool = False) -> bool:
-        return super().write_chunk(piece, ends=ends) and len(self.pieces) > 1
-
-    async def began(self) -> None:
-        """Wait for the first piece."""
-        await wait_until(lambda: self.pieces)
-
-
-async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_still_delivered() -> None:
-    """The limit is two minutes, so the limit is not what ends the request."""
-    client = Blocked(chat(stream=True))
-    async with running_gateway() as harness:
-        harness.engine.answers.append(streams(PIECE, client.began, PIECE * 3, USAGE))
-        await call(harness.gateway, exchange=client)
-        usage = Usage(prompt_tokens=7, output_tokens=3_000)
-        assert harness.dispatcher.events[-1] == ("finished", Outcome.COMPLETED, usage)
-        assert b"".join(client.pieces) == PIECE * 4 + b"data: [DONE]\n\n"
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_the_last_piece_is_still_delivered_when_the_application_stops(streamed: bool) -> None:
     async with running_gateway() as harness:
@@ -97,12 +70,3 @@ async def test_the_last_piece_is_still_delivered_when_the_application_stops(stre
         answer = await read_all(sock)
         await stopping
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if streamed else b'the end"}')
-
-
-async def test_an_engine_lost_while_its_client_does_not_read_frees_its_slot_and_is_reported() -> None:
-    client = Blocked(chat(stream=True))
-    async with running_gateway() as harness:
-        harness.engine.answers.append(streams(PIECE, client.began, ConnectionError("the engine died")))
-        await call(harness.gateway, exchange=client)
-        assert harness.dispatcher.outcomes() == [Outcome.FAILED]
-        assert b"the engine failed during its answer" in client.pieces[-1]
