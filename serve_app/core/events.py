@@ -38,7 +38,7 @@ class Resumed(_Event, frozen=True):
 
 
 class FirstToken(Message, frozen=True, tag="first"):
-    """The engine sent the first byte of its answer, so the request no longer waits in the engine."""
+    """The engine sent the first output of its answer, so the request no longer waits in the engine."""
 
     request_id: str
 
@@ -64,7 +64,7 @@ class Finished(Message, frozen=True, tag="finish"):
 
 
 class DispatchFailure(enum.StrEnum):
-    """The reason why a dispatched request was put back before its first byte."""
+    """The reason why a dispatched request was put back: before its first byte, or to be continued."""
 
     UNREACHABLE = "unreachable"
     """No connection, a draining replica, or one that rejects the gateway: no engine received the request."""
@@ -104,7 +104,7 @@ class DispatchFailed(_Event, frozen=True):
 
 
 class Cancelled(Message, frozen=True, tag="cancel"):
-    """The client disconnected while the request was queued or running."""
+    """The client disconnected while the request was queued, or its gateway no longer knows it."""
 
     request_id: str
 

@@ -8,10 +8,11 @@
 | ANSWERING | chunks, end of the answer; a continuable answer may be stopped | ENDED, QUEUED           |
 | ENDED     | nothing; the engine may work on in the background              |                         |
 
-Requests that need no engine stay in READING. In every state the client may disconnect, and the server may
-stop. The client has received nothing but comments before ANSWERING. The common way is a chain of callbacks,
-without a task, a future or a timer: the body is complete (`submit`), `on_grant`, the head of the engine's
-answer (`_on_head`), its chunks (`Answer.on_change`), its end (`_leave`). Rules:
+Requests that are not scheduled stay in READING. In every state the client may disconnect, and the server may
+stop. Before the first ANSWERING the client has received nothing but comments. The common way is a chain of
+callbacks: the body is complete (`submit`), `on_grant`, the head of the engine's answer (`_on_head`), its
+chunks (`Answer.on_change`), its end (`_leave`). It needs no future, no task unless the body arrives in parts,
+and for a stream one timer, that of comments. Rules:
 
 - Each grant is an attempt, which ends with exactly one report (`finish`) or put-back.
 - Until the first bytes of an answer that is meant for the client, a failure of a replica puts the request
@@ -265,7 +266,7 @@ def _retry_after_s(rejection: RequestRejected) -> float:
 
 
 class RequestObserver(Protocol):
-    """Metrics and log of a gateway."""
+    """Metrics and log of a gateway: `Telemetry`."""
 
     def on_arrival(self, model: str) -> None:
         """Count a request as in flight; `model` is empty until the body has been read."""
@@ -354,7 +355,7 @@ class Request(ChannelRequest):
         stored: its response, if its engine will store it; None for other APIs.
         fallbacks: the other models of its route; None if the requested name is not a route's.
 
-        state: state; the client has received nothing but comments before ANSWERING.
+        state: see the module.
         submitted_at: it was submitted to the scheduler of its model.
         attempt: last grant; None before the first one of its model.
         attempts: all grants.
