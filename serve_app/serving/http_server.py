@@ -201,8 +201,12 @@ class HttpServer:
         if self.stopping:
             raise ServerNotRunningError(f"the HTTP server of {self._name} has ended")
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent."""
+    async def stop(self, grace_s: float, abort: Callable[[], object] = lambda: None) -> None:
+        """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent.
+
+        Args:
+            abort: called then, so that the application can say why its responses end.
+        """
         if self._socket is None or self.stopping:
             return
         loop = asyncio.get_running_loop()
@@ -225,6 +229,7 @@ class HttpServer:
             task.cancel()
         if self.tasks:
             await asyncio.wait(tuple(self.tasks), timeout=1.0)
+        abort()
         for connection in tuple(self._connections):
             connection.abort_response()
             connection.close()

@@ -329,10 +329,15 @@ class Gateway:
         self._dashboard.close()
         await self.stop_batches()
         await self._until_idle(drain_s)
+        aborted = self.abort(retry_after_s)
+        await self._until_idle(_FINAL_MESSAGES_S)
+        return aborted
+
+    def abort(self, retry_after_s: float = _RETRY_AFTER_S) -> int:
+        """End all open requests with an error, because the gateway stops; return their number."""
         aborted = tuple(self._services.open)
         for request in aborted:
             request.end(retry_after_s)
-        await self._until_idle(_FINAL_MESSAGES_S)
         return len(aborted)
 
     async def _until_idle(self, timeout_s: float) -> None:

@@ -56,7 +56,7 @@ class GatewayListener:
             cannot be loaded.
     """
 
-    def __init__(self, gateway: Application, address: ServedAddress, stalled_s: float | None = None) -> None:
+    def __init__(self, gateway: Gateway, address: ServedAddress, stalled_s: float | None = None) -> None:
         options = address.options
         if address.has_proxy:
             raise SettingsError(
@@ -67,7 +67,7 @@ class GatewayListener:
                 f"http_options.request_timeout_s {options.request_timeout_s} is not supported: use "
                 "queue_timeout_s instead"
             )
-        self._options = options
+        self._options, self._gateway = options, gateway
         # `serve` has done this already, but `ray start` and KubeRay have not.
         raise_descriptor_limit()
         self._socket = HeldSocket(options.host or "127.0.0.1", options.port, _BACKLOG, address.cluster)
@@ -116,7 +116,7 @@ class GatewayListener:
         self.deregister()
         await asyncio.sleep(deregister_s)
         self._socket.leave(closes=self._closes)
-        await self._server.stop(grace_s)
+        await self._server.stop(grace_s, self._gateway.abort)
 
 
 class MountedGateway:

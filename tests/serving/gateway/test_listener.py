@@ -16,7 +16,7 @@ import pytest
 from ray.serve.config import HTTPOptions
 
 from experiments.common.application import free_port
-from serve_app.errors import SettingsError
+from serve_app.errors import Outcome, SettingsError
 from serve_app.serving import http_server
 from serve_app.serving._ray import ServedAddress
 from serve_app.serving.gateway import Gateway
@@ -26,6 +26,7 @@ from serve_app.serving.http_server import ServerNotRunningError
 from serve_app.serving.listening import PortError
 from serve_app.serving.tls import TlsSettings
 from tests.serving.certificates import Authority
+from tests.serving.channel.harness import wait_until
 
 from .builders import Engine, FakeDispatcher, chat, exchange, gateway, http_post, serving
 
@@ -191,19 +192,24 @@ async def test_a_stopping_gateway_waits_for_streams_and_accepts_no_new_clients()
             it.own.check_health()
 
 
-async def test_open_answers_are_cut_at_the_end_of_the_drain() -> None:
-    async with before_an_engine(0.2) as it:
-        body = chat(stream=True, max_tokens=500)
-        pending = asyncio.create_task(it.http.post("/v1/chat/completions", json=body))
-        await asyncio.sleep(0.5)
-        async with asyncio.timeout(15):
+async def test_open_requests_end_with_an_error_at_the_end_of_the_drain() -> None:
+    async with serving(Engine(token_delay_s=0.2)) as engine_port:
+        dispatcher = FakeDispatcher([engine_port])
+        async with opened(gateway(dispatcher)) as it, asyncio.timeout(15):
+            body = chat(stream=True, max_tokens=500)
+            begun = asyncio.create_task(it.http.post("/v1/chat/completions", json=body))
+            await wait_until(lambda: "first_token" in dispatcher.names())
+            dispatcher.gate.clear()
+            waits = asyncio.create_task(it.http.post("/v1/chat/completions", json=chat()))
+            await wait_until(lambda: dispatcher.waiting == 1)
             await it.own.stop(1.0)
-            ended = await asyncio.gather(pending, return_exceptions=True)
-        # Either an error event or a broken connection, never an apparently complete answer.
-        (end,) = ended
-        assert isinstance(end, httpx.HTTPError) or (
-            isinstance(end, httpx.Response) and b"[DONE]" not in end.content
-        )
+            *_, last, _ = (await begun).text.split("\n\n")
+            rejected = await waits
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "shutting_down")
+    assert rejected.headers["retry-after"] == "1"
+    # Not a cancellation, which would be the client's.
+    assert dispatcher.outcomes() == [Outcome.FAILED]
 
 
 async def test_a_busy_connection_gets_connection_close_and_an_idle_one_ends() -> None:
