@@ -41,7 +41,7 @@ that it reaches. The full wait of an expired request is unknown, so it counts as
 """
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -467,7 +467,7 @@ class WatchedRequests:
         """
         if not self._watched:
             return
-        self._estimates.on_tick(self._waiting_at_home(), now)
+        self._estimates.on_tick(self._core.queue.waiting_by_home(), now)
         self._estimates.learn_late_starts(now)
         floors = self._core.settings.class_floors
         ordering = expected_order(self._core.queue, floors, now)
@@ -505,7 +505,7 @@ class WatchedRequests:
         """Observe the dispatch of any request. Return the errors of the estimates sent for it."""
         if not self._watched:
             return []
-        waiting = self._waiting_at_home()
+        waiting = self._core.queue.waiting_by_home()
         if now > scheduled.request.arrived_at:
             waiting[scheduled.pools[0]] += 1
         self._estimates.on_tick(waiting, now)
@@ -582,12 +582,6 @@ class WatchedRequests:
         if one is None or one.first is None or one.last is None:
             return []
         return [*one.first.errors(FIRST, one.priority, now), *one.last.errors(LAST, one.priority, now)]
-
-    def _waiting_at_home(self) -> Counter[str]:
-        waiting = Counter[str]()
-        for pools, work in self._core.queue.work.items():
-            waiting[pools[0]] += work.requests
-        return waiting
 
     def __repr__(self) -> str:
         return f"<WatchedRequests {len(self._watched)}, {self._estimates}>"

@@ -518,6 +518,13 @@ class RequestQueue:
             return 0.0
         return self.shares[request.priority].owed_requests().get(request.tenant, 0.0)
 
+    def waiting_by_home(self) -> Counter[str]:
+        """Return the number of queued requests by home pool."""
+        waiting = Counter[str]()
+        for pools, work in self.work.items():
+            waiting[pools[0]] += work.requests
+        return waiting
+
     def work_ahead(self, request: Request) -> int:
         """Return the expected tokens that are served before a request that arrives now.
 

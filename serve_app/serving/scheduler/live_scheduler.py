@@ -243,7 +243,7 @@ class LiveScheduler:
             "gateways": self._gateways.connected_count,
             "queues": self.tuner.queues.describe(self.now()),
             "waiting": {priority.value: n for priority, n in self._waiting().items()},
-            "waiting_by_pool": self._waiting_by_pool(),
+            "waiting_by_pool": self.core.queue.waiting_by_home(),
             "predictions": self._metrics.predictions(self.now()),
             "tuner": self.tuner.status(),
             "mode": self.mode.describe(),
@@ -334,13 +334,6 @@ class LiveScheduler:
     def _waiting(self) -> Counter[PriorityClass]:
         """Return the number of queued requests by class."""
         return Counter(each.request.priority for each in self.core.requests if each.queued)
-
-    def _waiting_by_pool(self) -> Counter[str]:
-        """Return the number of queued requests by home pool."""
-        waiting = Counter[str]()
-        for pools, work in self.core.queue.work.items():
-            waiting[pools[0]] += work.requests
-        return waiting
 
     async def _figures(self) -> list[Figures]:
         core, now, names = self.core, self.now(), self._metrics.names
