@@ -192,9 +192,9 @@ class ScheduledRequest:
         return self.running is not None and self.running.started
 
     @property
-    def home(self) -> str | None:
+    def resident_on(self) -> str | None:
         """The replica that it is bound to because the context of its program is there; None for any."""
-        return None if self.turn is None else self.turn.home
+        return None if self.turn is None else self.turn.resident_on
 
     @property
     def parked(self) -> bool:
@@ -204,8 +204,8 @@ class ScheduledRequest:
     @property
     def destination(self) -> Destination:
         """The replicas of its pools that may serve it."""
-        destination, home = self.request.destination, self.home
-        return destination if home is None else Destination(home, destination.adapter)
+        destination, replica_id = self.request.destination, self.resident_on
+        return destination if replica_id is None else Destination(replica_id, destination.adapter)
 
     def used_after(self, outcome: Outcome) -> Usage | None:
         """Return the tokens of a dispatched request that has ended, for limits, budgets and usage.

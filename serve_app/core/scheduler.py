@@ -468,7 +468,7 @@ class Scheduler:
 
     def _release_parked(self, now: float) -> None:
         for scheduled in self.programs.release(now):
-            self.queue.bind(scheduled, scheduled.home)
+            self.queue.bind(scheduled, scheduled.resident_on)
             self.programs.on_enqueue(scheduled)
 
     def _dispatch(self, now: float) -> None:

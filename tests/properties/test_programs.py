@@ -152,9 +152,9 @@ class ProgramsMachine(SchedulerMachine):
         for scheduled in self.open_turns():
             turn = scheduled.turn
             assert turn is not None
-            if scheduled.home in self.replicas and turn.admitted_to is not None:
+            if scheduled.resident_on in self.replicas and turn.admitted_to is not None:
                 assert scheduled.queued
-                admitted[scheduled.home] += scheduled.estimate.expected_tokens
+                admitted[scheduled.resident_on] += scheduled.estimate.expected_tokens
         for replica_id, tokens in admitted.items():
             contexts = self.scheduler.programs.residency.known(replica_id)
             assert (0 if contexts is None else contexts.admitted) == tokens
@@ -185,7 +185,7 @@ class ProgramsMachine(SchedulerMachine):
         parked = {scheduled for scheduled in queue if scheduled.parked}
         assert set(self.scheduler.programs.parked) == parked
         assert set(queue.parked.values()) == {each for each in parked if not each.attempts.backoff_until}
-        assert all(each.turn is not None and each.home is None for each in parked)
+        assert all(each.turn is not None and each.resident_on is None for each in parked)
 
 
 TestProgramsMachine = ProgramsMachine.TestCase

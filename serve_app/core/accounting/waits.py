@@ -65,8 +65,15 @@ def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:
     """Return the key of a waiting request's account."""
     request = scheduled.request
     bits = max(_SMALL_TOKENS_BITS, scheduled.estimate.expected_tokens.bit_length())
-    is_at_home = scheduled.home is not None
-    return request.priority, scheduled.pools, scheduled.prefill_class, bits, scheduled.destination, is_at_home
+    is_resident = scheduled.resident_on is not None
+    return (
+        request.priority,
+        scheduled.pools,
+        scheduled.prefill_class,
+        bits,
+        scheduled.destination,
+        is_resident,
+    )
 
 
 class WaitAccount:
@@ -85,7 +92,7 @@ class WaitAccount:
         "_taken_by_tenant",
         "_tenants",
         "destination",
-        "is_at_home",
+        "is_resident",
         "key",
         "pool",
         "pools",
@@ -98,7 +105,7 @@ class WaitAccount:
 
     def __init__(self, key: WaitAccountKey, now: int) -> None:
         self.key = key
-        self.priority, self.pools, self.prefill_class, bits, self.destination, self.is_at_home = key
+        self.priority, self.pools, self.prefill_class, bits, self.destination, self.is_resident = key
         self.tokens = 1 << (bits - 1) if bits > _SMALL_TOKENS_BITS else 1
         self.pool = ""
         self.state = BUSY
@@ -120,7 +127,7 @@ class WaitAccount:
         """The cause if its replicas accept nothing while others do; None if any replica can serve it."""
         if self.destination is ANYWHERE:
             return None
-        return WaitCause.RESIDENCY if self.is_at_home else WaitCause.PARTICULAR_REPLICA
+        return WaitCause.RESIDENCY if self.is_resident else WaitCause.PARTICULAR_REPLICA
 
     def join(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
         """Start the wait of a request."""

@@ -233,8 +233,8 @@ class Placement:
             by_load: the best of like replicas for the whole prefill; None if isolation or load excludes all.
             query: requirements of the whole prefill.
         """
-        if (home := head.home) is not None:
-            replica = self._admissible(head, home, head.prefill_tokens, query, now)
+        if (resident_on := head.resident_on) is not None:
+            replica = self._admissible(head, resident_on, head.prefill_tokens, query, now)
             return None if replica is None else self._placed(head, replica, head.prefill_tokens, query)
         usual = self._usual(head, by_load, query, now)
         if usual is None or not self._targets.affects(head):

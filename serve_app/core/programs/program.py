@@ -171,7 +171,7 @@ class ProgramTurn:
         bound_until: time until which it waits for the replica of its context.
         parked_since: start of its last wait for room; None if it never waited for that.
         parked_s: duration of its waits for room that have ended.
-        home: the replica that it is bound to because its context is there; None for any.
+        resident_on: the replica that it is bound to because its context is there; None for any.
         parked: whether it waits for room for its context.
         admitted_to: the replica whose room it takes until its dispatch; None if it takes none.
         admitted_tokens: the tokens that it takes there.
@@ -187,7 +187,7 @@ class ProgramTurn:
     bound_until: float = 0.0
     parked_since: float | None = None
     parked_s: float = 0.0
-    home: str | None = None
+    resident_on: str | None = None
     parked: bool = False
     admitted_to: str | None = None
     admitted_tokens: int = 0

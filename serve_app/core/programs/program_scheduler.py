@@ -258,7 +258,7 @@ class ProgramScheduler:
             return
         if turn.parked:
             self._overdue.add(scheduled)
-        elif turn.home is not None:
+        elif turn.resident_on is not None:
             self._bound.add(scheduled)
 
     def on_dispatch(self, scheduled: ScheduledRequest, replica: ReplicaState) -> None:
@@ -396,7 +396,7 @@ class ProgramScheduler:
 
     def _place(self, scheduled: ScheduledRequest, turn: ProgramTurn, now: float) -> None:
         """Bind a turn to the replica of its context, or park it."""
-        turn.home, turn.parked = None, False
+        turn.resident_on, turn.parked = None, False
         if scheduled.request.bound_to is not None:
             return
         conversation = turn.conversation
@@ -533,7 +533,7 @@ class ProgramScheduler:
         turn.conversation.replica_id = replica_id
         turn.admitted_to, turn.admitted_tokens = replica_id, tokens
         if self._settings.stay:
-            turn.home = replica_id
+            turn.resident_on = replica_id
             saved = scheduled.cached_tokens or scheduled.estimate.expected_prompt_tokens
             turn.bound_until = now + self._costs.of(replica.spec.pool).seconds(saved)
 
@@ -617,7 +617,7 @@ def _evidence(
 
 def _bound_until(scheduled: ScheduledRequest) -> float:
     turn = scheduled.turn
-    return math.inf if turn is None or turn.home is None else turn.bound_until
+    return math.inf if turn is None or turn.resident_on is None else turn.bound_until
 
 
 @dataclass(frozen=True, slots=True)

@@ -572,13 +572,13 @@ class RequestQueue:
         self._count_work(scheduled, 1)
         self._insert_or_hold(scheduled, tenant)
 
-    def bind(self, scheduled: ScheduledRequest, home: str | None) -> None:
+    def bind(self, scheduled: ScheduledRequest, replica_id: str | None) -> None:
         """Bind a queued turn of a program to a replica, or to none; it is no longer parked."""
         assert scheduled.turn is not None, "only turns are bound"
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._detach(scheduled, tenant)
         self.waits.remove(scheduled, self._now)
-        scheduled.turn.home, scheduled.turn.parked = home, False
+        scheduled.turn.resident_on, scheduled.turn.parked = replica_id, False
         self.waits.add(scheduled)
         self._insert_or_hold(scheduled, tenant)
 

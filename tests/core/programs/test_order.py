@@ -159,7 +159,7 @@ def test_all_that_fit_are_admitted_at_once() -> None:
     hold(driver, prompt_tokens=80_000)
     park(driver, "a", "b", "c", prompt_tokens=30_000)
     driver.end_turn("hold")
-    assert [driver.find(name).home for name in "abc"] == ["s1"] * 3
+    assert [driver.find(name).resident_on for name in "abc"] == ["s1"] * 3
     assert repr(driver.programs.parked) == "<ParkedTurns 0 of 0 programs>"
 
 

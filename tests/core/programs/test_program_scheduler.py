@@ -70,7 +70,7 @@ def bound() -> ProgramDriver:
     driver.end_turn("a1", context=40_000)
     fill(driver, bound_to="s1")
     assert driver.start_turn("a2", "a", prompt_tokens=45_000) == []
-    assert driver.find("a2").home == "s1"
+    assert driver.find("a2").resident_on == "s1"
     return driver
 
 
@@ -266,7 +266,7 @@ def test_small_contexts_are_never_parked() -> None:
     driver = parked()
     small = KV_TOKENS // 64 - 20
     assert dispatched(driver.start_turn("c1", "c", prompt_tokens=small)) == [("c1", "s1")]
-    assert driver.find("c1").home is None
+    assert driver.find("c1").resident_on is None
     assert driver.start_turn("d1", "d", prompt_tokens=KV_TOKENS // 2) == []
     assert driver.find("d1").parked
 
@@ -306,7 +306,7 @@ def test_without_staying_no_turn_is_bound() -> None:
     driver.start_turn("a1", "a")
     driver.end_turn("a1")
     driver.start_turn("a2", "a")
-    assert driver.find("a2").home is None
+    assert driver.find("a2").resident_on is None
     driver.end_turn("a2")
     assert_nothing_is_left(driver)
 
@@ -468,7 +468,7 @@ def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> Non
     driver = fleet("s1")
     fill(driver, bound_to="s1")
     assert driver.start_turn("a1", "a", prompt_tokens=40_000) == []
-    assert driver.find("a1").home == "s1"
+    assert driver.find("a1").resident_on == "s1"
     driver.feed(Cancelled("a1"))
     assert_nothing_is_left(driver)
     assert driver.conversation("a").replica_id is None
