@@ -134,15 +134,11 @@ class OrphanDetector:
 
     Args:
         is_lost: returns whether a gateway is lost.
-        cancel: ends a request.
     """
 
-    def __init__(
-        self, requests: RequestTable, is_lost: Callable[[str], bool], cancel: Callable[[str], None]
-    ) -> None:
+    def __init__(self, requests: RequestTable, is_lost: Callable[[str], bool]) -> None:
         self._requests = requests
         self._is_lost = is_lost
-        self._cancel = cancel
         # Last report of each replica since the last check.
         self._reports: dict[str, ReplicaReport] = {}
         # Ended requests of the last check that were not attributed to orphans, by replica.
@@ -150,14 +146,16 @@ class OrphanDetector:
         self._check_at = 0.0
         self.has_orphans = False
 
-    def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """Record a report, and at intervals release the capacity of orphans that have ended."""
+    def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> list[str]:
+        """Record a report, and at intervals return the orphans that have ended, by id."""
         self._reports[replica_id] = report
-        if now >= self._check_at:
-            self._check_at = now + _CHECK_INTERVAL_S
-            self._check(now)
+        if now < self._check_at:
+            return []
+        self._check_at = now + _CHECK_INTERVAL_S
+        return self._check(now)
 
-    def _check(self, now: float) -> None:
+    def _check(self, now: float) -> list[str]:
+        found: list[str] = []
         settled: Counter[str] = Counter()
         orphans: dict[str, list[str]] = defaultdict(list)
         for scheduled in self._requests:
@@ -178,8 +176,8 @@ class OrphanDetector:
             ended = settled[replica_id] - report.waiting - report.running
             agreed = max(0, min(ended, before.get(replica_id, 0), len(request_ids)))
             self._ended[replica_id] = ended - agreed
-            for request_id in request_ids[:agreed]:
-                self._cancel(request_id)
+            found += request_ids[:agreed]
+        return found
 
 
 logger = logging.getLogger("ray.serve")
@@ -378,7 +376,6 @@ class GatewaySessions:
         self._orphan_detector = OrphanDetector(
             scheduler.core.requests,
             lambda gateway_id: gateway_id in self._gateways and self._gateways[gateway_id].lost,
-            lambda request_id: scheduler.feed(Cancelled(request_id)),
         )
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._on_submit,
@@ -461,12 +458,14 @@ class GatewaySessions:
         if request is not None:
             self._send(request.gateway_id, Rejected(request.request_id, Conclusion(Outcome.FAILED, message)))
 
-    def on_report(self, event: ReplicaReported) -> None:
-        """Check with an engine's report whether requests of lost gateways have ended."""
-        if self._orphan_detector.has_orphans:
-            self._orphan_detector.on_report(event.replica_id, event.report, self._scheduler.now())
-            if not self._orphan_detector.has_orphans:
-                self._remove_lost_gateways()
+    def on_report(self, event: ReplicaReported) -> list[str]:
+        """Return the requests of lost gateways that have ended, by an engine's report."""
+        if not self._orphan_detector.has_orphans:
+            return []
+        ended = self._orphan_detector.on_report(event.replica_id, event.report, self._scheduler.now())
+        if not self._orphan_detector.has_orphans:
+            self._remove_lost_gateways()
+        return ended
 
     def send_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
         """Send each gateway the outlooks of its waiting requests."""

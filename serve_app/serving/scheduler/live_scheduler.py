@@ -26,7 +26,7 @@ from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Revoke
 from serve_app.core.decision_log import RunHeader
-from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Woke
+from serve_app.core.events import Arrived, Cancelled, Event, Finished, FirstToken, ReplicaReported, Woke
 from serve_app.core.learned_state import restore_state
 from serve_app.core.request import ScheduledRequest
 from serve_app.errors import ChannelError
@@ -271,12 +271,13 @@ class LiveScheduler:
             entry = self._handle(event, now)
             entry.requests = [self._execute(command, event) for command in entry.commands]
             self._schedule_wakeup()
-            self._journal.append(entry)
-            if isinstance(event, ReplicaReported):
-                # It may feed ends of requests, which are later entries.
-                self._gateways.on_report(event)
+            ended = self._gateways.on_report(event) if isinstance(event, ReplicaReported) else ()
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
+        else:
+            self._journal.append(entry)
+            for request_id in ended:
+                self.feed(Cancelled(request_id))
 
     def now(self) -> float:
         """Return the time of the loop's timers, made monotonic, as the core requires."""
