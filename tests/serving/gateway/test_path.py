@@ -7,6 +7,7 @@ engine, and predicts the next state, the reports to the scheduler and what the c
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock, patch
@@ -894,4 +895,21 @@ def test_an_answer_that_begins_is_not_revoked() -> None:
 
     life.client.start_response = revoke  # type: ignore[method-assign]
     happens(life, "ends_whole", {})
+    life.teardown()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_longest_gap_of_a_stream_is_that_of_its_last_replica(is_lost: bool) -> None:
+    life = Life()
+    life.begin(arrival(CHAT, "continued", 4))
+    with patch.object(path, "monotonic", lambda: time.monotonic() + 100.0):
+        happens(life, *WORDS[0])
+    if is_lost:
+        happens(life, *LOST)
+        happens(life, *steps(3))
+    happens(life, *event("ends", reason="stop"))
+    assert life.state is ENDED
+    gap = life.scheduler.longest_gap
+    assert gap is not None
+    assert (gap.seconds < 100.0) is is_lost
     life.teardown()
