@@ -205,7 +205,7 @@ class HttpServer:
         """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent.
 
         Args:
-            abort: called then, so that the application can say why its responses end.
+            abort: called after that time, so that the application can first end its responses with a reason.
         """
         if self._socket is None or self.stopping:
             return

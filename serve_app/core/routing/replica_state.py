@@ -318,12 +318,12 @@ class PendingPrefills:
 
 @dataclass(slots=True, eq=False)
 class Reports:
-    """What the reports of a replica show together.
+    """The reports of a replica: their times, and what is counted over several.
 
     Attributes:
         stale: whether the last one is too old.
         at: arrival of the last one.
-        gap_s: usual time between two.
+        gap_s: moving average of the time between two.
         received: requests that it has received, as last reported; None if it does not report them.
         dispatches: `ReplicaState.dispatches` at the last one.
         least_tpot_s: the least reported time per output token since it joined.

@@ -166,7 +166,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 
 class AnswerForm(Struct, frozen=True):
-    """What a client and the settings request of an answer.
+    """The form of an answer, as its client and the settings request it.
 
     Attributes:
         model: the model's name in the body.
