@@ -335,12 +335,13 @@ class RequestTimes(NamedTuple):
 
     Attributes:
         endpoint: path of the request.
-        read_s: from arrival to submission.
-        grant_s: from submission to the last grant, or to the end without one.
+        read_s: from arrival to the first submission.
+        grant_s: from the last submission to the last grant, or to the end without one.
         first_token_s: from the grant to the first token; None if the answer is not streamed. Negative if the
             client has received it by an earlier grant.
         engine_s: from the grant to the end in the engine; None if the request ended in the queue.
         engine: the engine's own times; None if it reports none.
+        earlier_s: from the first submission to the last, which is to another model of its route.
     """
 
     endpoint: str
@@ -349,6 +350,7 @@ class RequestTimes(NamedTuple):
     first_token_s: float | None
     engine_s: float | None
     engine: EngineTimes | None = None
+    earlier_s: float = 0.0
 
     def tpot_s(self, output_tokens: int) -> float | None:
         """Return the time per output token after the first; None if it is unknown."""
@@ -361,6 +363,7 @@ class RequestTimes(NamedTuple):
         return stages(
             wait_s,
             read_s=self.read_s,
+            earlier_s=self.earlier_s,
             grant_s=self.grant_s,
             first_token_s=self.first_token_s,
             engine_s=self.engine_s,
@@ -382,6 +385,7 @@ def stages(
     wait_s: float,
     *,
     read_s: float | None = None,
+    earlier_s: float = 0.0,
     grant_s: float | None = None,
     first_token_s: float | None = None,
     engine_s: float | None = None,
@@ -392,11 +396,13 @@ def stages(
 
     Args:
         wait_s: time in the queue, measured by the scheduler.
-        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over. With a
-            first token by an earlier grant, the last engine's time is one stage.
+        read_s, earlier_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not
+            over. With a first token by an earlier grant, the last engine's time is one stage.
     """
     if read_s is not None and grant_s is not None:
         yield "gateway", read_s
+        if earlier_s:
+            yield "earlier_models", earlier_s
         yield "channel", grant_s - wait_s
     yield "queue", wait_s
     if first_token_s is not None and first_token_s >= 0:

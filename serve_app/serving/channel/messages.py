@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import Cancelled, DispatchFailure, Finished, FirstToken, Message
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -303,9 +305,19 @@ ToGateway = (
 FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 
-_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
-"""Conversions of messages that differ in the previous version. Version 4 only appends fields: the pause that
-an engine asks for when it rejects a request, and the output tokens that a gateway has seen."""
+# Stage times of a request before the time at earlier models was appended: readers of tuples skip no fields.
+_TIMES_BEFORE = 6
+
+
+def _finished_before(message: Finished) -> Message:
+    times: Any = message.times and message.times[:_TIMES_BEFORE]
+    return replace(message, times=times)
+
+
+_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {Finished: _finished_before}
+"""Conversions of messages that differ in the previous version. Version 4 also appends fields that older
+readers skip: the pause that an engine asks for when it rejects a request, and the output tokens that a
+gateway has seen."""
 
 
 def common_version(theirs: int) -> int:

@@ -587,19 +587,19 @@ class Request(ChannelRequest):
 
     def times(self, now: float) -> RequestTimes:
         """Return the stage times known so far, for receipts; those of the attempt if it is not put back."""
-        attempt = self.attempt
-        if attempt is None or attempt.failure is not None:
-            waited_s = now - self.submitted_at
-            read_s = self.submitted_at - self.arrived_at
-            return RequestTimes(self.path, read_s, waited_s, None, None, self.counts.times)
-        granted_at, first_at, ended_at = attempt.granted_at, self.first_token_at, attempt.ended_at
+        attempt, earlier = self.attempt, () if self.fallbacks is None else self.fallbacks.earlier
+        first_submitted_at = earlier[0] if earlier else self.submitted_at
+        granted_at, first_at, ended_at = now, None, None
+        if attempt is not None and attempt.failure is None:
+            granted_at, first_at, ended_at = attempt.granted_at, self.first_token_at, attempt.ended_at
         return RequestTimes(
             self.path,
-            self.submitted_at - self.arrived_at,
+            first_submitted_at - self.arrived_at,
             granted_at - self.submitted_at,
             None if first_at is None else first_at - granted_at,
             None if ended_at is None else ended_at - granted_at,
             self.counts.times,
+            self.submitted_at - first_submitted_at,
         )
 
     # The common way.

@@ -216,7 +216,7 @@ def _first_token_s(known: HistoryRecord) -> float:
     times = known.times
     if times is None or times.first_token_s is None:
         return known.wait_s or 0.0
-    return times.read_s + times.grant_s + times.first_token_s
+    return times.read_s + times.earlier_s + times.grant_s + times.first_token_s
 
 
 _PSEUDONYM_KEY = secrets.token_bytes(16)

@@ -43,9 +43,25 @@ def test_what_gateways_report_about_a_request_is_sent_as_version_4_defines() -> 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported)) == [
         ["first", "r1"],
         ["putback", "r1", "s1", "lost", "it broke", 1, 0, None],
-        ["finish", "r1", "completed", None, ["/v1/completions", 0.1, 0.2, None, 0.5, None], [0.3, 0.1], 0],
+        [
+            "finish",
+            "r1",
+            "completed",
+            None,
+            ["/v1/completions", 0.1, 0.2, None, 0.5, None, 0.0],
+            [0.3, 0.1],
+            0,
+        ],
         ["cancel", "r1"],
     ]
+
+
+def test_a_scheduler_of_version_3_gets_the_times_that_it_knows() -> None:
+    times = RequestTimes("/v1/completions", 0.1, 0.2, None, 0.5, earlier_s=0.7)
+    for sent in (times, None):
+        before = to_previous_version(Finished("r1", Outcome.COMPLETED, None, sent))
+        [_, _, _, _, found, *_] = msgspec.msgpack.decode(msgspec.msgpack.encode(before))
+        assert found == (sent and ["/v1/completions", 0.1, 0.2, None, 0.5, None])
 
 
 def test_a_put_back_of_version_3_asks_for_no_pause() -> None:

@@ -335,6 +335,18 @@ async def test_the_clients_own_timeout_ends_the_search() -> None:
         assert models.schedulers["new"].submissions == []
 
 
+async def test_the_wait_at_the_model_before_is_a_stage_apart_from_the_gateways() -> None:
+    async with served(ROUTE) as models:
+        models.schedulers["stable"].gate.clear()
+        models.reject("stable", Outcome.EXPIRED)
+        task = asyncio.create_task(models.send_request(headers={"x-ewsjf-receipt": "1"}))
+        await asyncio.sleep(0.1)
+        models.schedulers["stable"].gate.set()
+        stages = json.loads((await task).headers["x-ewsjf-receipt"])["stages_ms"]
+        assert list(stages) == ["gateway", "earlier_models", "channel", "queue", "engine"]
+        assert stages["gateway"] < 50 < stages["earlier_models"]
+
+
 async def test_queue_updates_follow_the_request_to_its_fallback() -> None:
     async with served(ROUTE) as models:
         for name in ("stable", "new"):

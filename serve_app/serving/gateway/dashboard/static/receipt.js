@@ -46,6 +46,7 @@ export async function opened(page, id) {
 
 const NAMES = {
   gateway: "gateway",
+  earlier_models: "at earlier models of the route",
   channel: "round trip to the scheduler",
   queue: "queue",
   engine: "engine",
