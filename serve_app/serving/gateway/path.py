@@ -1051,7 +1051,7 @@ class Stream(Answer):
         longest_gap: longest gap between two pieces in seconds, or 0, and its end.
     """
 
-    __slots__ = ("_gaps", "_last_at", "longest_gap", "scanner")
+    __slots__ = ("_gaps", "_last_at", "_unread", "longest_gap", "scanner")
 
     def __init__(self, request: Request, response: UpstreamResponse, *, hide_usage: bool = False) -> None:
         super().__init__(request, response)
@@ -1062,12 +1062,14 @@ class Stream(Answer):
         self._gaps: HistogramCell | None = None
         # The first output, and then each piece; 0 before.
         self._last_at = 0.0
+        # Pieces that have arrived and have not been read, because the client does not read.
+        self._unread = 0
 
     def _take(self) -> bytes:
         """Return the events that are whole now."""
-        response, scanner = self._response, self.scanner
-        events = scanner.feed(response.take())
-        return events + scanner.flush() if response.complete else events
+        self._unread = 0
+        events = self.scanner.feed(self._response.take())
+        return events + self.scanner.flush() if self._response.complete else events
 
     def _begin_output(self) -> None:
         """Report the first token."""
@@ -1076,8 +1078,10 @@ class Stream(Answer):
         request.scheduler.first_token(request)
 
     def _note_gap(self) -> None:
-        """Record the time since the piece before."""
-        now = monotonic()
+        """Record the time since the piece before, if another one has arrived."""
+        if len(self._response.pieces) == self._unread:
+            return
+        self._unread, now = len(self._response.pieces), monotonic()
         gap_s, self._last_at = now - self._last_at, now
         if self._gaps is not None:
             observe(self._gaps.observe, gap_s)
@@ -1101,15 +1105,14 @@ class PassedStream(Stream):
         self._has_room = True
 
     def _advance(self) -> None:
-        response = self._response
         if not self._last_at:
             self._await_output()
-        elif response.has_ended:
+            return
+        self._note_gap()
+        if self._response.has_ended:
             self._end(self._take())
-        elif response.pieces:
-            self._note_gap()
-            if self._has_room:
-                self._pass_on()
+        elif self._has_room:
+            self._pass_on()
 
     def _await_output(self) -> None:
         response = self._response
@@ -1140,7 +1143,7 @@ class PassedStream(Stream):
         self._has_room = request.exchange.write_chunk(events)
 
     def _pass_on(self) -> None:
-        if events := self.scanner.feed(self._response.take()):
+        if events := self._take():
             self._has_room = self._request.exchange.write_chunk(events)
 
     def _on_writable(self) -> None:
@@ -1214,20 +1217,19 @@ class ContinuedStream(Stream):
     def _advance(self) -> None:
         """Pass on the events that have arrived, as soon as the client reads."""
         response, exchange = self._response, self._request.exchange
+        if self._last_at:
+            self._note_gap()
         if exchange.is_choked and not response.has_ended:
             exchange.on_writable = self.on_change
             return
         events = self._take()
         self._stream.feed(events)
-        if self._last_at:
-            if events:
-                self._note_gap()
-        elif events or response.has_ended:
+        if not self._last_at:
+            if not (events or response.has_ended):
+                return
             if response.error is not None and not events:
                 raise response.error
             self._begin_output()
-        else:
-            return
         if response.complete or self.scanner.error is not None:
             self._end()
             return

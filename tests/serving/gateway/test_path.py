@@ -898,6 +898,23 @@ def test_an_answer_that_begins_is_not_revoked() -> None:
     life.teardown()
 
 
+@pytest.mark.parametrize("kind", STREAMS)
+def test_gaps_of_a_stream_are_those_of_the_engine(kind: str) -> None:
+    life = Life()
+    life.begin(arrival(CHAT, kind, 3))
+    happens(life, *event("stops_reading"))
+    happens(life, *WORDS[0])
+    with patch.object(path, "monotonic", lambda: time.monotonic() + 60.0):
+        happens(life, *event("reads_again"))
+    with patch.object(path, "monotonic", lambda: time.monotonic() + 100.0):
+        # The last piece arrives together with the end.
+        happens(life, *event("ends", reason="stop"))
+    gap = life.scheduler.longest_gap
+    assert gap is not None
+    assert gap.seconds >= 100.0
+    life.teardown()
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_the_longest_gap_of_a_stream_is_that_of_its_last_replica(is_lost: bool) -> None:
     life = Life()
