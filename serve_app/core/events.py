@@ -52,7 +52,8 @@ class Finished(Message, frozen=True, tag="finish"):
         times: the gateway's stage times, for the receipt. Gateways also report those of requests that were
             rejected or cancelled while they waited, which the scheduler no longer knows.
         gap: the longest gap of a streamed answer; None with fewer than two pieces.
-        seen_tokens: output tokens that the gateway has seen at least, one for each event of a stream.
+        seen_tokens: output tokens that the gateway has seen, about one for each event of a stream; 0 before
+            the first token.
     """
 
     request_id: str

@@ -128,7 +128,7 @@ class ScheduledRequest:
         charged: service charged to its tenant for it.
         key_charge: tokens charged to the limit of its key; None without such a limit.
         usage: token counts of its engine, after its end.
-        seen_tokens: output tokens that its gateway has seen at least, after its end.
+        seen_tokens: output tokens that its gateway has seen, after its end.
         prediction: its predicted wait; None if none was possible or it was put back.
         fcfs_turn: prompt tokens that leave the queue before it in order of arrival, see
             `queueing.delay_bound`; None for short prompts, and outside the queue.

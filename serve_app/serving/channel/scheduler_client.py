@@ -91,7 +91,7 @@ class ChannelRequest(ABC):
 
     @property
     def seen_tokens(self) -> int:
-        """Output tokens that the gateway has seen at least."""
+        """Output tokens that the gateway has seen."""
         return 0
 
     @abstractmethod

@@ -580,10 +580,10 @@ class Request(ChannelRequest):
 
     @property
     def seen_tokens(self) -> int:
-        """Output tokens seen at least: one for each event, and those with which an answer continues."""
+        """Output tokens seen: about one for each event, and those with which an answer continues."""
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
         stream = None if self.attempt is None else self.attempt.stream
-        return kept if stream is None else max(kept, stream.scanner.events)
+        return kept if stream is None else max(kept, stream.seen_tokens)
 
     def times(self, now: float) -> RequestTimes:
         """Return the stage times known so far, for receipts; those of the attempt if it is not put back."""
@@ -1064,6 +1064,11 @@ class Stream(Answer):
         self._last_at = 0.0
         # Pieces that have arrived and have not been read, because the client does not read.
         self._unread = 0
+
+    @property
+    def seen_tokens(self) -> int:
+        """Number of events, once there is output: one for each token, and a few that announce and end it."""
+        return self.scanner.events if self._last_at else 0
 
     def _take(self) -> bytes:
         """Return the events that are whole now."""

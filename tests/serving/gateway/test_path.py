@@ -898,6 +898,18 @@ def test_an_answer_that_begins_is_not_revoked() -> None:
     life.teardown()
 
 
+@pytest.mark.parametrize("kind", ["passed", "assembled"])
+def test_events_before_the_first_output_are_no_tokens(kind: str) -> None:
+    life = Life()
+    life.begin(arrival(CHAT, kind, 1))
+    life.on_loop(life.responses[-1].arrive, b": wait\n\n" * 3, headers=EVENTS)
+    assert life.request.seen_tokens == 0
+    life.on_loop(life.responses[-1].arrive, life.next_word(None))
+    assert life.request.seen_tokens > 0
+    life.on_loop(life.client.disconnect)
+    life.teardown()
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 def test_gaps_of_a_stream_are_those_of_the_engine(kind: str) -> None:
     life = Life()
