@@ -27,6 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ray.serve.handle import DeploymentHandle
@@ -176,7 +177,9 @@ class ParameterTuner:
         try:
             return loop, loop.begin(configured, observed.at, state)
         except ValueError as error:
-            logger.warning("event=tuner_state_rejected model=%s reason=%r", self._model, str(error))
+            if state is not None and self._state is not None:
+                store, calls = self._state
+                calls.begin(partial(store.reject, str(error)))
             return loop, []
 
     async def _in_thread(self, work: Work) -> Result:

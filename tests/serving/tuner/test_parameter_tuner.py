@@ -192,6 +192,19 @@ async def test_values_survive_a_restart_unless_the_settings_have_changed(tmp_pat
     assert other.loop.rollout.incumbent["target_waiting"] == 4
 
 
+async def test_a_state_that_cannot_be_used_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    store = StateStore(str(tmp_path), "tuner", "m")
+    _, loop = begun(SMALL, store)
+    store.save({**loop.state(), "rollout": "of another release"})
+    again = ParameterTuner("m", SMALL, store)
+    await again.load()
+    assert again.update(observed(0.0)) == []
+    await again.save()
+    assert store.load() == loop.state()
+    store.path += ".rejected"
+    assert (store.load() or {})["rollout"] == "of another release"
+
+
 @pytest.mark.parametrize("changes", [{"core_share": 0.0}, {"every_s": 0.0}, {"min_requests": 0}])
 def test_bad_settings_are_named(changes: dict[str, Any]) -> None:
     (name,) = changes
