@@ -75,6 +75,7 @@ from serve_app.serving.gateway.answer.responses import (
     EngineTimedOut,
     RequestRejected,
     as_rejection,
+    data_event,
     encode,
     failure_of,
     outcome_of,
@@ -1051,7 +1052,7 @@ class Stream(Answer):
         longest_gap: longest gap between two pieces in seconds, or 0, and its end.
     """
 
-    __slots__ = ("_gaps", "_last_at", "_unread", "longest_gap", "scanner")
+    __slots__ = ("_announced", "_gaps", "_last_at", "_unread", "longest_gap", "scanner")
 
     def __init__(self, request: Request, response: UpstreamResponse, *, hide_usage: bool = False) -> None:
         super().__init__(request, response)
@@ -1059,6 +1060,7 @@ class Stream(Answer):
         self.longest_gap = 0.0, 0.0
         assert request.attempt is not None
         request.attempt.stream = self
+        self._announced = request.announced
         self._gaps: HistogramCell | None = None
         # The first output, and then each piece; 0 before.
         self._last_at = 0.0
@@ -1075,6 +1077,10 @@ class Stream(Answer):
         self._unread = 0
         events = self.scanner.feed(self._response.take())
         return events + self.scanner.flush() if self._response.complete else events
+
+    def _is_output(self, events: bytes) -> bool:
+        """Return whether there are events that do more than announce the answer."""
+        return bool(events) and not (self._announced is not None and self._announced.match_all(events))
 
     def _begin_output(self) -> None:
         """Report the first token."""
@@ -1101,11 +1107,10 @@ class PassedStream(Stream):
     engine before the prefill, and would count as its first token.
     """
 
-    __slots__ = ("_announced", "_events", "_has_room")
+    __slots__ = ("_events", "_has_room")
 
     def __init__(self, request: Request, response: UpstreamResponse) -> None:
         super().__init__(request, response, hide_usage=request.form.hide_usage)
-        self._announced = request.announced
         self._events = b""
         self._has_room = True
 
@@ -1120,16 +1125,11 @@ class PassedStream(Stream):
             self._pass_on()
 
     def _await_output(self) -> None:
-        response = self._response
-        events = self._take()
-        if not (events or response.complete):
-            if response.error is not None:
-                raise response.error
-            return
-        events = self._events = self._events + events
-        announced = self._announced
-        if announced is None or response.has_ended or not announced.match_all(events):
+        events = self._events = self._events + self._take()
+        if self._response.complete or self._is_output(events):
             self._begin(events)
+        elif self._response.error is not None:
+            raise self._response.error
 
     def _begin(self, events: bytes) -> None:
         request, response, scanner = self._request, self._response, self.scanner
@@ -1173,19 +1173,17 @@ class PassedStream(Stream):
 class AssembledAnswer(Stream):
     """A stream of which the client receives one JSON object. Failures can be retried until its end."""
 
-    __slots__ = ("_announced", "_assembly")
+    __slots__ = ("_assembly",)
 
     def __init__(self, request: Request, response: UpstreamResponse) -> None:
         super().__init__(request, response)
-        self._announced = request.announced
         self._assembly = request.assembly or AnswerAssembly()
 
     def _advance(self) -> None:
-        response, announced = self._response, self._announced
+        response = self._response
         events = self._take()
         self._assembly.feed(events)
-        is_output = bool(events) and not (announced is not None and announced.match_all(events))
-        if not self._last_at and (is_output or response.complete):
+        if not self._last_at and (response.complete or self._is_output(events)):
             self._begin_output()
         if response.complete:
             self._end()
@@ -1230,10 +1228,10 @@ class ContinuedStream(Stream):
         events = self._take()
         self._stream.feed(events)
         if not self._last_at:
-            if not (events or response.has_ended):
+            if not (response.complete or self._is_output(events)):
+                if response.error is not None:
+                    raise response.error
                 return
-            if response.error is not None and not events:
-                raise response.error
             self._begin_output()
         if response.complete or self.scanner.error is not None:
             self._end()
@@ -1257,10 +1255,12 @@ class ContinuedStream(Stream):
             request.check_outgrown()
             events = self._stream.end()
             request.conclude_stream(scanner)
-        else:
+        elif scanner.is_engine_error:
             failure = engine_failure(scanner)
-            if scanner.is_engine_error:
-                request.check_retry(failure)
+            request.check_retry(failure)
             events = self._stream.ready() + request.break_stream(failure, scanner)
+        else:
+            events = self._stream.ready() + data_event(self._stream.error or b"")
+            request.conclude_stream(scanner)
         self._begin()
         request.finish_stream(events)

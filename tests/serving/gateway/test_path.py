@@ -532,9 +532,7 @@ class Life(RuleBasedStateMachine):
         events = [self.next_word(None)] if after_word and not self.is_finished else []
         self.arrive(*events, error_json("out of memory", code), b"data: [DONE]\n\n", ends=True)
         is_final = self.forwards == "passed" and self.has_output
-        outcome = Outcome.FAILED
-        if code == 400:
-            outcome = Outcome.FAILED if self.forwards == "continued" else Outcome.REJECTED_INVALID
+        outcome = Outcome.REJECTED_INVALID if code == 400 else Outcome.FAILED
         is_retried = code == 500 and not is_final and (not self.engine_failed or self.may_try_another)
         self.read(is_forwarded=not is_retried)
         if is_retried:
@@ -661,8 +659,7 @@ class Life(RuleBasedStateMachine):
         """
         has_ended = self.responses[-1].has_ended
         if self.forwards == "continued":
-            is_output = self.made > self.base or (self.path == CHAT and self.has_head)
-            is_output |= has_ended and self.responses[-1].error is None
+            is_output = self.made > self.base or (has_ended and self.responses[-1].error is None)
         elif self.forwards == "assembled":
             is_output = self.made > self.base or has_ended
         else:
@@ -898,14 +895,25 @@ def test_an_answer_that_begins_is_not_revoked() -> None:
     life.teardown()
 
 
-@pytest.mark.parametrize("kind", ["passed", "assembled"])
-def test_events_before_the_first_output_are_no_tokens(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["passed", "assembled", "continued"])
+@pytest.mark.parametrize(
+    "before",
+    [b": wait\n\n" * 3, {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}],
+)
+def test_events_before_the_first_output_are_no_tokens(kind: str, before: Any) -> None:
     life = Life()
     life.begin(arrival(CHAT, kind, 1))
-    life.on_loop(life.responses[-1].arrive, b": wait\n\n" * 3, headers=EVENTS)
+    life.on_loop(life.responses[-1].arrive, before, headers=EVENTS)
     assert life.request.seen_tokens == 0
-    life.on_loop(life.responses[-1].arrive, life.next_word(None))
+    assert "first_token" not in life.scheduler.names()
+    # Nothing of the answer is lost, so another replica may serve it.
+    life.on_loop(life.responses[-1].break_off, UpstreamError(DispatchFailure.LOST, "it broke"))
+    assert life.scheduler.put_backs() == [DispatchFailure.LOST]
+    assert life.client.pieces == []
+    life.is_granted(can_continue=True)
+    life.on_loop(life.responses[-1].arrive, life.next_word(None), headers=EVENTS)
     assert life.request.seen_tokens > 0
+    assert "first_token" in life.scheduler.names()
     life.on_loop(life.client.disconnect)
     life.teardown()
 
