@@ -394,8 +394,8 @@ class Gateway:
             self._record(request, gone)
 
     def _reject(self, request: Request, rejection: RequestRejected) -> None:
-        self._record(request, rejection)
         request.reject(rejection)
+        self._record(request, rejection)
 
     def _scheduled(self, request: Request) -> Coroutine[None, None, None] | None:
         """Read and submit a request at once, or return the work that does."""

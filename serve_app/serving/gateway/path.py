@@ -93,6 +93,7 @@ from serve_app.serving.gateway.answer.stream import (
     engine_failure,
     stream_outcome,
 )
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.body import NO_BODY, HeldBody, body_for
 from serve_app.serving.gateway.request.endpoints import ENDPOINTS, OTHER
 from serve_app.serving.gateway.request.fields import (
@@ -349,7 +350,8 @@ class Request(ChannelRequest):
         arrived_at: its head was read.
         trace: recorder of its stages; None if it is not sampled.
 
-        submission: what the scheduler is told about it.
+        caller: who sent it; None until it is known.
+        submission: what the scheduler knows about it.
         forwarded: client header lines for the engine.
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         form: what was requested of its answer.
@@ -368,6 +370,7 @@ class Request(ChannelRequest):
     """
 
     trace: RequestTrace | None = None
+    caller: Caller | None = None
     submission: Submission
     forwarded = b""
     body: HeldBody = NO_BODY

@@ -99,14 +99,13 @@ def rejected(request: Request, endpoint: str, end: RequestRejected | ClientGone)
     Args:
         endpoint: its path, or `-` for an unknown path.
     """
-    rejection = end if isinstance(end, RequestRejected) else None
-    key = None if rejection is None else rejection.key
+    key = None if request.caller is None else request.caller.key
     return ConcludedRequest(
         request=request,
         request_id=request.request_id,
         arrived_at=request.arrived_at,
         finished_at=monotonic(),
-        outcome=Outcome.CANCELLED if rejection is None else rejection.outcome,
+        outcome=end.outcome if isinstance(end, RequestRejected) else Outcome.CANCELLED,
         prompt_tokens=0,
         output_tokens=0,
         tenant=DEFAULT_TENANT if key is None else key.tenant,
@@ -114,7 +113,7 @@ def rejected(request: Request, endpoint: str, end: RequestRejected | ClientGone)
         model="",
         endpoint=endpoint,
         key_id="" if key is None else key.id,
-        status=0 if rejection is None else rejection.status,
+        status=request.exchange.status,
     )
 
 

@@ -48,7 +48,6 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.server import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
 from serve_app.request import LimitStatus, RateLimitStatus
-from serve_app.serving.api_keys import KeyRecord
 from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
@@ -247,7 +246,6 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         status: overrides the outcome's HTTP status (404 and 405 for unknown paths and methods).
         retry_after_s: when a retry is useful; None for no statement.
         rate_limits: state of the key's rate limits.
-        key: API key of the request, for the log; None if it is not known.
         may_retry: False adds `x-should-retry: false`, which OpenAI's SDKs obey.
     """
 
@@ -271,7 +269,6 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
         self.status = status or (403 if code == NOT_ALLOWED_CODE else HTTP_STATUS[outcome])
         self.retry_after_s = retry_after_s
         self.rate_limits: RateLimitStatus | None = None
-        self.key: KeyRecord | None = None
 
     def body(self) -> bytes:
         """Return the error in OpenAI's shape."""

@@ -222,15 +222,16 @@ class RequestReader:
         return self._settings.max_body_bytes
 
     def authenticate(self, request: Request) -> Caller:
-        """Return the caller of a request.
+        """Return the caller of a request, which is found once.
 
         Raises:
             RequestRejected: the key is missing or not valid.
         """
-        within = request.exchange.caller
-        caller = within if isinstance(within, Caller) else self.caller(request.headers)
-        request.headers = with_own_names(request.headers, caller, self._on_ignored_header)
-        return caller
+        if request.caller is None:
+            within = request.exchange.caller
+            request.caller = within if isinstance(within, Caller) else self.caller(request.headers)
+            request.headers = with_own_names(request.headers, request.caller, self._on_ignored_header)
+        return request.caller
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller that the headers of a request identify.
@@ -380,8 +381,8 @@ class RequestReader:
             if _is_large(request.body.data):
                 return False
             self._interpret(request, caller)
-        except BaseException as error:
-            self._abandon(request, caller, error)
+        except BaseException:
+            request.body.release()
             raise
         return True
 
@@ -403,14 +404,9 @@ class RequestReader:
                 await loop.run_in_executor(self._large_bodies, self._interpret, request, caller)
             else:
                 self._interpret(request, caller)
-        except BaseException as error:
-            self._abandon(request, caller, error)
+        except BaseException:
+            request.body.release()
             raise
-
-    def _abandon(self, request: Request, caller: Caller, error: BaseException) -> None:
-        request.body.release()
-        if isinstance(error, RequestRejected):
-            error.key = caller.key
 
     def close(self) -> None:
         """Stop the thread for large bodies and the watch of the key file."""

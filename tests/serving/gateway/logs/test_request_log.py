@@ -58,6 +58,23 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
     assert "s3cret" not in caplog.text
 
 
+async def test_every_rejection_has_the_key_and_the_status_that_the_client_got(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    async with running_gateway(keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),)) as harness:
+        harness.http.headers["authorization"] = "Bearer s3cret-of-acme"
+        answers = [
+            await harness.http.post("/tokenize", json={"model": "another", "prompt": "hi"}),
+            await harness.http.get("/v1/models/another"),
+            await harness.http.post("/v1/messages", json={"model": "another", "messages": []}),
+        ]
+        harness.gateway.telemetry.flush_log()
+    lines = [each.getMessage() for each in caplog.records if "concluded" in each.getMessage()]
+    assert all(f" status={answer.status_code} " in line for answer, line in zip(answers, lines, strict=True))
+    assert all(" tenant=acme key=config/acme " in line for line in lines)
+
+
 async def test_a_long_error_is_cut_in_the_log(
     harness: GatewayHarness, caplog: pytest.LogCaptureFixture
 ) -> None:

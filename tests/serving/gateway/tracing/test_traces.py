@@ -109,7 +109,9 @@ def begin(tracer: RequestTracer, *headers: tuple[bytes, bytes], path: str = CHAT
 
 
 def reject(request: Request) -> None:
-    record = rejected(request, request.path, RequestRejected(Outcome.REJECTED_INVALID, SECRET))
+    rejection = RequestRejected(Outcome.REJECTED_INVALID, SECRET)
+    request.reject(rejection)
+    record = rejected(request, request.path, rejection)
     assert request.trace is not None
     request.trace.end(request, record, record.shown_status)
 
