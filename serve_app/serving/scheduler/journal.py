@@ -297,14 +297,19 @@ class HistoryRecord:
     @property
     def ended_waiting(self) -> bool:
         """True if it ended in the queue."""
-        return self.conclude is not None and (self.conclude.waited is not None or not self.attempts)
+        return self.conclude is not None and not self.conclude.dispatched
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds from arrival to the last dispatch, or to the end in the queue; None before either."""
-        if self.attempts and not self.ended_waiting:
+        """Seconds from arrival to the last dispatch, or to the end in the queue; None before either.
+
+        If an earlier scheduler dispatched it, they include the channel, and are known at its end.
+        """
+        if self.conclude is not None and self.ended_waiting:
+            return self.waited.wait_s
+        if self.attempts:
             return self.attempts[-1].dispatch.queue_wait_s
-        return self.waited.wait_s if self.conclude is not None else None
+        return None if self.times is None else self.times.grant_s
 
     @property
     def outcome(self) -> RequestRecord | None:

@@ -195,8 +195,12 @@ class Receipts:
         self, known: HistoryRecord, scheduled: ScheduledRequest, now: float
     ) -> dict[str, Any]:
         waits, last, predicted = scheduled.queued, known.last, scheduled.prediction
-        if waits or last is None:
+        if waits:
             waited, wait_s = wait_so_far(scheduled, now), now - known.arrived_at
+            pool, until = scheduled.pools[0], now
+        elif last is None:
+            # An earlier scheduler dispatched it, at a time between its arrival and its report to this one.
+            waited, wait_s = WaitBreakdown(), scheduled.dispatched_at - known.arrived_at
             pool, until = scheduled.pools[0], now
         else:
             waited, wait_s = last.dispatch.waited or WaitBreakdown(), last.dispatch.queue_wait_s
@@ -205,7 +209,7 @@ class Receipts:
         place = await self._place(scheduled, now) if waits else {}
         served = None
         if waited.causes:
-            served = await self._served(known, pool, until, waits=waits or last is None)
+            served = await self._served(known, pool, until, waits=waits)
         queue = _queue_figures(known, waited, wait_s, served)
         queue["predicted_ms"] = _in_ms(predicted.wait_s if predicted is not None else None)
         return {

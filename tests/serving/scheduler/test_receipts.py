@@ -174,6 +174,24 @@ def test_a_running_request_has_its_stages_so_far(overloaded: ReceiptHarness) -> 
     assert overloaded.stages("mine") == {"queue": 3_000.0, "until_first_token": 500.0, "generation": 250.0}
 
 
+def test_a_request_that_an_earlier_scheduler_dispatched_has_no_time_twice() -> None:
+    harness = ReceiptHarness()
+    harness.driver.now += 10.0
+    harness.feed(ev.Resumed(request("taken", arrived_at=4.0), "r1", started=True))
+    harness.driver.now += 1.0
+    running = harness.stages("taken")
+    assert sum(running.values()) == (harness.driver.now - 4.0) * 1e3
+
+    harness.end("taken", request_times(grant_s=2.0), after_s=1.0)
+    assert harness.stages("taken") == {
+        "gateway": 1.0,
+        "channel": 0.0,
+        "queue": 2_000.0,
+        "until_first_token": 250.0,
+        "generation": 1_250.0,
+    }
+
+
 def test_the_history_is_bounded_in_number_and_time() -> None:
     harness = ReceiptHarness(most=2)
     for name in ("a", "b", "c"):
