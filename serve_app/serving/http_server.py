@@ -258,9 +258,7 @@ class HttpServer:
         if self._check_timer is None:
             self._check_timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check_timeouts)
         limit = self._options.max_connections
-        if limit is None or self.connections <= limit:
-            return self.app
-        return self._options.overload if self.connections <= limit + _OVERLOAD_CONNECTIONS else None
+        return self.app if limit is None or self.connections <= limit else self._options.overload
 
     def _begin(self, sock: socket.socket) -> None:
         """Begin a connection, with its TLS handshake, or close it if there are far too many."""

@@ -8,7 +8,8 @@
 
 `Dispatcher`. The order of service:
 
-1. A request put back for a fault of its replica, such as its loss: it had been dispatched in time.
+1. A request put back for a fault of its replica, such as its loss, or because it was too long for it: it had
+   been dispatched in time.
 2. The request for which capacity is reserved (`CapacityReservations`).
 3. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
    starvation bound (`promotion`).

@@ -36,9 +36,9 @@ class OrderingPolicy:
     """Orders requests within length queues, and the heads of queues among each other. FCFS by default.
 
     The request queue holds the requests; a policy holds none. Its measure of length is
-    `ScheduledRequest.prefill_tokens`. Put-back requests precede all others of their queue, whatever the
-    policy. Requests with equal keys or scores remain in order of arrival. A *round* is one event of the
-    scheduler, in which it may dispatch several requests.
+    `ScheduledRequest.prefill_tokens`. Requests put back for a fault of their replica precede all others of
+    their queue, whatever the policy. Requests with equal keys or scores remain in order of arrival. A
+    *round* is one event of the scheduler, in which it may dispatch several requests.
     """
 
     isolates: bool = False

@@ -2,7 +2,7 @@
 
 - `EngineServer`: a server's description of itself, its control pages and a reading of its load.
 - `samples`: looks up single samples in a page of Prometheus text, without parsing the rest of the page.
-- `reported_context_limit`: the limit in an engine's error about a request that is too long.
+- `stated_context_limit`: the limit in an engine's error about a request that is too long.
 
 `samples`. A page has 40 to 90 kB, most of it histogram buckets, and only a few samples are needed. A lookup
 by name costs a few microseconds, parsing all lines several hundred.
@@ -10,7 +10,7 @@ by name costs a few microseconds, parsing all lines several hundred.
 Source: the Prometheus text format, in which the samples of a metric are contiguous and the next metric begins
 with a comment. Pages without comments are searched to the end.
 
-`reported_context_limit`. The texts of errors:
+`stated_context_limit`. The texts of errors:
 
 | engine | error text |
 |---|---|
@@ -164,7 +164,7 @@ def is_too_long(message: str) -> bool:
     return _WITHOUT_LIMIT.search(message) is not None or _WITH_LIMIT.search(message) is not None
 
 
-def reported_context_limit(message: str) -> int | None:
+def stated_context_limit(message: str) -> int | None:
     """Return the context limit in such an error message, in tokens, or None if it has none."""
     match = _WITH_LIMIT.search(message)
     if match is None:

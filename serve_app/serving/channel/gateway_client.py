@@ -303,7 +303,8 @@ class GatewayClient:
         """Report the first byte of the engine's streamed answer."""
         entry = self._entry(request)
         if entry is not None and not entry.started:
-            entry.started = True
+            # Comments about the queue end with the first output.
+            entry.started, entry.watches_queue = True, False
             if self._link is not None:
                 self._link.send(FirstToken(request.submission.request_id))
 

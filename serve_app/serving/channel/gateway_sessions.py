@@ -95,7 +95,7 @@ from serve_app.core.events import (
 )
 from serve_app.core.request import RequestTable, ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.engines.adapters.server import reported_context_limit
+from serve_app.engines.adapters.server import stated_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request, RequestTimes
 from serve_app.serving.channel.gateway_client import GatewayMetrics
@@ -638,12 +638,12 @@ class GatewaySessions:
 
     def _put_back(self, scheduled: ScheduledRequest, message: PutBack) -> None:
         failure, text = message.failure, message.message
-        reported_limit = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
+        stated = stated_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
         replica_id, tokens = scheduled.replica_id, message.generated_tokens
         assert replica_id is not None, "only a running request waits again"
         self._scheduler.feed(
             DispatchFailed(
-                message.request_id, replica_id, failure, text, reported_limit, tokens, message.retry_after_s
+                message.request_id, replica_id, failure, text, stated, tokens, message.retry_after_s
             )
         )
 

@@ -121,7 +121,7 @@ class Submit(Message, frozen=True):
     """A request that waits; in a snapshot, with its history.
 
     Attributes:
-        age_s: time since its arrival.
+        age_s: time since its submission to this scheduler.
         grants: number of grants that the gateway has received for it.
         put_back: end of the last grant.
         client_request_id: id chosen by the client; empty for none.

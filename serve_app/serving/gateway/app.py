@@ -118,7 +118,7 @@ class AnyReplica:
             try:
                 response, answer = await self._upstream.fetch(replica.server, head, body)
             except EngineSilentError as error:
-                raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
+                raise EngineTimedOut(error) from error
             except UpstreamError as error:
                 failure = str(error)
                 continue

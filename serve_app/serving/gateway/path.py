@@ -239,8 +239,8 @@ class Fallbacks:
             waited_s: time since the arrival of the request.
 
         Raises:
-            RequestRejected: there is none. Of all rejections, it is the one after which a retry is useful
-                first; otherwise that of the first model.
+            RequestRejected: there is none. If every model rejected the request, it is the rejection after
+                which a retry is useful first; otherwise that of the first model.
         """
         self._rejections.append(rejection)
         if rejection.outcome not in _FALLS_BACK or not rejection.may_retry:
@@ -286,7 +286,7 @@ class RequestObserver(Protocol):
         """Return the cell that records the inter-token latencies of the request's stream."""
         ...
 
-    def put_back(self, request: "Request", failure: DispatchFailure) -> None:
+    def on_put_back(self, request: "Request", failure: DispatchFailure) -> None:
         """Count a granted request that was put back."""
         ...
 
@@ -321,7 +321,7 @@ class Services:
     """State shared by all requests of a gateway.
 
     Attributes:
-        schedulers: by model name.
+        schedulers: by served name; the names of one model share its scheduler.
         open: requests that have been submitted and whose answers are incomplete.
         on_end: called after a request has left `open`.
         queue_comment_interval_s: 0 if comments are disabled.
@@ -443,10 +443,14 @@ class Request(ChannelRequest):
         """Return the parameters of the query."""
         return parse_qs(self.exchange.query.decode("latin-1"))
 
-    def respond(self, status: int, headers: HeaderList, body: bytes) -> None:
-        """Send a whole response with the id of the request, without waiting for the client."""
+    def respond(self, status: int, headers: HeaderList, body: bytes, lines: bytes | None = None) -> None:
+        """Send a whole response without waiting for the client.
+
+        Args:
+            lines: own header lines; None for those with the id of the request.
+        """
         length = (b"content-length", b"%d" % len(body))
-        self.exchange.start_response(status, [*headers, length], self.id_lines)
+        self.exchange.start_response(status, [*headers, length], self.id_lines if lines is None else lines)
         self.exchange.write_chunk(body, ends=True)
 
     def respond_json(self, document: object, status: int = 200) -> None:
@@ -677,9 +681,7 @@ class Request(ChannelRequest):
         if self._begin_answer():
             self.exchange.write_chunk(self.api.body_event(status, body), ends=True)
         else:
-            length = (b"content-length", b"%d" % len(body))
-            self.exchange.start_response(status, [*headers, length], self._lines())
-            self.exchange.write_chunk(body, ends=True)
+            self.respond(status, headers, body, self._lines())
         self._leave()
 
     def begin_stream(self, response: UpstreamResponse) -> None:
@@ -783,7 +785,7 @@ class Request(ChannelRequest):
                 case _ if self.state is State.ENDED:
                     logger.error("event=gateway_error request_id=%s", self.request_id, exc_info=error)
                 case EngineSilentError():
-                    self._end_or_fall_back(EngineTimedOut(f"the engine did not answer in time: {error}"))
+                    self._end_or_fall_back(EngineTimedOut(error))
                 case UpstreamError():
                     self._put_back(error)
                 case NotContinuedError() if not self.has_begun and self.attempt is not None:
@@ -803,7 +805,7 @@ class Request(ChannelRequest):
         self._close_response()
         self._move(State.QUEUED)
         attempt.failure, attempt.ended_at = failure, monotonic()
-        observe(self.services.observer.put_back, self, failure.failure)
+        observe(self.services.observer.on_put_back, self, failure.failure)
         kept = 0 if self.assembly is None else self.assembly.kept_tokens
         self.scheduler.put_back(self, failure.failure, str(failure), kept, failure.retry_after_s)
 
@@ -928,11 +930,9 @@ class Request(ChannelRequest):
         attempt.response = self.exchange.on_writable = None
 
     def conclude(self, outcome: Outcome, counts: Counts = _NO_COUNTS, detail: str = "") -> None:
-        """Set the outcome and release the grant; only the first call sets the outcome."""
-        is_first = self.conclusion is None
-        if is_first:
+        """Set the outcome and release the grant. Later calls change nothing."""
+        if self.conclusion is None:
             self.conclusion, self.counts = Conclusion(outcome, detail), counts
-        if is_first or self.is_granted:
             self._report_end(outcome, counts.usage)
 
     def _report_end(self, outcome: Outcome, usage: Usage | None = None) -> None:

@@ -229,7 +229,7 @@ class GatewaySettings(GatewayConfig):
     """Settings of one gateway.
 
     Attributes:
-        models: models to serve, each with its own scheduler.
+        models: the served names with their models; the names of one model share its scheduler.
     """
 
     models: tuple[ServedModel, ...]

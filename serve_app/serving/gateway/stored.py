@@ -133,7 +133,7 @@ class StoredResponses:
             with contextlib.closing(await self._upstream.send(replica.server, head, b"")) as response:
                 await _answer(response, request, replica)
         except EngineSilentError as error:
-            raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
+            raise EngineTimedOut(error) from error
         except UpstreamError as error:
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,

@@ -142,7 +142,7 @@ class Telemetry:
         self.tokens = self._counter("tokens", "Tokens as counted by the engines.", (*labels, "kind"))
         self.put_backs = self._counter(
             "put_backs",
-            "Requests put back before their first byte, by failure.",
+            "Requests put back, by failure.",
             ("gateway", "model", "failure"),
         )
         text = "Headers of other gateways that were ignored, because their value is invalid or not allowed."
@@ -214,7 +214,7 @@ class Telemetry:
         assert attempt is not None
         return self._series_of(submission.spec.model, submission.priority, attempt.dispatch.pool).gaps
 
-    def put_back(self, request: Request, failure: DispatchFailure) -> None:
+    def on_put_back(self, request: Request, failure: DispatchFailure) -> None:
         """Count a granted request that was put back."""
         self.put_backs[self._gateway_id, request.submission.spec.model, failure].inc()
 

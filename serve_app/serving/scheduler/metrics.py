@@ -284,7 +284,7 @@ class SchedulerMetrics(Collector):
         self._spills = counter(
             "ewsjf_spills", "Requests dispatched to another pool than their home pool.", "pool"
         )
-        text = "Requests put back before their first byte, by failure."
+        text = "Requests put back, by failure."
         self._put_backs = counter("ewsjf_put_backs", text, "failure")
         for failure in DispatchFailure:
             self._put_backs[self._model, failure].inc(0)

@@ -10,8 +10,8 @@ from serve_app.engines.adapters.server import (
     is_too_long,
     labels,
     mean,
-    reported_context_limit,
     samples,
+    stated_context_limit,
     total,
 )
 from serve_app.errors import EngineError
@@ -82,7 +82,7 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
     failure = failure_of(status, [], json.dumps(body).encode())
     assert isinstance(failure, TooLongError)
     assert failure.failure is DispatchFailure.TOO_LONG
-    assert reported_context_limit(str(failure)) == limit
+    assert stated_context_limit(str(failure)) == limit
     # The client receives the engine's own message.
     error = body.get("error", body)
     assert failure.message == (error if isinstance(error, str) else error["message"])
@@ -99,17 +99,16 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
 )
 def test_other_rejections_are_not_taken_for_it(message: str) -> None:
     assert not is_too_long(message)
-    assert reported_context_limit(message) is None
+    assert stated_context_limit(message) is None
     for status in (400, 422):
         assert failure_of(status, [], json.dumps({"error": {"message": message}}).encode()) is None
 
 
 def test_numbers_may_be_written_with_commas() -> None:
     assert (
-        reported_context_limit("the maximum context length is 131,072 tokens, you asked for 200,000")
-        == 131_072
+        stated_context_limit("the maximum context length is 131,072 tokens, you asked for 200,000") == 131_072
     )
 
 
 def test_a_limit_of_nothing_is_none() -> None:
-    assert reported_context_limit("exceeds the available context size (0 tokens)") is None
+    assert stated_context_limit("exceeds the available context size (0 tokens)") is None

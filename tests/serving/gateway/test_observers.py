@@ -19,7 +19,10 @@ from .tracing.collector import Collector, collecting
 
 CHAT = "/v1/chat/completions"
 OBSERVERS = [
-    *((Telemetry, name) for name in ("on_arrival", "on_grant", "on_departure", "on_conclusion", "put_back")),
+    *(
+        (Telemetry, name)
+        for name in ("on_arrival", "on_grant", "on_departure", "on_conclusion", "on_put_back")
+    ),
     (Telemetry, "itl_histogram"),
     *((SampledTrace, name) for name in ("begin_attempt", "end")),
     (RequestLog, "add"),

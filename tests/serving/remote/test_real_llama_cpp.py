@@ -16,7 +16,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters import EngineServer, PageResponse, identify
-from serve_app.engines.adapters.server import reported_context_limit
+from serve_app.engines.adapters.server import stated_context_limit
 from serve_app.serving.gateway.answer.responses import failure_of
 from tests.engines.servers import free_port
 from tests.serving.channel.harness import wait_until
@@ -126,7 +126,7 @@ async def test_its_rejection_is_understood_and_states_its_context(stream: bool) 
     failure = failure_of(rejected.status_code, [], rejected.content)
     assert failure is not None, rejected.text
     assert failure.failure is DispatchFailure.TOO_LONG
-    assert reported_context_limit(str(failure)) == CONTEXT
+    assert stated_context_limit(str(failure)) == CONTEXT
 
 
 async def test_the_gateway_serves_it_and_rejects_too_long_prompts_like_it() -> None:

@@ -328,7 +328,7 @@ class ContinuableStream(ContinuableAssembly):
     """The events of a stream that outlives the attempts of its request.
 
     Args:
-        hide_usage: as in `Request`.
+        hide_usage: as in `AnswerForm`.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class TooLongError(UpstreamError):
     """The engine's context limit, which it may report in a field, is below the request's length."""
 
     def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
-        # The scheduler parses the limit from this message (`engines.adapters.server.reported_context_limit`).
+        # The scheduler parses the limit from this message (`engines.adapters.server.stated_context_limit`).
         named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
         super().__init__(DispatchFailure.TOO_LONG, named)
         self.message = message
@@ -304,7 +304,8 @@ class EngineTimedOut(RequestRejected):
 
     may_retry = False
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, error: Exception) -> None:
+        message = f"the engine did not answer in time: {error}"
         super().__init__(Outcome.FAILED, message, code="engine_timeout", status=504)
 
 
@@ -582,7 +583,6 @@ class ClientExchange(Protocol):
     more_body: bool
     disconnected: bool
     status: int
-    response_complete: bool
     added_headers: HeaderList
     on_disconnect: Callable[[], None] | None
     on_writable: Callable[[], None] | None

@@ -230,10 +230,6 @@ class BackgroundWork:
     def __repr__(self) -> str:
         return f"<BackgroundWork {len(self._tasks)}>"
 
-    def __len__(self) -> int:
-        """Return the number of responses that are polled."""
-        return len(self._tasks)
-
     def follow(self, response_id: str, replica: ReplicaAddress, on_end: OnEnd) -> None:
         """Poll a response until it ends, then call `on_end`."""
         loop = asyncio.get_running_loop()

@@ -334,7 +334,7 @@ class StreamScanner:
         hide_usage: drop the event that carries only usage.
 
     Attributes:
-        events: number of whole events so far; each token of the output is in one.
+        events: about the number of whole events so far; each token of the output is in one.
         usage: last usage from the engine; None before the first.
         times: stage times that came with it; None if the engine reports none.
         response_id: the answer's id, from an event with usage; empty before one.

@@ -529,7 +529,7 @@ class GenerationFields(BodyFields):
     """Fields of all OpenAI endpoints that generate text."""
 
     stream: bool | None = None
-    # Ids of a conversation, see `program`.
+    # Ids of a conversation, see `reader.program_hint`.
     session_id: msgspec.Raw = ABSENT
     prompt_cache_key: msgspec.Raw = ABSENT
     metadata: msgspec.Raw = ABSENT

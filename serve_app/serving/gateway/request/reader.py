@@ -536,7 +536,7 @@ def _in_order(found: FoundName, request: Request, fields: BodyFields, tenant: st
     models = found.order(found.route.subject(session, fields.end_user, tenant, request.request_id))
     if request.stored is None or request.stored.previous is None:
         return models
-    # Any model of the route may have the response that the request continues; see `StoredResponses.bound`.
+    # Any model of the route may have the response that the request continues; see `StoredResponses.bind`.
     names = {model.name for model in models}
     return (*models, *(model for model in found.models if model.name not in names))
 
@@ -555,7 +555,7 @@ _raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def _continuable(
     models: Iterable[FoundModel], parsed: ParsedBody, body: bytes, *, is_whole: bool
 ) -> dict[str, int | None]:
-    """Return the models whose engines may continue an answer; see `Request.continuable`.
+    """Return the models whose engines may continue an answer; see `AnswerForm.continuable`.
 
     Args:
         is_whole: it is assembled and revocable, so it can be continued without `resume_streams`.
