@@ -37,8 +37,9 @@ learned limit (`observed`), and only rejections within that limit count.
 
 A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
 the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
-one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
-replicas are detected by their connection to the scheduler, not here.
+one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet; pauses
+that the servers ask for do not count. Dead replicas are detected by their connection to the scheduler, not
+here.
 
 `SlowStarts`. A server can hang on answers although it accepts requests and passes health checks. A request
 whose first token takes `_FACTOR` times as long as the slowest of the recent ones on its replica, and at least
@@ -202,7 +203,8 @@ class Suspensions:
             if limit is not None and limit.on_rejection(state.in_flight, sent_at, now):
                 self._ledger.open.update(state)
             elif event.retry_after_s is not None:
-                self._ledger.suspend(state, now + min(event.retry_after_s, _MAX_PAUSE_S))
+                until = now + min(event.retry_after_s, _MAX_PAUSE_S)
+                self._ledger.suspend(state, max(until, state.suspension.until))
             else:
                 self._count_fault(state, now)
 

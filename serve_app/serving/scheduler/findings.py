@@ -160,13 +160,15 @@ def check_pools(model: Document) -> Iterator[Finding]:
 
 
 def check_closed_pools(model: Document) -> Iterator[Finding]:
-    """Yield a finding per pool whose replicas all drain, hang or are suspended."""
+    """Yield a finding per pool of which no replica accepts requests, unless all are late: `check_reports`."""
     states: dict[str, list[str]] = {}
     for replica in model["replicas"].values():
         state = "open" if replica.get("open") else replica.get("state", "")
         states.setdefault(replica["pool"], []).append(state)
-    closed = {pool: found for pool, found in states.items() if set(found) <= _CLOSED}
+    closed = {pool: found for pool, found in states.items() if _CLOSED.issuperset(found)}
     for pool, found in closed.items():
+        if _LATE.issuperset(found):
+            continue
         counts = ", ".join(f"{found.count(state)} {state}" for state in sorted(set(found)))
         yield Finding(
             Severity.DOWN if closed.keys() == states.keys() else Severity.DEGRADED,
@@ -210,7 +212,8 @@ def check_observers(model: Document) -> Iterator[Finding]:
         )
 
 
-_CLOSED = frozenset({"draining", "suspended", "hangs"})
+_LATE = frozenset({"stale", "no report yet"})
+_CLOSED = _LATE | {"draining", "suspended", "hangs"}
 _NEARLY_FULL_RATIO = 0.8
 _NEAR_TIMEOUT_RATIO = 0.5
 

@@ -95,6 +95,18 @@ def test_a_busy_engine_is_suspended_when_it_rejects_three_in_a_row() -> None:
     assert suspended(driver) == {"s0"}
 
 
+def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
+    driver = fleet(1)
+    driver.arrive("a")
+    driver.arrive("b")
+    for request_id, pause_s in (("a", 10.0), ("b", 1.0)):
+        driver.feed(DispatchFailed(request_id, "s0", DispatchFailure.BUSY, retry_after_s=pause_s))
+    driver.report("s0", after_s=5.0)
+    assert suspended(driver) == {"s0"}
+    driver.report("s0", after_s=5.0)
+    assert not suspended(driver)
+
+
 def test_a_busy_engine_that_serves_in_between_is_not_suspended() -> None:
     driver = fleet(1)
     for number in range(9):
