@@ -172,35 +172,34 @@ def test_an_expired_request_gets_a_retry_after() -> None:
 
 # -- reservations for rejected requests that return -------------------------------------------------------
 
-NOTHING_AHEAD = QueueLimit(level=0.0, drain_per_s=10.0, limit=50.0)
-
 
 @pytest.fixture
 def reservations() -> RetryReservations:
     return RetryReservations()
 
 
-def tokens(reserved: ReservedWork) -> float:
-    return float(reserved.tokens)
+def admissible_in_s(
+    reservations: RetryReservations,
+    level: float,
+    now: float = 0.0,
+    *,
+    limit: float = 50.0,
+    per_s: float = 10.0,
+) -> float:
+    queue = QueueLimit(level=level, drain_per_s=per_s, limit=limit)
+    return reservations.admissible_in_s(queue, lambda reserved: float(reserved.tokens), now)
 
 
 def test_a_limit_allows_a_request_when_the_queue_has_drained_to_it(reservations: RetryReservations) -> None:
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=50.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
-    )
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
-    )
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=0.0, limit=50.0), tokens, 0.0)
-        == math.inf
-    )
+    assert admissible_in_s(reservations, 50.0) == 0.0
+    assert admissible_in_s(reservations, 90.0) == 4.0
+    assert admissible_in_s(reservations, 90.0, per_s=0.0) == math.inf
 
 
 def test_requests_rejected_later_get_a_later_retry_after(reservations: RetryReservations) -> None:
-    queue, delays_s = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
+    delays_s = []
     for number in range(5):
-        delays_s.append(reservations.admissible_in_s(queue, tokens, 0.0))
+        delays_s.append(admissible_in_s(reservations, 90.0))
         reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, delays_s[-1], 0.0)
     assert delays_s == sorted(delays_s)
     assert all(later - earlier >= 2.0 for earlier, later in itertools.pairwise(delays_s[1:]))
@@ -210,12 +209,8 @@ def test_a_newcomer_takes_only_capacity_that_is_free_before_the_reserved_work_is
     reservations: RetryReservations,
 ) -> None:
     reservations.reserve(request(prompt_tokens=1), 60, 20.0, 0.0)
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
-    )
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
-    )
+    assert admissible_in_s(reservations, 45.0, limit=80.0) == 0.0
+    assert admissible_in_s(reservations, 45.0, limit=80.0, per_s=1.0) > 20.0
 
 
 def test_a_returning_request_claims_its_reservation_once(reservations: RetryReservations) -> None:
@@ -226,7 +221,7 @@ def test_a_returning_request_claims_its_reservation_once(reservations: RetryRese
     assert reservations.claim(request("second", prompt_tokens=70), 10.0)
     assert not reservations.claim(request("third", prompt_tokens=70), 10.0)
     assert len(reservations) == 0
-    assert reservations.admissible_in_s(NOTHING_AHEAD, tokens, 10.0) == 0.0
+    assert admissible_in_s(reservations, 0.0, 10.0) == 0.0
 
 
 def test_of_equal_requests_the_earliest_reservation_is_claimed(reservations: RetryReservations) -> None:
@@ -240,10 +235,10 @@ def test_the_requests_of_one_burst_do_not_claim_the_reservations_of_each_other(
     reservations: RetryReservations,
 ) -> None:
     """The requests are alike, and the first one's `Retry-After` is within the tolerance for early returns."""
-    queue, delays_s = QueueLimit(level=50.5, drain_per_s=10.0, limit=50.0), []
+    delays_s = []
     for _ in range(5):
         assert not reservations.claim(request(), 0.0)
-        delays_s.append(reservations.admissible_in_s(queue, tokens, 0.0))
+        delays_s.append(admissible_in_s(reservations, 50.5))
         reservations.reserve(request(), 20, delays_s[-1], 0.0)
     assert delays_s[0] < 0.1
     assert delays_s[-1] > 3.0
@@ -261,9 +256,7 @@ def test_an_unclaimed_reservation_is_dropped_and_lowers_the_weight_of_others(
     assert len(reservations) == 0
     assert reservations.claim_rate < 0.2
     reservations.reserve(request(), 400, 1.0, 5.0)
-    assert (
-        reservations.admissible_in_s(QueueLimit(level=0.0, drain_per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
-    )
+    assert admissible_in_s(reservations, 0.0, 5.0, limit=200.0) == 0.0
 
 
 def test_the_number_of_reservations_is_bounded(reservations: RetryReservations) -> None:
@@ -349,10 +342,16 @@ def test_a_request_at_home_in_the_dead_pool_spills_or_is_rejected(spill: bool) -
     assert concluded(commands) == ([] if spill else [("short", "rejected_no_replica")])
 
 
-def test_retry_after_is_what_earlier_starts_took_less_the_age_of_the_outage() -> None:
+@pytest.mark.parametrize("reconnections", [0, 5])
+def test_retry_after_is_what_earlier_starts_took_less_the_age_of_the_outage(reconnections: int) -> None:
     driver = ManualDriver()
     driver.now = 40.0
     driver.join("s1", "short")
+    # A reconnection is no start of an engine.
+    for _ in range(reconnections):
+        driver.feed(ReplicaLost("s1"))
+        driver.now += 0.5
+        driver.join("s1", "short")
     driver.feed(ReplicaLost("s1"))
     driver.now += 10.0
     assert retry_after_s(driver.arrive("r")) == pytest.approx(30.0, abs=1.0)
@@ -364,16 +363,3 @@ def test_retry_after_of_the_first_start_grows_with_its_age_up_to_the_cap() -> No
     assert retry_after_s(driver.arrive("r1")) == pytest.approx(12.0, abs=1.0)
     driver.now = 400.0
     assert retry_after_s(driver.arrive("r2")) == RETRY_AFTER_CAP_S
-
-
-def test_a_reconnection_is_not_counted_as_an_engine_start() -> None:
-    driver = ManualDriver()
-    driver.now = 40.0
-    driver.join("s1", "short")
-    for _ in range(5):
-        driver.feed(ReplicaLost("s1"))
-        driver.now += 0.5
-        driver.join("s1", "short")
-    driver.feed(ReplicaLost("s1"))
-    driver.now += 10.0
-    assert retry_after_s(driver.arrive("r")) == pytest.approx(30.0, abs=1.0)

@@ -211,8 +211,27 @@ def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
     return delays_s
 
 
-def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
-    assert 100 - len(burst(cold(), 100)) == pytest.approx(ADMITTED, abs=2)
+@pytest.mark.parametrize(
+    ("replica", "fields", "admitted"),
+    [
+        ({}, {}, ADMITTED),
+        ({}, {"expires_at": 60.0}, 100),
+        # The lower the pace, the fewer; an unknown one rejects nothing.
+        ({"tpot_s": 4 * TPOT_S}, {}, SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S / 4),
+        ({"tpot_s": None}, {}, 100),
+        # The cache holds two requests of 3,000 tokens; prompts cost nothing here.
+        ({"kv_tokens": 6_200}, {"prompt_tokens": 3_000}, 2 + BEYOND_BATCH + TIMEOUT_S * PER_S / 2),
+        # Prompts limit the rate where they take longer than decoding.
+        ({"prefill_token_s": 0.001}, {"prompt_tokens": 1_000}, SLOTS + BEYOND_BATCH + TIMEOUT_S),
+        # Unknown lengths are assumed low: 0.4 of the assumed mean of 256 tokens.
+        ({}, {"max_output_tokens": 1_000}, SLOTS + BEYOND_BATCH + TIMEOUT_S * SLOTS / (0.4 * 256 * TPOT_S)),
+        ({}, {"max_output_tokens": 0}, 100),
+    ],
+)
+def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_once(
+    replica: dict[str, Any], fields: dict[str, Any], admitted: float
+) -> None:
+    assert 100 - len(burst(cold(**replica), 100, **fields)) == pytest.approx(admitted, abs=2)
 
 
 def test_a_retuned_engine_queue_counts_as_slots() -> None:
@@ -222,6 +241,18 @@ def test_a_retuned_engine_queue_counts_as_slots() -> None:
     assert 100 - len(burst(driver, 100)) == pytest.approx(ADMITTED + 20, abs=2)
 
 
+def test_a_reported_pace_replaces_the_stated_one() -> None:
+    driver = cold()
+    driver.report("only-1", tpot_s=4 * TPOT_S, running=1)
+    driver.report("only-1")
+    expected = SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S / 4
+    assert 100 - len(burst(driver, 100)) == pytest.approx(expected, abs=2)
+
+
+def test_an_idle_fleet_rejects_nothing_that_it_can_serve() -> None:
+    assert burst(cold(), int(ADMITTED) - 1) == []
+
+
 def test_each_retry_after_is_when_earlier_requests_have_ended() -> None:
     delays_s = burst(cold(), 100)
     # The retries follow one another at the pace of the slots.
@@ -229,58 +260,12 @@ def test_each_retry_after_is_when_earlier_requests_have_ended() -> None:
     assert delays_s[0] < 1.0 < delays_s[len(delays_s) // 2] < delays_s[-1]
 
 
-@pytest.mark.parametrize("count", [1, SLOTS, SLOTS + BEYOND_BATCH + int(TIMEOUT_S * PER_S) - 1])
-def test_an_idle_fleet_rejects_nothing_that_it_can_serve(count: int) -> None:
-    assert burst(cold(), count) == []
-
-
-def test_requests_with_time_are_admitted() -> None:
-    assert burst(cold(), 100, expires_at=60.0) == []
-
-
-def test_nothing_is_rejected_where_the_pace_of_an_engine_is_unknown() -> None:
-    assert burst(cold(tpot_s=None), 100) == []
-
-
-def test_a_reported_pace_replaces_the_stated_one() -> None:
-    driver = cold(tpot_s=None)
-    driver.report("only-1", tpot_s=4 * TPOT_S, running=1)
-    driver.report("only-1")
-    expected = SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S / 4
-    assert 100 - len(burst(driver, 100)) == pytest.approx(expected, abs=2)
-
-
-def test_a_small_cache_has_fewer_slots() -> None:
-    # The cache holds two requests of 3,000 tokens; prompts cost nothing here.
-    driver = cold(kv_tokens=6_200)
-    admitted = 100 - len(burst(driver, 100, prompt_tokens=3_000))
-    assert admitted == pytest.approx(2 + BEYOND_BATCH + TIMEOUT_S * PER_S / 2, abs=2)
-
-
-def test_prompts_limit_the_rate_where_they_take_longer_than_decoding() -> None:
-    driver = cold(prefill_token_s=0.001)
-    admitted = 100 - len(burst(driver, 100, prompt_tokens=1_000))
-    assert admitted == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S, abs=2)
-
-
-def test_unknown_lengths_are_assumed_low() -> None:
-    stated = 100 - len(burst(cold(), 100, max_output_tokens=1_000))
-    # 0.4 of the assumed mean of 256 tokens.
-    assert stated == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S * SLOTS / (0.4 * 256 * TPOT_S), abs=2)
-
-
-def test_requests_without_output_are_never_rejected_by_the_slots() -> None:
-    assert burst(cold(), 100, max_output_tokens=0) == []
-
-
-def test_work_for_another_pool_is_not_ahead() -> None:
+def test_only_work_that_a_pool_may_serve_is_ahead() -> None:
     driver = cold("short", "long", spill=False)
     for number in range(40):
         driver.arrive(f"l{number}", prompt_tokens=2_000, max_output_tokens=OUTPUT)
     assert 60 - len(burst(driver, 60)) == pytest.approx(ADMITTED, abs=2)
-
-
-def test_pools_that_share_their_work_drain_it_together() -> None:
+    # Pools that share their work drain it together.
     assert 100 - len(burst(cold("short", "long"), 100)) == pytest.approx(2 * ADMITTED - TIMEOUT_S, abs=4)
 
 
