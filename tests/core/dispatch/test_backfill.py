@@ -1,5 +1,7 @@
 """Batch work beside other requests: how much a replica gets, and which requests are revoked."""
 
+import math
+
 import pytest
 
 from serve_app.core import events as ev
@@ -107,10 +109,6 @@ def test_beside_others_it_may_slow_iterations_down_by_a_share(slowdown: float, e
     assert len(run_batch(driver, 80)) == expected == max(1, int(slowdown * (PRIOR + 1)))
 
 
-def test_beside_others_its_prefills_take_at_most_that_share_of_the_time() -> None:
-    assert 0.5 < prefill_share(chunk=0, steps=600) / 0.1 <= 1.3
-
-
 def test_beside_others_a_batch_prefill_starts_only_while_no_chunks_of_another_are_computed() -> None:
     driver = make_driver(chunk=256)
     driver.arrive("i", prompt_tokens=900, priority=INTERACTIVE)
@@ -120,35 +118,37 @@ def test_beside_others_a_batch_prefill_starts_only_while_no_chunks_of_another_ar
     assert dispatched(driver.feed(ev.FirstToken("b0"))) == [("b1", "r1")]
 
 
-def prefill_share(chunk: int, *, with_arrivals: bool = False, steps: int = 200) -> float:
-    """Return the share of the time that batch prefills get beside a request that decodes."""
+@pytest.mark.parametrize(
+    ("chunk", "with_arrivals", "least", "most"),
+    [
+        (0, False, 0.05, 0.13),
+        # An iteration hides small chunks, but not beside another prefill.
+        (256, False, 0.5, math.inf),
+        (256, True, 0.0, 0.15),
+        (2_048, False, 0.0, 0.15),
+    ],
+)
+def test_beside_others_its_prefills_take_at_most_that_share_of_the_time(
+    chunk: int, with_arrivals: bool, least: float, most: float
+) -> None:
     driver = make_driver(slowdown=0.1, chunk=chunk)
+    prefill_s = 900 * driver.scheduler.prefill_costs.shared.per_token_s
     driver.arrive("i", prompt_tokens=1, priority=INTERACTIVE)
     driver.feed(ev.FirstToken("i"))
-    prefill_s = 900 * driver.scheduler.prefill_costs.shared.per_token_s
-    for number in range(200):
-        batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1)
+    running: list[tuple[str, str]] = []
+    for number in range(600):
+        running += dispatched(batch_arrives(driver, f"b{number}", prompt_tokens=900, max_output_tokens=1))
     ended = 0
-    for step in range(steps):
-        running = [each for each in driver.scheduler.requests.of_gateway("g1") if each.replica_id]
+    for step in range(600):
         if with_arrivals:
             driver.arrive(f"i{step}", prompt_tokens=1, priority=INTERACTIVE)
             driver.feed(ev.FirstToken(f"i{step}"))
-        for each in running:
-            if each.request.priority is BATCH:
-                usage = Usage(prompt_tokens=900, output_tokens=1)
-                driver.feed(ev.Finished(each.request.request_id, Outcome.COMPLETED, usage))
-                ended += 1
-        driver.report("r1", after_s=0.1, received=1_000, tpot_s=0.03)
-    return ended * prefill_s / driver.now
-
-
-def test_prefills_in_chunks_that_iterations_hide_count_only_beside_others() -> None:
-    hidden = prefill_share(256)
-    assert hidden > 0.5
-    assert prefill_share(256, with_arrivals=True) < 0.15
-    # Such chunks are larger than what an iteration hides.
-    assert prefill_share(2_048) < 0.15
+        for _ in range(len(running)):
+            usage = Usage(prompt_tokens=900, output_tokens=1)
+            running += dispatched(driver.feed(ev.Finished(running.pop(0)[0], Outcome.COMPLETED, usage)))
+            ended += 1
+        running += dispatched(driver.report("r1", after_s=0.1, received=1_000, tpot_s=0.03))
+    assert least < ended * prefill_s / driver.now <= most
 
 
 def test_a_replica_counts_as_shared_some_time_after_the_last_other_request() -> None:

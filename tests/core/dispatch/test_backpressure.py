@@ -31,23 +31,26 @@ def test_a_slow_replica_receives_no_requests_until_it_has_clearly_recovered() ->
     assert dispatched(driver.arrive("b")) == [("b", "r1")]
 
 
-def test_an_idle_engine_is_never_gated() -> None:
-    driver = make_driver(tpot_gate_s=0.15)
-    driver.report("r1", running=0, tpot_s=0.9, kv_usage_ratio=1.0)
-    assert dispatched(driver.arrive("a")) == [("a", "r1")]
-
-
-def test_without_a_gate_a_slow_replica_receives_requests() -> None:
-    driver = make_driver(tpot_gate_s=None)
-    driver.report("r1", running=5, tpot_s=9.0)
-    assert dispatched(driver.arrive("a")) == [("a", "r1")]
-
-
-def test_a_replica_with_a_nearly_full_cache_receives_no_requests() -> None:
-    driver = make_driver(kv_gate_ratio=0.95)
-    driver.report("r1", running=5, kv_usage_ratio=0.96)
-    assert driver.arrive("a") == []
-    assert dispatched(driver.report("r1", running=5, kv_usage_ratio=0.9)) == [("a", "r1")]
+@pytest.mark.parametrize(
+    ("gates", "reports", "accepts"),
+    [
+        ({"tpot_gate_s": 0.15}, [{"running": 5, "tpot_s": 0.4}], False),
+        ({"kv_gate_ratio": 0.95}, [{"running": 5, "kv_usage_ratio": 0.96}], False),
+        ({"kv_gate_ratio": 0.95}, [{"running": 5, "kv_usage_ratio": ratio} for ratio in (0.96, 0.9)], True),
+        ({"tpot_gate_s": None}, [{"running": 5, "tpot_s": 9.0}], True),
+        # An idle engine, and one that is slow with few requests.
+        ({"tpot_gate_s": 0.15}, [{"running": 0, "tpot_s": 0.9, "kv_usage_ratio": 1.0}], True),
+        ({"tpot_gate_s": 0.15}, [{"running": 1, "tpot_s": 0.3}] * 2, True),
+        ({"tpot_gate_s": 0.15}, [{"running": 1, "tpot_s": 0.3}] * 2 + [{"running": 5, "tpot_s": 0.4}], False),
+    ],
+)
+def test_a_slow_or_full_replica_receives_no_requests_unless_it_is_nearly_idle(
+    gates: dict[str, Any], reports: list[dict[str, Any]], accepts: bool
+) -> None:
+    driver = make_driver(**gates)
+    for load in reports:
+        driver.report("r1", **load)
+    assert bool(driver.arrive("a")) is accepts
 
 
 def test_prefill_work_in_flight_counts_though_the_cache_is_nearly_empty() -> None:
@@ -110,15 +113,6 @@ def stream(driver: ManualDriver, request_id: str, seconds: float, output_tokens:
 
 def without_metrics(driver: ManualDriver) -> list[Command]:
     return driver.report("r1", received=None, waiting=None, running=None, kv_usage_ratio=None)
-
-
-def test_an_engine_that_is_slow_with_few_requests_is_not_gated() -> None:
-    driver = make_driver(tpot_gate_s=0.15)
-    driver.report("r1", running=1, tpot_s=0.3)
-    driver.report("r1", running=1, tpot_s=0.3)
-    assert dispatched(driver.arrive("a")) == [("a", "r1")]
-    driver.report("r1", running=5, tpot_s=0.4)
-    assert driver.arrive("b") == []
 
 
 def test_a_measured_pace_does_not_close_an_engine_that_reports_none() -> None:

@@ -236,15 +236,6 @@ def test_a_mostly_cached_long_prompt_is_a_short_prefill_on_that_replica() -> Non
     assert running_of(sessions.find("second")).prefill_class == 0
 
 
-def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
-    sessions = Sessions()
-    assert sessions.replica_of("first") == "s1"
-    sessions.feed(ReplicaLost("s1"))
-    sessions.ask("second")
-    assert sessions.find("second").cached_tokens == 0
-    assert sessions.find("second").replica_id == "s2"
-
-
 def test_a_returned_request_counts_by_what_is_cached_elsewhere() -> None:
     sessions = Sessions()
     sessions.ask("first")
@@ -442,8 +433,14 @@ def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -
     assert between
 
 
-def test_capacity_is_reserved_early_for_a_tenant_that_is_behind() -> None:
-    crowd = Crowd(promoted_after_s=1_000.0)
+@pytest.mark.parametrize("is_only_long_prompt", [False, True])
+def test_capacity_is_reserved_early_for_a_tenant_that_is_behind(
+    is_only_long_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_only_long_prompt:
+        # The heads that are examined as likely to fit do not include it.
+        monkeypatch.setattr(dispatcher, "_FEW_HEADS", 0)
+    crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2 * is_only_long_prompt)
     crowd.seconds(15)
     crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
     arrived_at = crowd.now
@@ -451,17 +448,6 @@ def test_capacity_is_reserved_early_for_a_tenant_that_is_behind() -> None:
     # Everything that ran at its arrival has ended, and the service since then ranks the flood behind it.
     assert crowd.sent_at["huge"] <= arrived_at + 15.0
     assert crowd.reserved == [0]
-
-
-def test_capacity_is_reserved_for_it_even_if_no_similar_request_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the only long prompt, so the heads that are examined as likely to fit do not include it."""
-    monkeypatch.setattr(dispatcher, "_FEW_HEADS", 0)
-    crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
-    crowd.seconds(15)
-    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
-    arrived_at = crowd.now
-    crowd.seconds(20, 2)
-    assert crowd.sent_at["huge"] <= arrived_at + 15.0
 
 
 def test_among_equal_shares_no_capacity_stays_idle() -> None:
@@ -542,18 +528,16 @@ def test_at_a_share_of_one_no_request_bypasses_the_scheduler() -> None:
     assert not any(each.passed for each in found)
 
 
+def passed(active_share: float, *, count: int = 300, replicas: int = 1, **limits: int) -> set[str]:
+    return {each.request_id for each in sent(fleet(active_share, replicas, **limits), count) if each.passed}
+
+
 def test_a_share_is_scheduled_and_the_same_requests_each_time() -> None:
-    passed = {each.request_id for each in sent(fleet(0.3, replicas=1, max_num_seqs=2), 1000) if each.passed}
-    assert 650 <= len(passed) <= 750
-    again = {each.request_id for each in sent(fleet(0.3, replicas=2), 1000) if each.passed}
-    assert again == passed
-
-
-def test_a_larger_share_only_adds_scheduled_requests() -> None:
-    of_share = {
-        share: {each.request_id for each in sent(fleet(share, 1), 300) if each.passed} for share in (0.2, 0.6)
-    }
-    assert of_share[0.6] < of_share[0.2]
+    found = passed(0.3, count=1_000, max_num_seqs=2)
+    assert 650 <= len(found) <= 750
+    assert passed(0.3, count=1_000, replicas=2) == found
+    # A larger share only adds scheduled requests.
+    assert passed(0.6) < passed(0.2)
 
 
 def test_the_share_can_be_changed_and_restored() -> None:
@@ -602,8 +586,8 @@ def test_a_bypassing_request_is_retried_on_another_replica() -> None:
 )
 def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float], arrivals: list[int]) -> None:
     driver = ManualDriver(routing=ONE_POOL, active_share=shares[0])
+    scheduler = driver.scheduler
     decisions: list[tuple[int, Decision]] = []
-    before = driver.scheduler
 
     def feed(event: Event) -> None:
         decisions.append((len(decisions), Decision(driver.now, event, tuple(driver.feed(event)))))
@@ -611,14 +595,12 @@ def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float],
     for replica_id in ("s0", "s1"):
         feed(ReplicaJoined(spec(replica_id, "only", max_num_seqs=3)))
         feed(ReplicaReported(replica_id, report()))
-
     for number, tokens in enumerate(arrivals):
         feed(ActiveShareChanged(shares[number % len(shares)]))
         feed(Arrived(request(f"r{number}", prompt_tokens=tokens)))
-        running = sum(state.in_flight for state in before.ledger)
-        assert running + len(before.queue) == len(before)
-        for state in before.ledger:
-            held = [before.find(f"r{one}") for one in range(number + 1)]
-            mine = [each for each in held if each and each.replica_id == state.spec.replica_id]
-            assert state.held_tokens == sum(running_of(each).tokens for each in mine)
-    assert replay(LoggedRun(RunHeader(settings=before.settings), decisions)) is None
+        running = [each for each in scheduler.requests.of_gateway("g1") if not each.queued]
+        assert len(running) + len(scheduler.queue) == len(scheduler)
+        for state in scheduler.ledger:
+            held = [running_of(each).tokens for each in running if each.replica_id == state.spec.replica_id]
+            assert (state.in_flight, state.held_tokens) == (len(held), sum(held))
+    assert replay(LoggedRun(RunHeader(settings=scheduler.settings), decisions)) is None

@@ -28,8 +28,8 @@ LOST, BUSY, ENGINE_ERROR = DispatchFailure.LOST, DispatchFailure.BUSY, DispatchF
 UNREACHABLE = DispatchFailure.UNREACHABLE
 
 
-def fleet(count: int) -> ManualDriver:
-    driver = ManualDriver(routing=ONE_POOL)
+def pool_of(count: int, **changes: Any) -> ManualDriver:
+    driver = ManualDriver(routing=ONE_POOL, **changes)
     for number in range(count):
         driver.join(f"s{number}", "only")
     return driver
@@ -39,27 +39,29 @@ def suspended(driver: ManualDriver) -> set[str]:
     return {state.spec.replica_id for state in driver.scheduler.ledger if state.suspension.active}
 
 
-def fail(driver: ManualDriver, request_id: str, failure: DispatchFailure) -> None:
+def fail(
+    driver: ManualDriver, failure: DispatchFailure, request_id: str = "r", message: str = ""
+) -> list[Command]:
     replica_id = driver.find(request_id).replica_id
     assert replica_id is not None
-    driver.feed(DispatchFailed(request_id, replica_id, failure))
+    return driver.feed(DispatchFailed(request_id, replica_id, failure, message))
 
 
 @pytest.mark.parametrize("failure", [UNREACHABLE, LOST])
 def test_a_broken_connection_suspends_immediately_until_the_next_report(failure: DispatchFailure) -> None:
-    driver = fleet(1)
+    driver = pool_of(1)
     driver.arrive("r")
-    fail(driver, "r", failure)
+    fail(driver, failure)
     assert suspended(driver) == {"s0"}
     assert dispatched(driver.report("s0", after_s=0.2)) == [("r", "s0")]
 
 
 def test_each_further_suspension_lasts_longer_until_the_replica_serves_again() -> None:
-    driver = fleet(1)
+    driver = pool_of(1)
     lasted = []
     for number in range(8):
         driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", UNREACHABLE)
+        fail(driver, UNREACHABLE, f"r{number}")
         driver.feed(Cancelled(f"r{number}"))
         began = driver.now
         while suspended(driver):
@@ -71,32 +73,32 @@ def test_each_further_suspension_lasts_longer_until_the_replica_serves_again() -
     driver.arrive("good")
     driver.feed(Finished("good", Outcome.COMPLETED))
     driver.arrive("last")
-    fail(driver, "last", UNREACHABLE)
+    fail(driver, UNREACHABLE, "last")
     driver.report("s0", after_s=0.1)
     assert not suspended(driver)
 
 
 def test_at_most_half_of_a_pool_is_suspended() -> None:
-    driver = fleet(4)
+    driver = pool_of(4)
     for number in range(4):
         driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", UNREACHABLE)
-        fail(driver, f"r{number}", UNREACHABLE)
+        fail(driver, UNREACHABLE, f"r{number}")
+        fail(driver, UNREACHABLE, f"r{number}")
     assert len(suspended(driver)) == 2
 
 
 def test_a_busy_engine_is_suspended_when_it_rejects_three_in_a_row() -> None:
-    driver = fleet(1)
+    driver = pool_of(1)
     for number in range(3):
         assert not suspended(driver)
         driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", BUSY)
+        fail(driver, BUSY, f"r{number}")
         driver.feed(Finished(f"r{number}", Outcome.CANCELLED))
     assert suspended(driver) == {"s0"}
 
 
 def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
-    driver = fleet(1)
+    driver = pool_of(1)
     driver.arrive("a")
     driver.arrive("b")
     for request_id, pause_s in (("a", 10.0), ("b", 1.0)):
@@ -107,42 +109,39 @@ def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
     assert not suspended(driver)
 
 
-def test_a_busy_engine_that_serves_in_between_is_not_suspended() -> None:
-    driver = fleet(1)
-    for number in range(9):
-        driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", BUSY)
-        driver.feed(FirstToken(f"r{number}"))
-        driver.feed(Finished(f"r{number}", Outcome.COMPLETED))
-    assert not suspended(driver)
-
-
-def test_requests_that_fail_everywhere_suspend_no_replica() -> None:
-    driver = fleet(4)
+@pytest.mark.parametrize(
+    ("replicas", "failure", "served"),
+    # A busy engine that serves in between, and requests that fail everywhere.
+    [(1, BUSY, True), (4, ENGINE_ERROR, False)],
+)
+def test_other_failures_suspend_no_replica(replicas: int, failure: DispatchFailure, served: bool) -> None:
+    driver = pool_of(replicas)
     for number in range(50):
         driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", ENGINE_ERROR)
-        driver.feed(Finished(f"r{number}", Outcome.FAILED))
+        fail(driver, failure, f"r{number}")
+        if served:
+            driver.feed(FirstToken(f"r{number}"))
+        driver.feed(Finished(f"r{number}", Outcome.COMPLETED if served else Outcome.FAILED))
     assert not suspended(driver)
 
 
 def test_a_replica_that_fails_requests_that_others_serve_is_suspended() -> None:
-    driver = fleet(2)
+    driver = pool_of(2)
     for number in range(3):
         assert not suspended(driver)
         driver.arrive(f"r{number}")
         assert driver.find(f"r{number}").replica_id == "s0"
-        fail(driver, f"r{number}", ENGINE_ERROR)
+        fail(driver, ENGINE_ERROR, f"r{number}")
         driver.feed(FirstToken(f"r{number}"))
         driver.feed(Finished(f"r{number}", Outcome.COMPLETED))
     assert suspended(driver) == {"s0"}
 
 
 def test_a_replica_that_joins_again_has_no_suspensions() -> None:
-    driver = fleet(1)
+    driver = pool_of(1)
     for number in range(4):
         driver.arrive(f"r{number}")
-        fail(driver, f"r{number}", UNREACHABLE)
+        fail(driver, UNREACHABLE, f"r{number}")
         driver.feed(Cancelled(f"r{number}"))
         driver.report("s0", after_s=20.0)
     driver.join("s0", "only")
@@ -151,19 +150,6 @@ def test_a_replica_that_joins_again_has_no_suspensions() -> None:
 
 
 # -- put-backs: one budget, one deadline, backoff, another replica, quarantine ----------------------------
-
-
-def pool_of(count: int, **changes: Any) -> ManualDriver:
-    driver = ManualDriver(routing=ONE_POOL, **changes)
-    for number in range(count):
-        driver.join(f"s{number}", "only")
-    return driver
-
-
-def fail_with(driver: ManualDriver, failure: DispatchFailure, request_id: str = "r") -> list[Command]:
-    replica_id = driver.find(request_id).replica_id
-    assert replica_id is not None
-    return driver.feed(DispatchFailed(request_id, replica_id, failure))
 
 
 def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list[float], Conclude]:
@@ -175,7 +161,7 @@ def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list
         if scheduled is None:
             break
         if scheduled.replica_id is not None:
-            commands = driver.feed(DispatchFailed("r", scheduled.replica_id, failure, "no"))
+            commands = fail(driver, failure, message="no")
         else:
             # Reports arrive five times per second, and the scheduler wakes when it asked to.
             wake_at = driver.scheduler.next_wakeup()
@@ -271,7 +257,7 @@ def test_other_requests_may_run_beside_one_in_quarantine() -> None:
     driver.arrive("r")
     driver.feed(ReplicaLost("s0"))
     driver.join("s1", "only")
-    fail_with(driver, LOST)
+    fail(driver, LOST)
     assert driver.find("r").replica_id == "s1"
     assert dispatched(driver.arrive("other")) == [("other", "s1")]
 
@@ -297,8 +283,8 @@ def test_only_a_request_that_lost_its_replica_precedes_all_others(
 def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     driver = one_replica("s0", policy="ewsjf")
     driver.arrive("r")
-    assert dispatched(fail_with(driver, BUSY)) == [("r", "s0")]
-    assert dispatched(fail_with(driver, BUSY)) == []
+    assert dispatched(fail(driver, BUSY)) == [("r", "s0")]
+    assert dispatched(fail(driver, BUSY)) == []
     scheduler = driver.scheduler
     assert (len(scheduler.queue), len(scheduler.queue.backoff), len(scheduler)) == (1, 1, 1)
     assert [each.request.request_id for each in scheduler.queue] == ["r"]
@@ -316,10 +302,10 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
 def test_a_new_scheduler_retains_the_put_backs_and_the_quarantine() -> None:
     driver = pool_of(2, max_put_backs=4)
     driver.feed(Arrived(request("r", attempts=3)))
-    assert concluded(fail_with(driver, BUSY)) == [("r", "failed")]
+    assert concluded(fail(driver, BUSY)) == [("r", "failed")]
     driver = pool_of(2)
     driver.feed(Arrived(replace(request("r", attempts=1), lost=True)))
-    assert concluded(fail_with(driver, LOST)) == [("r", "failed")]
+    assert concluded(fail(driver, LOST)) == [("r", "failed")]
 
 
 # -- requests whose first token is overdue ----------------------------------------------------------------
@@ -432,12 +418,10 @@ def test_moves_are_a_small_share_of_the_work() -> None:
 def test_a_wake_up_finds_an_overdue_start_without_reports() -> None:
     driver = two_servers()
     driver.arrive("a")
-    wake_at = driver.scheduler.next_wakeup()
-    assert wake_at is not None
     driver.report("s1", after_s=2.0, **SILENT)
     driver.report("s2", after_s=2.0, **SILENT)
-    at = driver.scheduler.next_wakeup()
-    assert at is not None
-    driver.now = max(driver.now, 5.0)
-    commands = driver.feed(Woke(), after_s=0.0)
+    wake_at = driver.scheduler.next_wakeup()
+    assert wake_at is not None
+    driver.now = 5.0
+    commands = driver.feed(Woke())
     assert [each.request_id for each in commands if isinstance(each, Revoke)] == ["a"]

@@ -1,5 +1,9 @@
 """Light tenants beside heavy ones that fill a replica's KV cache or its queue."""
 
+from typing import Any
+
+import pytest
+
 from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.promotion import PromotionSettings
@@ -75,13 +79,6 @@ def test_a_heavy_tenant_leaves_room_even_if_nothing_else_is_queued() -> None:
     assert "its tenant holds more than its share" in shared.wait_reasons(last)
 
 
-def test_without_light_tenants_nothing_is_kept() -> None:
-    shared = Shared()
-    for _ in range(30):
-        shared.send("heavy")
-    assert shared.free < 500
-
-
 def test_alike_tenants_fill_the_cache() -> None:
     shared = Shared()
     for tenant in 5 * "abcd":
@@ -106,21 +103,27 @@ def test_a_large_request_of_a_heavy_tenant_still_fits_an_idle_replica() -> None:
     assert not shared.is_waiting(huge)
 
 
-def test_a_tenant_within_a_share_of_its_weight_fills_the_cache() -> None:
-    shared = Shared(fairness=FairnessSettings(weights={"heavy": 99.0}))
-    shared.light_traffic()
+@pytest.mark.parametrize(
+    ("changes", "light_requests", "idle_s"),
+    [
+        # No light tenant, or one that has left.
+        ({}, 0, 0.0),
+        ({}, 100, 120.0),
+        # Shares that the heavy tenant does not exceed, or that nothing depends on.
+        ({"fairness": FairnessSettings(weights={"heavy": 99.0})}, 100, 0.0),
+        ({"fairness": FairnessSettings(mode=FairnessMode.OFF)}, 100, 0.0),
+        ({"policy": "fcfs"}, 100, 0.0),
+    ],
+)
+def test_nothing_is_kept_where_no_tenant_is_light(
+    changes: dict[str, Any], light_requests: int, idle_s: float
+) -> None:
+    shared = Shared(**changes)
+    shared.light_traffic(light_requests)
+    shared.report("e", after_s=idle_s)
     for _ in range(30):
         shared.send("heavy")
     assert shared.free < 500
-
-
-def test_other_policies_and_unfair_queues_keep_nothing() -> None:
-    for changes in ({"policy": "fcfs"}, {"fairness": FairnessSettings(mode=FairnessMode.OFF)}):
-        shared = Shared(**changes)
-        shared.light_traffic()
-        for _ in range(30):
-            shared.send("heavy")
-        assert shared.free < 500
 
 
 def test_requests_that_need_no_tokens_are_counted() -> None:
@@ -142,16 +145,6 @@ def test_answers_without_a_limit_fill_the_cache_after_others_were_cut_off() -> N
     for number in range(30):
         shared.arrive(f"open {number}", prompt_tokens=900, max_output_tokens=None)
     assert 0 <= shared.free < 900 + 1_024
-
-
-def test_a_tenant_that_has_left_has_no_share() -> None:
-    shared = Shared()
-    shared.light_traffic()
-    shared.now += 120.0
-    shared.report("e")
-    for _ in range(30):
-        shared.send("heavy")
-    assert shared.free < 500
 
 
 def test_a_light_tenant_does_not_wait_for_a_heavy_one_that_is_behind_another() -> None:

@@ -227,15 +227,3 @@ def test_sums_agree_with_the_formula(
     # Where the sum ends on one half, the last bit of a float decides the rounding.
     assert abs(work.ahead(name) - own - others) <= 0.5 + 1e-6 * max(1.0, others)
     assert work.tokens == sum(tokens for tokens, _ in waiting.values())
-
-
-def test_a_tenant_without_queued_requests_is_removed() -> None:
-    work, queues = of_weights({"b": 0.1})
-    set_backlog(work, queues, "a", 900, 3)
-    set_backlog(work, queues, "b", 100, 1)
-    set_backlog(work, queues, "d", 50, 1)
-    assert work.ahead("c") == 300 + 100 + 50
-    set_backlog(work, queues, "a", 0, 0)
-    set_backlog(work, queues, "b", 0, 0)
-    assert work.ahead("c") == work.tokens == 50
-    assert repr(work) == "<FairWork of 1 tenants, 50 tokens>"

@@ -165,51 +165,30 @@ def test_reassigning_length_queues_changes_no_share_and_loses_no_request() -> No
     assert queue.queue_names() == {"small", "large"}
 
 
-# -- head groups: the smallest head of many sub-queues, and the first beyond its starvation bound ---------
-
-GROUP = (PriorityClass.DEFAULT, ("short",), PrefillClass.SHORT)
-
-
-def waiting(number: int, tenant: str, prompt_tokens: int) -> ScheduledRequest:
-    scheduled = scheduled_request(
-        f"r{number}",
-        sequence=number,
-        pools=("short",),
-        tenant=tenant,
-        prompt_tokens=prompt_tokens,
-        arrived_at=float(number),
-    )
-    scheduled.starved_at = number + 60.0
-    return scheduled
-
-
-def test_a_group_has_its_smallest_and_its_first_starved_head_after_any_change() -> None:
-    rng, queue = random.Random(5), RequestQueue(ShortestFirst(), FairnessSettings())
+def test_a_group_knows_its_smallest_and_first_starved_head_and_counts_its_requests_after_any_change() -> None:
+    rng, queue = random.Random(5), queue_of()
+    group = queue.groups.of(PriorityClass.DEFAULT, ("short",), PrefillClass.SHORT)
     present: list[ScheduledRequest] = []
     for number in range(3_000):
         if present and rng.random() < 0.48:
             queue.remove(present.pop(rng.randrange(len(present))))
         else:
-            present.append(waiting(number, f"t{rng.randrange(7)}", rng.randrange(1, 2_000)))
-            queue.add(present[-1])
+            tokens, tenant = rng.randrange(30, 2_000), f"t{rng.randrange(7)}"
+            one = scheduled(f"r{number}", tokens, number, "short", tenant=tenant)
+            one.starved_at = number + 60.0
+            if rng.random() < 0.1:
+                one.attempts = Attempts(put_backs=1)
+            if rng.random() < 0.1:
+                one.expect_cached(20)
+            queue.add(one)
+            present.append(one)
         heads = [head for head, _ in queue.sub_queue_heads()]
-        group = queue.groups.of(*GROUP)
-        assert bool(group) == bool(heads)
-        if heads:
-            assert group.smallest() is min(
-                heads, key=lambda one: (one.estimate.expected_tokens, one.sequence)
-            )
-            assert group.first_starved(math.inf) is min(heads, key=lambda one: one.starved_at)
-            assert set(group.tenants) == {head.request.tenant for head in heads}
-
-
-def test_requests_that_exclude_replicas_are_counted_while_they_wait_in_the_group() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    one = waiting(1, "a", 50)
-    one.attempts = Attempts(put_backs=1)
-    one.expect_cached(20)
-    queue.add(one)
-    group = queue.groups.of(*GROUP)
-    assert (group.restricted, group.cached) == (1, 1)
-    queue.remove(one)
-    assert (group.restricted, group.cached) == (0, 0)
+        assert len(group) == len(heads)
+        assert group.restricted == sum(each.attempts.put_backs for each in present)
+        assert group.cached == sum(each.cached_tokens > 0 for each in present)
+        assert set(group.tenants) == {head.request.tenant for head in heads}
+        smallest = min(heads, key=lambda one: (one.estimate.expected_tokens, one.sequence), default=None)
+        assert group.smallest() is smallest
+        starved = min(heads, key=lambda one: one.starved_at, default=None)
+        assert group.first_starved(math.inf) is starved
+        assert starved is None or group.first_starved(starved.starved_at) is None
