@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from ray._common.formatters import JSONFormatter
+from ray.serve._private.common import ServeComponentType
+from ray.serve._private.logging_utils import ServeComponentFilter
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.batches.runner import CollectingExchange
@@ -215,12 +218,11 @@ def rotating_log(file: Path, formatter: logging.Formatter, max_bytes: int = 0) -
 PLAIN = logging.Formatter("%(message)s")
 
 
-class Document(logging.Formatter):
-    """Ray Serve's formatter for `logging_config.encoding: JSON`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        own = {"levelname": record.levelname, "replica": "gateway-1"}
-        return json.dumps({**own, "message": record.getMessage()})
+def json_log(file: Path) -> MemoryHandler:
+    """Open a log file as Ray Serve does for `logging_config.encoding: JSON`."""
+    handler = MemoryHandler(1, target=rotating_log(file, JSONFormatter()))
+    handler.addFilter(ServeComponentFilter("app_gateway", "gateway-1", ServeComponentType.REPLICA))
+    return handler
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
@@ -247,14 +249,15 @@ async def test_a_format_of_json_gets_one_document_a_line_with_fields(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    logger.addHandler(rotating_log(file, Document()))
+    logger.addHandler(json_log(file))
     log = RequestLog(logger)
     rejected = concluded(1, Outcome.REJECTED_QUEUE_FULL)
     log.add(FULL)
     log.add(rejected)
     log.flush()
-    own = {"levelname": "INFO", "message": "concluded", "gateway": "gateway-1"}
-    assert documents(file) == [{**own, **json_fields(FULL)}, {**own, **json_fields(rejected)}]
+    own = {"levelname": "INFO", "message": "concluded", "deployment": "app_gateway", "gateway": "gateway-1"}
+    for document, record in zip(documents(file), (FULL, rejected), strict=True):
+        assert document.items() >= {**own, **json_fields(record)}.items()
 
 
 async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logger, tmp_path: Path) -> None:
@@ -316,7 +319,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    logger.addHandler(rotating_log(file, Document()))
+    logger.addHandler(json_log(file))
     log = RequestLog(logger)
     for number in range(3_000):
         log.add(concluded(number, Outcome.REJECTED_QUEUE_FULL))
