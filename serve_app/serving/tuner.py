@@ -285,7 +285,6 @@ class TunerActor:
         settings: TunerSettings,
         scheduler: SchedulerCalls,
         store: StateStore | None = None,
-        worker: Worker | None = None,
     ) -> None:
         self._model, self._settings, self._scheduler = model, settings, scheduler
         self._loop = asyncio.get_running_loop()
@@ -293,7 +292,7 @@ class TunerActor:
         self._parameters = None
         if settings.parameters is not None:
             queues = settings.strategic.refine_and_prune
-            self._parameters = ParameterTuner(model, settings.parameters, store, worker, queues)
+            self._parameters = ParameterTuner(model, settings.parameters, store, queues=queues)
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
@@ -407,12 +406,7 @@ class TunerDeployment:
         # Requests have priority; a search may use the remaining CPU time.
         os.nice(_NICENESS)
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
-        self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.worker())
-
-    @staticmethod
-    def worker() -> Worker | None:
-        """Return the worker for `ParameterTuner`; overridden in tests of failing searches."""
-        return None
+        self._tuner = TunerActor(model, settings, _Calls(scheduler), store)
 
     async def check_health(self) -> None:
         """Raise if the tuner must be replaced."""

@@ -1,14 +1,19 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
+from ray.serve.handle import DeploymentHandle
 
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
 from serve_app.serving import tuner as actor
+from serve_app.serving.scheduler.actor import SchedulerActor
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from serve_app.serving.tuner import ParameterTuner, TunerActor
 from serve_app.tuning.rollout import Observation, Retune
@@ -33,8 +38,21 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "_TRIAL_INTERVAL_S", 0.01)
 
 
-class SimulatedCalls:
-    """Tuner calls answered by the current scheduler.
+class SchedulerHandle:
+    """A scheduler's handle without Ray: a remote call runs the actor's method on the current scheduler."""
+
+    def __init__(self, simulation: ControlPlane) -> None:
+        self._simulation = simulation
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(getattr(SchedulerActor, method), self))
+
+    async def _current(self) -> LiveScheduler:
+        return self._simulation.live
+
+
+class SimulatedCalls(actor._Calls):
+    """Tuner calls to the current scheduler.
 
     Attributes:
         is_cut: whether the scheduler cannot be reached.
@@ -43,30 +61,21 @@ class SimulatedCalls:
     """
 
     def __init__(self, simulation: ControlPlane) -> None:
-        self._simulation = simulation
+        super().__init__(cast("DeploymentHandle[Any]", SchedulerHandle(simulation)))
         self.is_cut = self.loses_an_update = False
         self.updates: list[PartitionUpdate] = []
 
     async def observed(self, *, outcomes: bool) -> Observation:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
-        return self._simulation.live.tuner.observed(outcomes=outcomes)
+        return await super().observed(outcomes=outcomes)
 
     async def apply_partition(self, update: PartitionUpdate) -> None:
         self.updates.append(update)
-        self._simulation.live.tuner.apply_partition(update)
+        await super().apply_partition(update)
         if self.loses_an_update:
             self.loses_an_update = False
             raise ConnectionError("lost")
-
-    async def retune(self, order: Retune) -> None:
-        self._simulation.live.tuner.retune(order)
-
-    async def freeze_tuning(self, reason: str) -> None:
-        self._simulation.live.tuner.freeze(reason)
-
-    async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        self._simulation.live.tuner.store_document(document)
 
 
 @pytest_asyncio.fixture
@@ -162,6 +171,19 @@ async def test_a_dead_tuner_changes_nothing_for_requests(simulation: ControlPlan
     granted = [task.result() for task in tasks if task.done()]
     assert {grant.dispatch.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
     assert queue_names(simulation) == {"10-10", "500-500"}
+
+
+async def test_tuned_values_a_freeze_and_the_tuners_state_reach_the_scheduler(
+    simulation: ControlPlane, calls: SimulatedCalls
+) -> None:
+    await calls.retune(Retune(values={"backpressure.target_waiting": 7}))
+    assert simulation.live.core.settings.backpressure.target_waiting == 7
+    await calls.show_tuner({"state": "trial in progress"})
+    assert simulation.live.status()["tuner"]["state"] == "trial in progress"
+    await calls.freeze_tuning("an incident")
+    observed = await calls.observed(outcomes=True)
+    # The settings are part of an observation with outcomes.
+    assert (observed.frozen, observed.settings) == ("an incident", simulation.live.core.settings)
 
 
 async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
