@@ -78,18 +78,3 @@ def test_the_reference_is_what_a_scrape_shows(app: Served) -> None:
         assert live[name][1] <= labels, name
         if not live[name][2]:
             assert name in _WITHOUT_SERIES, f"{name} has no series"
-
-
-def test_one_scrape_shows_every_gateway(app: Served) -> None:
-    def gateways() -> set[str]:
-        page = httpx.get(f"{app.url}/metrics", timeout=10).text
-        return {
-            sample.labels["gateway"]
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == "ewsjf_build_info" and "gateway" in sample.labels
-        }
-
-    wait_for(lambda: len(gateways()) == 2, 30, "both gateways are shown")
-    # Each new connection may reach another gateway.
-    assert len({frozenset(gateways()) for _ in range(6)}) == 1

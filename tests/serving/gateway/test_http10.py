@@ -20,7 +20,7 @@ def parsed(answer: bytes) -> tuple[dict[str, str], bytes]:
     return dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:]), body
 
 
-@pytest.mark.parametrize("lines", [(), (b"connection: keep-alive",)])
+@pytest.mark.parametrize("lines", [(), (b"connection: close",), (b"connection: keep-alive",)])
 async def test_a_stream_ends_with_its_connection_and_has_no_chunks(
     harness: GatewayHarness, lines: tuple[bytes, ...]
 ) -> None:
