@@ -29,9 +29,8 @@ from experiments.agents.programs import (
     with_gaps_up_to,
     within,
 )
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import TraceSource, file_source
-from serve_app.cli.command import progress_bar
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core import events as ev
 from serve_app.core.metrics.summary import Distribution, percentile
@@ -47,7 +46,6 @@ from serve_app.lab.simulation.run import (
     TraceChoice,
     at_rate,
     choose_trace,
-    parallel,
     requests_of,
 )
 from serve_app.lab.workloads import find_file
@@ -141,18 +139,20 @@ def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
         for name, case in given.cases.items()
         if not given.only or name in given.only
     }
-    cells = [(name, policy) for name, case in cases.items() for policy in case.policies]
-    with progress_bar("agents", len(cells)) as advance:
-        for name, policy in cells:
-            key = {"case": name, "policy": policy}
-            case = cases[name]
-            if not context.has(key):
-                seeds = range(case.seeds)
-                runs = [_Run(case, given.policies[policy], seed, given.beside_requests) for seed in seeds]
-                columns = list(parallel(_figures, runs, context.jobs))
-                figures = {column: [one[column] for one in columns] for column in columns[0]}
-                yield Measurement(key=key, figures=figures, seeds=seeds, traces=[_source()])
-            advance()
+    source = _source()
+    cells = [
+        Cell(
+            key={"case": name, "policy": policy},
+            runs=[
+                _Run(case, given.policies[policy], seed, given.beside_requests) for seed in range(case.seeds)
+            ],
+            seeds=range(case.seeds),
+            traces=[source],
+        )
+        for name, case in cases.items()
+        for policy in case.policies
+    ]
+    yield from play_cells("agents", cells, _figures, context)
     for programs in given.idle_programs:
         yield Measurement(
             key={"cost": "decisions", "programs": programs},

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.batch.oracle import OracleSimulation
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
@@ -223,7 +223,7 @@ def play(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
                     found = list(parallel(figures, runs, context.jobs))
                     yield Measurement(
                         key=key,
-                        figures={figure: [one[figure] for one in found] for figure in found[0]},
+                        figures=over_seeds(found),
                         seeds=range(settings.seeds),
                         traces=generated("paper-mix"),
                         settings=as_json(replace(settings, scenes={name: scene}, cases={case_name: case})),

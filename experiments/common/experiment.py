@@ -6,8 +6,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from experiments.common.provenance import TraceSource
 from experiments.common.rows import Key
+from serve_app.cli.command import progress_bar
+from serve_app.lab.simulation.run import parallel
 
 S = TypeVar("S")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,43 @@ class Context:
     def has(self, key: Key) -> bool:
         """Return whether this row exists already; if it is yielded again, it is dropped."""
         return key in self.kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell(Generic[R]):
+    """A row to measure, with one run for each seed; see `Measurement` for the other fields."""
+
+    key: Key
+    runs: Sequence[R]
+    seeds: Sequence[int]
+    traces: Sequence[TraceSource]
+    settings: Mapping[str, Any] | None = None
+
+
+def play_cells(
+    title: str, cells: Sequence[Cell[R]], play: Callable[[R], Mapping[str, Any]], context: Context
+) -> Iterator[Measurement]:
+    """Measure the cells without a row one after another, the runs of each in parallel.
+
+    Args:
+        play: returns the figures of a run.
+    """
+    with progress_bar(title, len(cells)) as advance:
+        for cell in cells:
+            if not context.has(cell.key):
+                yield Measurement(
+                    key=cell.key,
+                    figures=over_seeds(list(parallel(play, cell.runs, context.jobs))),
+                    seeds=cell.seeds,
+                    traces=cell.traces,
+                    settings=cell.settings,
+                )
+            advance()
+
+
+def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return each figure as a list with its value in each run."""
+    return {name: [one[name] for one in runs] for name in runs[0]}
 
 
 def _always() -> None:

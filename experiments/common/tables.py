@@ -21,11 +21,13 @@ class Table:
         text: returns the Markdown, without a caption.
         where: selects the rows of the table by their key, see `rows.where`.
         note: start of the caption: a sentence on the meaning of the columns.
+        shows_load: whether the load of the machine follows the table; relevant to live measurements.
     """
 
     text: Callable[[Sequence[Row]], str]
     where: Mapping[str, object] = field(default_factory=dict)
     note: str = ""
+    shows_load: bool = False
 
     def written(self, rows: Sequence[Row]) -> str:
         """Return the table and its caption.
@@ -36,7 +38,65 @@ class Table:
         mine = where(rows, **self.where)
         if not mine:
             raise SettingsError(f"no row has {dict(self.where)}: play the experiment first")
-        return f"{self.text(mine)}\n\n*{caption(mine, self.note)}*"
+        load = load_note(mine) if self.shows_load else ""
+        return "\n\n".join(filter(None, (self.text(mine), load, f"*{caption(mine, self.note)}*")))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of each row: its mean over seeds, and half the width of the interval.
+
+    Attributes:
+        scale: factor from the figure to the unit in the heading.
+    """
+
+    heading: str
+    figure: str
+    decimals: int = 2
+    scale: float = 1.0
+
+    def cell(self, row: Row) -> str:
+        """Return the mean with its interval."""
+        return plus_minus(row.figures[self.figure], self.decimals, scale=self.scale)
+
+    def mean(self, row: Row) -> str:
+        """Return the mean alone."""
+        return self.cell(row).partition(" ±")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A column with cells of any kind."""
+
+    heading: str
+    cell: Callable[[Row], str]
+
+
+def line_per_row(
+    by: Mapping[str, str | Callable[[Row], str]],
+    columns: Sequence[Column | Computed],
+    *,
+    text_columns: int | None = None,
+) -> Callable[[Sequence[Row]], str]:
+    """Return a function that makes a table with a line for each row.
+
+    Args:
+        by: leading columns: a format of the row's key or a function, by heading.
+        text_columns: by default all leading ones.
+    """
+    head = [*by, *(column.heading for column in columns)]
+
+    def text(rows: Sequence[Row]) -> str:
+        lines = [
+            [
+                *(one.format(**row.key) if isinstance(one, str) else one(row) for one in by.values()),
+                *(column.cell(row) for column in columns),
+            ]
+            for row in rows
+        ]
+        return markdown(head, lines, text_columns=len(by) if text_columns is None else text_columns)
+
+    return text
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:

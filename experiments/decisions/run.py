@@ -12,11 +12,9 @@ import msgspec
 import numpy as np
 
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
-from serve_app.cli.command import progress_bar
 from serve_app.core.admission.admission import RetryReservations
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
@@ -32,7 +30,7 @@ from serve_app.core.settings_base import settings
 from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.run import Disclosure, SloByLength, parallel, requests_of, scheduler_settings
+from serve_app.lab.simulation.run import Disclosure, SloByLength, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from serve_app.lab.workloads import stream
 from serve_app.request import Request, Usage
@@ -286,26 +284,18 @@ def play(experiment: DecisionsExperiment, context: Context) -> Iterator[Measurem
         raise SettingsError(f"no workload {', '.join(unknown)}: there are {', '.join(WORKLOADS)}")
     seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
     cells = [
-        (name, case, rate, label)
+        Cell(
+            key={"case": name, "rate": rate, "variant": label},
+            runs=[_Run(case, variant, rate, seed) for seed in seeds],
+            seeds=seeds,
+            traces=generated(case.workload),
+            settings=as_json(replace(case, variants={label: variant})),
+        )
         for name, case in experiment.cases.items()
         for rate in case.rates_per_s
-        for label in case.variants
+        for label, variant in case.variants.items()
     ]
-    with progress_bar("decisions", len(cells)) as advance:
-        for name, case, rate, label in cells:
-            key: Key = {"case": name, "rate": rate, "variant": label}
-            if not context.has(key):
-                variant = case.variants[label]
-                runs = [_Run(case, variant, rate, seed) for seed in seeds]
-                figures = list(parallel(_Run.play, runs, context.jobs))
-                yield Measurement(
-                    key=key,
-                    figures={figure: [each[figure] for each in figures] for figure in figures[0]},
-                    seeds=seeds,
-                    traces=generated(case.workload),
-                    settings=as_json(replace(case, variants={label: variant})),
-                )
-            advance()
+    return play_cells("decisions", cells, _Run.play, context)
 
 
 EXPERIMENT = Experiment(settings=DecisionsExperiment, play=play)

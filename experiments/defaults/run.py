@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS
 from experiments.policies.grid import PolicyVariant
 from experiments.prefix.run import ConversationSettings, conversations
 from experiments.prefix.sessions import SESSIONS
-from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.run import (
@@ -24,7 +22,6 @@ from serve_app.lab.simulation.run import (
     RunSettings,
     SloByLength,
     TraceChoice,
-    parallel,
     simulate,
 )
 from serve_app.lab.workloads import Trace
@@ -114,32 +111,25 @@ class Drawn:
 def play(experiment: DefaultsSettings, context: Context) -> Iterator[Measurement]:
     """Measure every variant of every scene at every load."""
     cells = [
-        (name, scene, load, label, variant)
+        Cell(
+            key={"scene": name, "load": load, "policy": label},
+            runs=[_run(experiment, scene, load, label, variant, seed) for seed in experiment.seeds],
+            seeds=experiment.seeds,
+            traces=generated(scene.workload),
+            settings=as_json(
+                replace(
+                    experiment,
+                    scenes={name: replace(scene, explained={})},
+                    variants={label: variant},
+                    causes={},
+                )
+            ),
+        )
         for name, scene in experiment.scenes.items()
         for load in scene.rates_per_s
         for label, variant in _variants(experiment, scene, load).items()
     ]
-    with progress_bar("defaults", len(cells)) as advance:
-        for name, scene, load, label, variant in cells:
-            key: Key = {"scene": name, "load": load, "policy": label}
-            if not context.has(key):
-                runs = [_run(experiment, scene, load, label, variant, seed) for seed in experiment.seeds]
-                figures = list(parallel(figures_of, runs, context.jobs))
-                yield Measurement(
-                    key=key,
-                    figures={figure: [each[figure] for each in figures] for figure in figures[0]},
-                    seeds=experiment.seeds,
-                    traces=generated(scene.workload),
-                    settings=as_json(
-                        replace(
-                            experiment,
-                            scenes={name: replace(scene, explained={})},
-                            variants={label: variant},
-                            causes={},
-                        )
-                    ),
-                )
-            advance()
+    return play_cells("defaults", cells, figures_of, context)
 
 
 def _variants(experiment: DefaultsSettings, scene: Scene, load: float) -> Mapping[str, PolicyVariant]:

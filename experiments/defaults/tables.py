@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.common.rows import Row
-from experiments.common.tables import Table, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, markdown
 from experiments.defaults.map import picture
 from experiments.defaults.verdicts import FIGURES, Verdict, cells_of, ratio, verdict
 from serve_app.core.metrics.summary import ConfidenceInterval
@@ -56,31 +56,24 @@ def _causes(rows: Sequence[Row]) -> str:
     return markdown(head, lines or [["none", "", "", "", ""]], text_columns=4)
 
 
-def _all(rows: Sequence[Row]) -> str:
-    head = ["traffic and engines", "load", "policy", "goodput", "short P99, s", "long P99, s"]
-    head += ["TPOT, ms", "longest wait, s", "tokens/s"]
-    lines = [
-        [
-            scene,
-            f"{load:g}",
-            name,
-            plus_minus(row.figures["goodput"], 3),
-            plus_minus(row.figures["short_ttft_p99_s"]),
-            plus_minus(row.figures["long_ttft_p99_s"]),
-            plus_minus(row.figures["tpot_mean_s"], 0, scale=1_000),
-            plus_minus(row.figures["queue_wait_max_s"], 1),
-            plus_minus(row.figures["tokens_per_s"], 0),
-        ]
-        for (scene, load), cell in cells_of(rows).items()
-        for name, row in cell.items()
-    ]
-    return markdown(head, lines, text_columns=3)
-
-
+_ALL = line_per_row(
+    {"traffic and engines": "{scene}", "load": "{load:g}", "policy": "{policy}"},
+    (
+        Column("goodput", "goodput", 3),
+        Column("short P99, s", "short_ttft_p99_s"),
+        Column("long P99, s", "long_ttft_p99_s"),
+        Column("TPOT, ms", "tpot_mean_s", 0, 1_000),
+        Column("longest wait, s", "queue_wait_max_s", 1),
+        Column("tokens/s", "tokens_per_s", 0),
+    ),
+)
 _RATIO = "Geometric means over seeds with their 95 % intervals; above 1, ours is better"
 TABLES = {
     "losses": Table(text=_losses, note=f"Simulated. {_RATIO}"),
     "causes": Table(text=_causes, note=f"Simulated. {_RATIO}"),
-    "all": Table(text=_all, note="Simulated; means over seeds with their 95 % intervals"),
+    "all": Table(
+        text=lambda rows: _ALL([row for cell in cells_of(rows).values() for row in cell.values()]),
+        note="Simulated; means over seeds with their 95 % intervals",
+    ),
 }
 PICTURES = {"docs/images/defaults.svg": lambda rows_of: picture(rows_of("defaults"))}

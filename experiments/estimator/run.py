@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.estimator.bodies import (
     CORPORA_VARIABLE,
     Sample,
@@ -95,7 +95,7 @@ class Subject:
         return Measurement(
             key={"tokenizer": self.tokenizer, "texts": self.texts, **key},
             seeds=range(len(by_seed)),
-            figures={name: [one[name] for one in by_seed] for name in by_seed[0]},
+            figures=over_seeds(by_seed),
             settings={
                 **{name: getattr(experiment, name) for name in shared},
                 "output_tokens": OUTPUT_TOKENS,

@@ -6,13 +6,12 @@ engine. The scenario runs against all of them in turn, over HTTP, with streamed 
 Scenario: TNG, "Efficient Request Queueing".
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from experiments.common.application import serve_config, served_application
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.load_test.open_loop import (
     ApiEndpoint,
     BodyKind,
@@ -49,17 +48,7 @@ class LateUsersSettings:
     repeats: int
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Results of one run of the scenario.
-
-    Attributes:
-        b_ttft_s: from the time at which its client should send.
-        a_ttft_s: mean over the requests of A.
-    """
-
-    b_ttft_s: float
-    a_ttft_s: float
+Figures = Mapping[str, float]
 
 
 def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]:
@@ -78,10 +67,9 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
                 plays.append(figures_of(all_completed(play_trace(served.url, bodies(mode), trace))))
                 advance()
     for mode, plays in played.items():
-        columns = [asdict(one) for one in plays]
         yield Measurement(
             key={"mode": mode},
-            figures={name: [one[name] for one in columns] for name in columns[0]},
+            figures=over_seeds(plays),
             traces=generated("late users"),
         )
 
@@ -111,10 +99,10 @@ def scenario(settings: LateUsersSettings) -> Trace:
 
 
 def figures_of(records: Sequence[RequestRecord]) -> Figures:
-    """Return the TTFT figures of all three users."""
+    """Return the TTFT of B, from the time at which its client should send, and the mean over those of A."""
     (late,) = (one for one in records if one.tenant == _LATE[0])
     first = fmean(one.ttft_s or 0.0 for one in records if one.tenant == _FIRST)
-    return Figures(b_ttft_s=late.ttft_s or 0.0, a_ttft_s=first)
+    return {"b_ttft_s": late.ttft_s or 0.0, "a_ttft_s": first}
 
 
 def _request(tenant: str, arrival_s: float) -> TraceRequest:

@@ -3,22 +3,9 @@
 from collections.abc import Sequence
 
 from experiments.common.rows import Row
-from experiments.common.tables import Table, load_note, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, load_note
 
 _SHARES = {"requests": "by requests", "tokens": "by tokens (default)", "off": "off: one queue"}
-
-
-def _headline(rows: Sequence[Row]) -> str:
-    head = ["fair shares", "TTFT of the late user, s", "mean TTFT of the first user, s"]
-    lines = [
-        [
-            _SHARES[str(row.key["mode"])],
-            plus_minus(row.figures["b_ttft_s"]),
-            plus_minus(row.figures["a_ttft_s"]),
-        ]
-        for row in rows
-    ]
-    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
 
 
 def _circumstances(rows: Sequence[Row]) -> str:
@@ -29,6 +16,13 @@ def _circumstances(rows: Sequence[Row]) -> str:
     )
 
 
+_TEXT = line_per_row(
+    {"fair shares": lambda row: _SHARES[str(row.key["mode"])]},
+    (
+        Column("TTFT of the late user, s", "b_ttft_s"),
+        Column("mean TTFT of the first user, s", "a_ttft_s"),
+    ),
+)
 _NOTE = "Live, with emulated engines. Means with their 95 % intervals"
 
-TABLES = {"headline": Table(text=_headline, note=_NOTE)}
+TABLES = {"headline": Table(text=lambda rows: f"{_TEXT(rows)}\n\n{_circumstances(rows)}", note=_NOTE)}

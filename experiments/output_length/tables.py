@@ -1,38 +1,17 @@
 """Tables of this experiment."""
 
-from collections.abc import Sequence
+from experiments.common.tables import Column, Computed, Table, line_per_row
 
-from experiments.common.rows import Row
-from experiments.common.tables import Table, markdown, plus_minus
-
-
-def _accuracy(rows: Sequence[Row]) -> str:
-    head = [
-        "tenants",
-        "method",
-        "error, log sigma",
-        "rank correlation",
-        "within the upper prediction, %",
-        "µs",
-    ]
-    lines = [
-        [
-            str(row.key["tenants"]),
-            str(row.key["method"]),
-            plus_minus(row.figures["log_sigma"], 2),
-            plus_minus(row.figures["rank"], 2),
-            plus_minus(row.figures["covered"], 0, scale=100),
-            f"{row.figures['cpu_us']:,.0f}",
-        ]
-        for row in rows
-    ]
-    return markdown(head, lines, text_columns=2)
-
+_COLUMNS = (
+    Column("error, log sigma", "log_sigma"),
+    Column("rank correlation", "rank"),
+    Column("within the upper prediction, %", "covered", 0, 100),
+    Computed("µs", lambda row: f"{row.figures['cpu_us']:,.0f}"),
+)
 
 TABLES = {
     "accuracy": Table(
-        text=_accuracy,
-        where={},
+        text=line_per_row({"tenants": "{tenants}", "method": "{method}"}, _COLUMNS),
         note="Means over consecutive parts of the traffic with their 95 % intervals; the upper prediction "
         "should cover 87.5 %",
     )

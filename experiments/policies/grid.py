@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Annotated, Any
 
-from experiments.common.experiment import Context, Measurement
+from experiments.common.experiment import Context, Measurement, over_seeds
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
 from experiments.policies.disturbances import FlippedMix, LengthNoise
@@ -202,12 +202,11 @@ def measurement_of(key: Key, trace: str, results: Sequence[RunResult]) -> Measur
     rows = [run_as_json(result) for result in results]
     for line in unequal_work(rows):
         warn(f"not the same work: {dict(key)}: {line}")
-    columns = [_figures(row) for row in rows]
     return Measurement(
         key=key,
         seeds=[result.settings.seed for result in results],
         traces=trace_sources(trace),
-        figures={name: [one[name] for one in columns] for name in columns[0]}
+        figures=over_seeds([_figures(row) for row in rows])
         | {"deployable": all(row["deployable"] for row in rows)},
         settings=_settings(results[0]),
     )

@@ -1,31 +1,10 @@
 """Tables of this experiment, and the columns that other grids of policies share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
 from experiments.common.rows import Row, where
-from experiments.common.tables import Table, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, markdown
 from serve_app.core.metrics.summary import interval_95
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of a row and its format."""
-
-    heading: str
-    figure: str
-    decimals: int
-    scale: float = 1.0
-
-    def mean(self, row: Row) -> str:
-        """Return the mean over seeds."""
-        return f"{self.scale * fmean(row.figures[self.figure]):,.{self.decimals}f}"
-
-    def with_interval(self, row: Row) -> str:
-        """Return the mean and half the width of its interval."""
-        return plus_minus(row.figures[self.figure], self.decimals, scale=self.scale)
-
 
 SHORT_MEAN = Column("short TTFT mean, s", "short_ttft_mean_s", 3)
 SHORT_P99 = Column("short p99, s", "short_ttft_p99_s", 2)
@@ -60,16 +39,7 @@ def grid_table(*by: str) -> Callable[[Sequence[Row]], str]:
     Args:
         by: parts of the key before the policy.
     """
-
-    def text(rows: Sequence[Row]) -> str:
-        lines = [
-            [*(str(row.key[name]) for name in by), _policy(row), *(one.with_interval(row) for one in COLUMNS)]
-            for row in rows
-        ]
-        head = [*by, "policy", *(one.heading for one in COLUMNS)]
-        return markdown(head, lines, text_columns=len(by) + 1)
-
-    return text
+    return line_per_row({**{name: f"{{{name}}}" for name in by}, "policy": _policy}, COLUMNS)
 
 
 def _policy(row: Row) -> str:

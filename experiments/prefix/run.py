@@ -25,18 +25,16 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.load_balancers import LMetric, PowerOfTwo, RoundRobin, StickyUntilSaturated
 from experiments.common.provenance import generated
-from experiments.common.rows import Key
 from experiments.prefix.sessions import SESSIONS
-from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
@@ -290,37 +288,24 @@ class Run:
     saturated_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunFigures:
-    """Figures of one run.
-
-    Attributes:
-        hit_ratio: share of looked-up prompt tokens that engines had in their caches.
-        tokens_per_s: prompt and output tokens over the whole run.
-    """
-
-    hit_ratio: float
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    ttft_p99_s: float
-    tpot_mean_s: float
-    tokens_per_s: float
+Figures = Mapping[str, float]
 
 
 def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
     """Measure every choice at every load, then the costs."""
     seeds = range(settings.seeds)
     rates = list(parallel(_saturated_rate_per_s, [(settings, seed) for seed in seeds], context.jobs))
-    cells = [(load, name) for load in settings.loads for name in settings.choices]
-    with progress_bar("prefix", len(cells)) as advance:
-        for load, name in cells:
-            key: Key = {"load": load, "choice": name}
-            if not context.has(key):
-                choice = settings.choices[name]
-                runs = [Run(settings, choice, load, *of_seed) for of_seed in zip(seeds, rates, strict=True)]
-                yield _measurement(key, list(parallel(_play, runs, context.jobs)), rates, load)
-            advance()
+    cells = [
+        Cell(
+            key={"load": load, "choice": name},
+            runs=[Run(settings, choice, load, *of_seed) for of_seed in zip(seeds, rates, strict=True)],
+            seeds=seeds,
+            traces=generated("conversations"),
+        )
+        for load in settings.loads
+        for name, choice in settings.choices.items()
+    ]
+    yield from play_cells("prefix", cells, _play, context)
     yield from _sessions(settings.sessions, context)
     yield from _costs(settings)
 
@@ -329,28 +314,18 @@ def _sessions(workloads: Mapping[str, SessionSettings], context: Context) -> Ite
     if unknown := workloads.keys() - SESSIONS.keys():
         raise SettingsError(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(SESSIONS)}")
     cells = [
-        (workload, replicas, rate_per_s, name)
-        for workload, runs in workloads.items()
-        for replicas, rates in runs.rates_per_s.items()
-        for rate_per_s, name in itertools.product(rates, runs.choices)
+        Cell(
+            key={"workload": workload, "replicas": replicas, "rate_per_s": rate_per_s, "rule": name},
+            runs=[SessionRun(workload, one, choice, replicas, rate_per_s, seed) for seed in one.seeds],
+            seeds=one.seeds,
+            traces=generated(workload),
+        )
+        for workload, one in workloads.items()
+        for replicas, rates in one.rates_per_s.items()
+        for rate_per_s in rates
+        for name, choice in one.choices.items()
     ]
-    with progress_bar("sessions", len(cells)) as advance:
-        for workload, replicas, rate_per_s, name in cells:
-            key: Key = {"workload": workload, "replicas": replicas, "rate_per_s": rate_per_s, "rule": name}
-            if not context.has(key):
-                one = workloads[workload]
-                runs = [
-                    SessionRun(workload, one, one.choices[name], replicas, rate_per_s, seed)
-                    for seed in one.seeds
-                ]
-                columns = [asdict(run) for run in parallel(play_sessions, runs, context.jobs)]
-                yield Measurement(
-                    key=key,
-                    seeds=one.seeds,
-                    traces=generated(workload),
-                    figures={name: [one[name] for one in columns] for name in columns[0]},
-                )
-            advance()
+    return play_cells("sessions", cells, play_sessions, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,24 +340,13 @@ class SessionRun:
     seed: int
 
 
-def play_sessions(run: SessionRun) -> RunFigures:
+def play_sessions(run: SessionRun) -> Figures:
     """Play a run."""
     share = run.replicas / 4
     fleet = FleetSettings(profile=run.settings.profile, replicas={ONE_POOL: run.replicas})
     requests, rate_per_s = round(run.settings.requests * share), run.rate_per_s * share
     trace = SESSIONS[run.workload].trace(requests, rate_per_s, run.seed)
     return _figures(*_outcome(run.choice, fleet, trace))
-
-
-def _measurement(key: Key, runs: list[RunFigures], rates: list[float], load: float) -> Measurement:
-    columns = [asdict(run) for run in runs]
-    figures = {name: [one[name] for one in columns] for name in columns[0]}
-    return Measurement(
-        key=key,
-        seeds=range(len(runs)),
-        traces=generated("conversations"),
-        figures={"rate_per_s": [load * rate for rate in rates], **figures},
-    )
 
 
 def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
@@ -401,27 +365,29 @@ def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
     return len(records) / max(record.finished_at for record in records)
 
 
-def _play(run: Run) -> RunFigures:
-    trace = scale_to_rate(run.settings.trace(run.seed), run.load * run.saturated_per_s)
-    return _figures(*_outcome(run.choice, run.settings.fleet(), trace))
+def _play(run: Run) -> Figures:
+    rate_per_s = run.load * run.saturated_per_s
+    trace = scale_to_rate(run.settings.trace(run.seed), rate_per_s)
+    return {"rate_per_s": rate_per_s, **_figures(*_outcome(run.choice, run.settings.fleet(), trace))}
 
 
-def _figures(records: list[RequestRecord], replicas: list[SimulatedReplica]) -> RunFigures:
+def _figures(records: list[RequestRecord], replicas: list[SimulatedReplica]) -> Figures:
     records.sort(key=lambda record: record.arrived_at)
     measured = records[round(_WARM_UP_RATIO * len(records)) :]
     ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
     end_s = max(record.finished_at for record in records)
     snapshots = [replica.model.snapshot(end_s) for replica in replicas]
     queries = sum(snapshot.prefix_queries_tokens for snapshot in snapshots)
-    return RunFigures(
-        hit_ratio=sum(snapshot.prefix_hits_tokens for snapshot in snapshots) / max(1, queries),
-        ttft_mean_s=statistics.fmean(ttft_s),
-        ttft_p50_s=ttft_s[len(ttft_s) // 2],
-        ttft_p95_s=ttft_s[int(0.95 * len(ttft_s))],
-        ttft_p99_s=ttft_s[int(0.99 * len(ttft_s))],
-        tpot_mean_s=statistics.fmean(record.tpot_s for record in measured if record.tpot_s is not None),
-        tokens_per_s=sum(record.prompt_tokens + record.output_tokens for record in records) / end_s,
-    )
+    return {
+        # Share of looked-up prompt tokens that engines had in their caches.
+        "hit_ratio": sum(snapshot.prefix_hits_tokens for snapshot in snapshots) / max(1, queries),
+        "ttft_mean_s": statistics.fmean(ttft_s),
+        "ttft_p50_s": ttft_s[len(ttft_s) // 2],
+        "ttft_p95_s": ttft_s[int(0.95 * len(ttft_s))],
+        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))],
+        "tpot_mean_s": statistics.fmean(record.tpot_s for record in measured if record.tpot_s is not None),
+        "tokens_per_s": sum(record.prompt_tokens + record.output_tokens for record in records) / end_s,
+    }
 
 
 _BALANCERS: Mapping[str, Callable[[Sequence[ReplicaPlan]], DirectSimulation]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.common.rows import ANY, Row
-from experiments.common.tables import Table, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, markdown
 from experiments.policies.tables import (
     GOODPUT,
     LONG_MEAN,
@@ -15,9 +15,7 @@ from experiments.policies.tables import (
     THROUGHPUT,
 )
 
-_RATE = "rate, 1/s"
-
-
+_RATE = Column("rate, 1/s", "rate_per_s", 1)
 # Rows of the headline and their titles.
 _HEADLINE = {
     "direct": "no gateway",
@@ -27,34 +25,31 @@ _HEADLINE = {
 }
 
 
+def _gpus(row: Row) -> str:
+    return str(row.key["profile"]).removeprefix("llama2-13b-")
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (str(row.key["profile"]), row.key["load"]))
+
+
 def _headline(rows: Sequence[Row]) -> str:
     lines = [
         [
-            f"{str(row.key['profile']).removeprefix('llama2-13b-')}, load {row.key['load']}",
+            f"{_gpus(row)}, load {row.key['load']}",
             _HEADLINE[str(row.key["policy"])],
             *(column.mean(row) for column in (SHORT_MEAN, LONG_P99, LONGEST_WAIT, THROUGHPUT)),
         ]
-        for row in sorted(rows, key=lambda row: (str(row.key["profile"]), row.key["load"]))
+        for row in _ordered(rows)
     ]
     head = ["GPUs", "policy", "short TTFT mean, s", "long P99, s", "longest queue time, s", "tokens/s"]
     return markdown(head, lines, text_columns=2)
 
 
-def _all(rows: Sequence[Row]) -> str:
-    columns = (SHORT_MEAN, SHORT_P99, LONG_MEAN, LONG_P99, LONGEST_WAIT, THROUGHPUT, GOODPUT)
-    lines = [
-        [
-            str(row.key["profile"]).removeprefix("llama2-13b-"),
-            f"{row.key['load']}",
-            str(row.key["policy"]),
-            plus_minus(row.figures["rate_per_s"], 1),
-            *(column.with_interval(row) for column in columns),
-        ]
-        for row in sorted(rows, key=lambda row: (str(row.key["profile"]), row.key["load"]))
-    ]
-    head = ["GPUs", "load", "policy", _RATE, *(column.heading for column in columns)]
-    return markdown(head, lines, text_columns=3)
-
+_ALL = line_per_row(
+    {"GPUs": _gpus, "load": "{load}", "policy": "{policy}"},
+    (_RATE, SHORT_MEAN, SHORT_P99, LONG_MEAN, LONG_P99, LONGEST_WAIT, THROUGHPUT, GOODPUT),
+)
 
 TABLES = {
     "headline": Table(
@@ -62,5 +57,5 @@ TABLES = {
         where={"case": ANY, "policy": tuple(_HEADLINE)},
         note="Simulated, means over seeds. TTFT counts from arrival",
     ),
-    "all": Table(text=_all, where={"case": ANY}, note=NOTE),
+    "all": Table(text=lambda rows: _ALL(_ordered(rows)), where={"case": ANY}, note=NOTE),
 }

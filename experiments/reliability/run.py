@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
@@ -112,7 +112,7 @@ def play(experiment: ReliabilityExperiment, context: Context) -> Iterator[Measur
                 traces=trace_sources(cell.case.trace),
                 figures={
                     "gpus": cell.case.fleets[cell.fleet].gpus,
-                    **{name: [one[name] for one in found] for name in found[0]},
+                    **over_seeds(found),
                 },
             )
             advance()

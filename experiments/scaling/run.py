@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import generated, trace_sources
 from experiments.scaling.rules import (
     Fixed,
@@ -90,13 +90,12 @@ def play(experiment: Scaling, context: Context) -> Iterator[Measurement]:
 def _measurement(
     experiment: Scaling, run: Run, rule: str, columns: Sequence[Mapping[str, dict[str, Any]]]
 ) -> Measurement:
-    figures = [one[rule] for one in columns]
     is_azure = run.case == "azure"
     return Measurement(
         key={"case": run.case, "start_s": run.start_s, "rule": rule},
         seeds=range(experiment.seeds),
         traces=trace_sources("azure-conv+azure-code") if is_azure else generated(run.case),
-        figures={name: [one[name] for one in figures] for name in figures[0]},
+        figures=over_seeds([one[rule] for one in columns]),
     )
 
 

@@ -11,17 +11,15 @@ each server.
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.common.rows import Key
 from experiments.strangers.servers import POOL, Direct, Job, Scheduled, ServerSettings
-from serve_app.cli.command import progress_bar
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.run import MODEL, parallel, scheduler_settings
+from serve_app.lab.simulation.run import MODEL, scheduler_settings
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
 ALTERNATE, LEAST, OURS, CONFIGURED = "alternate", "least in flight", "ours", "configured"
@@ -116,27 +114,7 @@ class Run:
         return jobs
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one run. First tokens count from arrival, in seconds; all but `cold` after the start.
-
-    Attributes:
-        done_tokens: output tokens of the requests completed until the last one arrived, and prompt tokens if
-            the servers limit them.
-        most_at_once: the most requests that one server had.
-    """
-
-    mean_s: float
-    p99_s: float
-    short_mean_s: float
-    short_p99_s: float
-    light_mean_s: float
-    light_p99_s: float
-    cold_mean_s: float
-    cold_p99_s: float
-    done_tokens: int
-    completed: int
-    most_at_once: int
+Figures = Mapping[str, float]
 
 
 def play_run(run: Run) -> Figures:
@@ -160,32 +138,32 @@ def play_run(run: Run) -> Figures:
 
 
 def figures(jobs: Sequence[Job], most_at_once: int, *, counts_prompts: bool) -> Figures:
-    """Return the figures of played requests."""
+    """Return the figures of played requests: first tokens count from arrival, in seconds.
+
+    All but `cold` are of requests after the start. `done_tokens` are output tokens of the requests completed
+    until the last one arrived, and prompt tokens if the servers limit them.
+    """
     cold = [job for job in jobs if job.request.arrived_at < COLD_S]
     warm = jobs[max(len(cold), COLD_REQUESTS) :]
-    short = [job for job in warm if job.prompt_tokens <= SHORT_TOKENS]
-    light = [job for job in warm if job.request.tenant != "heavy"]
+    groups = {
+        "": warm,
+        "short_": [job for job in warm if job.prompt_tokens <= SHORT_TOKENS],
+        "light_": [job for job in warm if job.request.tenant != "heavy"],
+        "cold_": cold,
+    }
+    found: dict[str, float] = {}
+    for name, group in groups.items():
+        found[f"{name}mean_s"], found[f"{name}p99_s"] = _mean_and_p99(group)
     last_at = jobs[-1].request.arrived_at
-    (mean, p99), (short_mean, short_p99), (light_mean, light_p99), (cold_mean, cold_p99) = (
-        _mean_and_p99(each) for each in (warm, short, light, cold)
-    )
-    return Figures(
-        mean_s=mean,
-        p99_s=p99,
-        short_mean_s=short_mean,
-        short_p99_s=short_p99,
-        light_mean_s=light_mean,
-        light_p99_s=light_p99,
-        cold_mean_s=cold_mean,
-        cold_p99_s=cold_p99,
-        done_tokens=sum(
+    return found | {
+        "done_tokens": sum(
             job.output_tokens + (job.prompt_tokens if counts_prompts else 0)
             for job in jobs
             if job.finished_at is not None and job.finished_at <= last_at
         ),
-        completed=sum(job.finished_at is not None for job in jobs),
-        most_at_once=most_at_once,
-    )
+        "completed": sum(job.finished_at is not None for job in jobs),
+        "most_at_once": most_at_once,
+    }
 
 
 def _mean_and_p99(jobs: Sequence[Job]) -> tuple[float, float]:
@@ -199,26 +177,18 @@ def _mean_and_p99(jobs: Sequence[Job]) -> tuple[float, float]:
 def play(settings: StrangersSettings, context: Context) -> Iterator[Measurement]:
     """Measure every variant of every case at every load."""
     cells = [
-        (name, load, variant)
-        for name in settings.cases
+        Cell(
+            key={"case": name, "load": load, "variant": variant},
+            runs=[Run(settings, case, load, variant, seed) for seed in settings.seeds],
+            seeds=settings.seeds,
+            traces=generated("short and long"),
+            settings=as_json(replace(settings, cases={name: case})),
+        )
+        for name, case in settings.cases.items()
         for load in settings.loads
         for variant in settings.variants
     ]
-    with progress_bar("strangers", len(cells)) as advance:
-        for name, load, variant in cells:
-            key: Key = {"case": name, "load": load, "variant": variant}
-            if not context.has(key):
-                case = settings.cases[name]
-                runs = [Run(settings, case, load, variant, seed) for seed in settings.seeds]
-                columns = [asdict(each) for each in parallel(play_run, runs, context.jobs)]
-                yield Measurement(
-                    key=key,
-                    seeds=settings.seeds,
-                    traces=generated("short and long"),
-                    figures={name: [each[name] for each in columns] for name in columns[0]},
-                    settings=as_json(replace(settings, cases={name: case})),
-                )
-            advance()
+    return play_cells("strangers", cells, play_run, context)
 
 
 EXPERIMENT = Experiment(settings=StrangersSettings, play=play)

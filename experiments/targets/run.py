@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
@@ -32,7 +32,6 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
     Disclosure,
-    parallel,
     requests_of,
     scheduler_settings,
 )
@@ -318,45 +317,37 @@ def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measuremen
     cases = {**experiment.cases, "claims": experiment.claims}
     if unknown := [each.workload for each in cases.values() if each.workload not in WORKLOADS]:
         raise SettingsError(f"no workload {', '.join(unknown)}: there are {', '.join(WORKLOADS)}")
+    requests = experiment.requests
     seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
-    cells = [
-        (name, case, rate, variant)
+    cells: list[Cell[_Run | PaceRun]] = [
+        Cell(
+            key={"case": name, "rate": rate, "variant": variant},
+            runs=[_Run(case, requests, seed, rate, variant, experiment.shadow_share) for seed in seeds],
+            seeds=seeds,
+            traces=generated(case.workload),
+            settings=as_json(case),
+        )
         for name, case in cases.items()
         for rate in case.rates_per_s
         for variant in (CLAIMS if name == "claims" else experiment.variants)
     ]
-    with progress_bar("targets", len(cells)) as advance:
-        for name, case, rate, variant in cells:
-            key: Key = {"case": name, "rate": rate, "variant": variant}
-            if not context.has(key):
-                runs = [
-                    _Run(case, experiment.requests, seed, rate, variant, experiment.shadow_share)
-                    for seed in seeds
-                ]
-                call = _Run.claim if name == "claims" else _Run.play
-                figures = list(parallel(call, runs, context.jobs))
-                yield Measurement(
-                    key=key,
-                    figures={figure: [each[figure] for each in figures] for figure in figures[0]},
-                    seeds=seeds,
-                    traces=generated(case.workload),
-                    settings=as_json(case),
-                )
-            advance()
-    for chunk in experiment.pace.chunks:
-        for variant in (NOT_STATED, STATED):
-            key = {"case": "pace", "chunk": chunk, "variant": variant}
-            if not context.has(key):
-                paced = [PaceRun(experiment.pace, chunk, variant, seed) for seed in seeds]
-                found = list(parallel(PaceRun.play, paced, context.jobs))
-                yield Measurement(
-                    key=key,
-                    figures={figure: [each[figure] for each in found] for figure in found[0]},
-                    seeds=seeds,
-                    traces=generated("pace"),
-                    settings=as_json(experiment.pace),
-                )
+    cells += [
+        Cell(
+            key={"case": "pace", "chunk": chunk, "variant": variant},
+            runs=[PaceRun(experiment.pace, chunk, variant, seed) for seed in seeds],
+            seeds=seeds,
+            traces=generated("pace"),
+            settings=as_json(experiment.pace),
+        )
+        for chunk in experiment.pace.chunks
+        for variant in (NOT_STATED, STATED)
+    ]
+    yield from play_cells("targets", cells, _played, context)
     yield from _play_live(experiment, context)
+
+
+def _played(run: _Run | PaceRun) -> Mapping[str, object]:
+    return run.claim() if isinstance(run, _Run) and run.variant in CLAIMS else run.play()
 
 
 def _play_live(experiment: TargetsExperiment, context: Context) -> Iterator[Measurement]:

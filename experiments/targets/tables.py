@@ -4,51 +4,35 @@ from collections.abc import Callable, Sequence
 
 from experiments.common.picture import Line, Panel, drawn
 from experiments.common.rows import Row, where
-from experiments.common.tables import Table, load_note, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, markdown
 from experiments.targets.run import OURS, UNREFUSED
 
-# Heading, figure, decimals, factor.
-Columns = Sequence[tuple[str, str, int, float]]
-
-_MET = ("met, of admitted, %", "admitted_met", 1, 100.0)
-_GOODPUT = ("met, of all, %", "goodput", 1, 100.0)
-_REFUSED = ("refused, %", "refused", 1, 100.0)
-_OTHERS = ("others' TTFT P99, s", "others_p99_s", 1, 1.0)
-_NARROW: Columns = [_MET, _GOODPUT, _REFUSED, _OTHERS]
-_WIDE: Columns = [
+_MET = Column("met, of admitted, %", "admitted_met", 1, 100.0)
+_GOODPUT = Column("met, of all, %", "goodput", 1, 100.0)
+_REFUSED = Column("refused, %", "refused", 1, 100.0)
+_OTHERS = Column("others' TTFT P99, s", "others_p99_s", 1)
+_NARROW = [_MET, _GOODPUT, _REFUSED, _OTHERS]
+_WIDE = [
     _MET,
     _GOODPUT,
     _REFUSED,
-    ("refused in vain, %", "false_refusals", 1, 100.0),
-    ("retries admitted, %", "retries_admitted", 1, 100.0),
-    ("others' TTFT mean, s", "others_mean_s", 2, 1.0),
+    Column("refused in vain, %", "false_refusals", 1, 100.0),
+    Column("retries admitted, %", "retries_admitted", 1, 100.0),
+    Column("others' TTFT mean, s", "others_mean_s"),
     _OTHERS,
-    ("others' goodput, %", "others_goodput", 1, 100.0),
-    ("tokens/s", "tokens_per_s", 0, 1.0),
+    Column("others' goodput, %", "others_goodput", 1, 100.0),
+    Column("tokens/s", "tokens_per_s", 0),
 ]
-_CLAIMS: Columns = [
-    ("its TTFT mean, s", "claimant_mean_s", 2, 1.0),
-    ("its tokens/s", "claimant_tokens_per_s", 0, 1.0),
-    ("others' TTFT mean, s", "others_mean_s", 2, 1.0),
-    ("others' tokens/s", "others_tokens_per_s", 0, 1.0),
+_CLAIMS = [
+    Column("its TTFT mean, s", "claimant_mean_s"),
+    Column("its tokens/s", "claimant_tokens_per_s", 0),
+    Column("others' TTFT mean, s", "others_mean_s"),
+    Column("others' tokens/s", "others_tokens_per_s", 0),
 ]
 
 
-def _text(columns: Columns, *, with_case: bool = False) -> Callable[[Sequence[Row]], str]:
-    def text(rows: Sequence[Row]) -> str:
-        lines = [
-            [
-                *([str(row.key["case"])] if with_case else []),
-                f"{row.key['rate']:g}",
-                str(row.key["variant"]),
-                *(plus_minus(row.figures[name], digits, scale=scale) for _, name, digits, scale in columns),
-            ]
-            for row in rows
-        ]
-        head = [*(["workload"] if with_case else []), "requests/s", "variant"]
-        return markdown([*head, *(column[0] for column in columns)], lines, text_columns=len(head))
-
-    return text
+def _by_rate(columns: Sequence[Column]) -> Callable[[Sequence[Row]], str]:
+    return line_per_row({"requests/s": "{rate:g}", "variant": "{variant}"}, columns)
 
 
 def _reliability(rows: Sequence[Row]) -> str:
@@ -98,22 +82,12 @@ def _flat(rows: Sequence[Row], figure: str) -> list[list[int]]:
     return [seed for row in rows for seed in row.figures.get(figure, ())]
 
 
-def _pace(rows: Sequence[Row]) -> str:
-    lines = [
-        [
-            f"{row.key['chunk']:,}",
-            str(row.key["variant"]),
-            plus_minus(row.figures["met"], 1, scale=100.0),
-            plus_minus(row.figures["tpot_p99_s"], 0, scale=1_000.0),
-            plus_minus(row.figures["others_tpot_s"], 1, scale=1_000.0),
-            plus_minus(row.figures["long_ttft_s"], 1),
-        ]
-        for row in rows
-    ]
-    head = ["chunk, tokens", "variant", "met, %", "P99, ms", "others' mean, ms", "TTFT of long prompts, s"]
-    return markdown(head, lines, text_columns=2)
-
-
+_PACE = (
+    Column("met, %", "met", 1, 100),
+    Column("P99, ms", "tpot_p99_s", 0, 1_000),
+    Column("others' mean, ms", "others_tpot_s", 1, 1_000),
+    Column("TTFT of long prompts, s", "long_ttft_s", 1),
+)
 _PACE_NOTE = (
     "Times per output token of short requests, of which 30 % have a target of 30 ms, beside prompts of "
     "64,000 tokens. Four replicas of an 8B model on one H100 each."
@@ -129,28 +103,27 @@ _CLAIM_NOTE = (
 _LIVE_NOTE = "Client-measured. Simulated rows have the same requests, times and targets."
 
 _SIMULATED = ("mixed", "paper-mix", "tenants")
-_LIVE: Columns = [_MET, _REFUSED, ("retries admitted, %", "retries_admitted", 1, 100.0), _OTHERS]
-
-
-def _live(rows: Sequence[Row]) -> str:
-    return f"{_text(_LIVE)(rows)}\n\n{load_note(rows)}"
-
+_LIVE = [_MET, _REFUSED, Column("retries admitted, %", "retries_admitted", 1, 100.0), _OTHERS]
 
 TABLES = {
-    "tenants": Table(text=_text(_NARROW), where={"case": "tenants"}, note=_NOTE),
-    "paper": Table(text=_text(_NARROW), where={"case": "paper-mix"}, note=_NOTE),
-    "all-mixed": Table(text=_text(_WIDE), where={"case": "mixed"}, note=_NOTE),
-    "all-paper": Table(text=_text(_WIDE), where={"case": "paper-mix"}, note=_NOTE),
-    "all-tenants": Table(text=_text(_WIDE), where={"case": "tenants"}, note=_NOTE),
-    "pace": Table(text=_pace, where={"case": "pace"}, note=_PACE_NOTE),
+    "tenants": Table(text=_by_rate(_NARROW), where={"case": "tenants"}, note=_NOTE),
+    "paper": Table(text=_by_rate(_NARROW), where={"case": "paper-mix"}, note=_NOTE),
+    "all-mixed": Table(text=_by_rate(_WIDE), where={"case": "mixed"}, note=_NOTE),
+    "all-paper": Table(text=_by_rate(_WIDE), where={"case": "paper-mix"}, note=_NOTE),
+    "all-tenants": Table(text=_by_rate(_WIDE), where={"case": "tenants"}, note=_NOTE),
+    "pace": Table(
+        text=line_per_row({"chunk, tokens": "{chunk:,}", "variant": "{variant}"}, _PACE),
+        where={"case": "pace"},
+        note=_PACE_NOTE,
+    ),
     "reliability": Table(
         text=_reliability, where={"case": _SIMULATED, "variant": UNREFUSED}, note=_CHANCE_NOTE
     ),
     "reliability-refused": Table(
         text=_reliability, where={"case": _SIMULATED, "variant": OURS}, note="All workloads and rates."
     ),
-    "live": Table(text=_live, where={"case": "live"}, note=_LIVE_NOTE),
+    "live": Table(text=_by_rate(_LIVE), where={"case": "live"}, note=_LIVE_NOTE, shows_load=True),
     "reliability-live": Table(text=_reliability, where={"case": "live", "variant": OURS}),
-    "claims": Table(text=_text(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
+    "claims": Table(text=_by_rate(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
 }
 PICTURES = {"docs/images/targets.svg": _picture}

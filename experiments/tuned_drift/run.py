@@ -8,15 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from experiments.tuned_drift.settings import DriftExperiment, Variant
 from experiments.tuned_drift.traffic import Halves, seconds_of, traffic
-from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
-from serve_app.lab.simulation.run import Disclosure, fit, parallel, requests_of
+from serve_app.lab.simulation.run import Disclosure, fit, requests_of
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of
@@ -42,21 +41,22 @@ class Run:
 def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
     """Measure every variant without a row; all get the same requests."""
     names = [name for name in experiment.variants if not context.has({"variant": name})]
-    seconds = seconds_of(experiment.long_shares, experiment.fleet) if names else None
-    with progress_bar("tuned_drift", len(names)) as advance:
-        for name in names:
-            assert seconds is not None
-            variant = experiment.variants[name]
-            runs = [Run(experiment, variant, seconds, seed) for seed in range(experiment.seeds)]
-            columns = list(parallel(_figures, runs, context.jobs))
-            yield Measurement(
+    if not names:
+        return
+    seconds = seconds_of(experiment.long_shares, experiment.fleet)
+    cells = []
+    for name in names:
+        runs = [Run(experiment, experiment.variants[name], seconds, seed) for seed in range(experiment.seeds)]
+        cells.append(
+            Cell(
                 key={"variant": name},
+                runs=runs,
                 seeds=range(experiment.seeds),
                 traces=generated("the paper's mix, its shares changing"),
-                figures={of: [one[of] for one in columns] for of in columns[0]},
                 settings=_settings(runs[0]),
             )
-            advance()
+        )
+    yield from play_cells("tuned_drift", cells, _figures, context)
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -7,9 +7,9 @@ recommend is judged on windows of other traffic of the same kind, the same for b
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
 from experiments.common.tuned_simulation import CountingPlayer
@@ -184,14 +184,12 @@ def _key(mix: str, start: Start, search: SearchKind) -> Key:
 
 def _measurement(pair: SearchPair, search: SearchKind, found: list[SearchFigures]) -> Measurement:
     experiment = pair.experiment
-    columns = [asdict(one) for one in found]
-    figures: dict[str, Any] = {name: [one[name] for one in columns] for name in columns[0]}
     shared = ("profile", "replicas", "load", "requests", "search_s", "pace_requests_per_s", "judge_windows")
     return Measurement(
         key=_key(pair.mix, pair.start, search),
         seeds=range(_FIRST_SEED, _FIRST_SEED + experiment.seeds),
         traces=trace_sources(experiment.mixes[pair.mix].name),
-        figures={"rate_per_s": pair.rate_per_s, **figures},
+        figures={"rate_per_s": pair.rate_per_s, **over_seeds([asdict(one) for one in found])},
         settings={
             **{name: getattr(experiment, name) for name in shared},
             "start": dict(STARTS[pair.start]),

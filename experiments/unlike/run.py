@@ -12,14 +12,12 @@ alone.
 import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.load_balancers import LMetric
 from experiments.common.provenance import generated
-from experiments.common.rows import Key
 from experiments.prefix.sessions import SESSIONS
-from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefill_cost import ReplicaSpeed
 from serve_app.core.settings_base import settings
@@ -32,7 +30,6 @@ from serve_app.lab.simulation.run import (
     TraceChoice,
     at_rate,
     choose_trace,
-    parallel,
     requests_of,
     scheduler_settings,
 )
@@ -99,14 +96,7 @@ class Run:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one run; `slow_ratio` is the share of requests on slow replicas."""
-
-    ttft_mean_s: float
-    ttft_p99_s: float
-    e2e_mean_s: float
-    slow_ratio: float
+Figures = Mapping[str, float]
 
 
 class _Known(ReplicaSpeed):
@@ -154,25 +144,18 @@ def play(settings: UnlikeSettings, context: Context) -> Iterator[Measurement]:
     if unknown := set(settings.variants) - set(known):
         raise SettingsError(f"no variant {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     cells = [
-        (workload, metrics, load, variant)
+        Cell(
+            key={"workload": workload, "metrics": metrics, "load": load, "variant": variant},
+            runs=[Run(settings, workload, load, metrics, variant, seed) for seed in settings.seeds],
+            seeds=settings.seeds,
+            traces=generated(workload),
+        )
         for workload, metrics, load, variant in itertools.product(
             settings.workloads, settings.metrics, settings.loads, settings.variants
         )
         if metrics or variant not in _BALANCERS
     ]
-    with progress_bar("unlike", len(cells)) as advance:
-        for workload, metrics, load, variant in cells:
-            key: Key = {"workload": workload, "metrics": metrics, "load": load, "variant": variant}
-            if not context.has(key):
-                runs = [Run(settings, workload, load, metrics, variant, seed) for seed in settings.seeds]
-                columns = [asdict(run) for run in parallel(play_run, runs, context.jobs)]
-                yield Measurement(
-                    key=key,
-                    seeds=settings.seeds,
-                    traces=generated(workload),
-                    figures={name: [one[name] for one in columns] for name in columns[0]},
-                )
-            advance()
+    return play_cells("unlike", cells, play_run, context)
 
 
 def play_run(run: Run) -> Figures:
@@ -204,12 +187,13 @@ def _figures(records: list[RequestRecord], slowness: Mapping[str, float]) -> Fig
     records.sort(key=lambda record: record.arrived_at)
     measured = records[round(_WARM_UP_RATIO * len(records)) :]
     ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
-    return Figures(
-        ttft_mean_s=statistics.fmean(ttft_s),
-        ttft_p99_s=ttft_s[int(0.99 * len(ttft_s))],
-        e2e_mean_s=statistics.fmean(record.finished_at - record.arrived_at for record in measured),
-        slow_ratio=statistics.fmean(slowness[record.replica] > 1.0 for record in measured),
-    )
+    return {
+        "ttft_mean_s": statistics.fmean(ttft_s),
+        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))],
+        "e2e_mean_s": statistics.fmean(record.finished_at - record.arrived_at for record in measured),
+        # Share of requests on slow replicas.
+        "slow_ratio": statistics.fmean(slowness[record.replica] > 1.0 for record in measured),
+    }
 
 
 EXPERIMENT = Experiment(settings=UnlikeSettings, play=play)

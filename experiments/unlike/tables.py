@@ -4,21 +4,18 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from experiments.common.rows import Row, where
-from experiments.common.tables import Table, markdown, plus_minus
+from experiments.common.tables import Column, Table, line_per_row, markdown
 
 _LEARNED, _KNOWN = "learned speeds", "known speeds"
 _FIGURES = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
 
 
-def _headline(rows: Sequence[Row]) -> str:
-    head = ["load", "choice", "TTFT mean, s", "P99, s", "end-to-end mean, s", "on slow replicas, %"]
-    lines = [[str(row.key["load"]), str(row.key["variant"]), *_figures(row)] for row in rows]
-    return markdown(head, lines, text_columns=2)
-
-
-def _figures(row: Row) -> list[str]:
-    mean, p99, e2e = (plus_minus(row.figures[name], 3) for name in _FIGURES)
-    return [mean, p99, e2e, plus_minus(row.figures["slow_ratio"], 0, scale=100)]
+_HEADLINE = (
+    Column("TTFT mean, s", "ttft_mean_s", 3),
+    Column("P99, s", "ttft_p99_s", 3),
+    Column("end-to-end mean, s", "e2e_mean_s", 3),
+    Column("on slow replicas, %", "slow_ratio", 0, 100),
+)
 
 
 def _ratios(rows: Sequence[Row]) -> str:
@@ -35,11 +32,12 @@ def _ratios(rows: Sequence[Row]) -> str:
 
 
 _NOTE = "Means over seeds with their 95 % intervals; TTFT counts from arrival"
+_BY_LOAD = line_per_row({"load": "{load}", "choice": "{variant}"}, _HEADLINE)
 
 TABLES = {
     "ratios": Table(text=_ratios, note="Learned relative to known speeds, means over seeds"),
     **{
-        f"{name}{suffix}": Table(text=_headline, where={"workload": workload, "metrics": metrics}, note=_NOTE)
+        f"{name}{suffix}": Table(text=_BY_LOAD, where={"workload": workload, "metrics": metrics}, note=_NOTE)
         for name, workload in (("paper", "paper-mix"), ("code", "code generation"))
         for suffix, metrics in (("", True), ("-blind", False))
     },

@@ -31,4 +31,4 @@ def test_times_of_the_late_user_are_separate_from_those_of_the_first() -> None:
         record(tenant="C", arrived_at=0.55, first_token_at=1.5, finished_at=9.0),
     ]
     figures = figures_of(records)
-    assert (figures.b_ttft_s, figures.a_ttft_s) == pytest.approx((0.9, 1.5))
+    assert (figures["b_ttft_s"], figures["a_ttft_s"]) == pytest.approx((0.9, 1.5))

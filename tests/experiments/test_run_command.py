@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from experiments.common.catalogue import Catalogue
+from experiments.common.experiment import Cell, Context, play_cells
 from experiments.common.rows import read_rows
 from experiments.common.run_command import main, partial_of
 from tests.experiments.conftest import PACKAGE
@@ -64,6 +65,12 @@ sys.exit(main(['coin'], Catalogue(sys.argv[1])))
 def played(catalogue: Catalogue) -> list[str]:
     """Return the measured biases, in order."""
     return (catalogue.root.parent / "log").read_text().split()
+
+
+def test_a_row_of_a_run_per_seed_is_played_unless_it_was_kept() -> None:
+    cells = [Cell(key={"load": load}, runs=(load, 2 * load), seeds=(0, 1), traces=()) for load in (1, 2)]
+    (one,) = play_cells("coin", cells, lambda run: {"figure": run}, Context(jobs=1, kept=[{"load": 1}]))
+    assert (one.key, one.figures, one.seeds) == ({"load": 2}, {"figure": [2, 4]}, (0, 1))
 
 
 def test_rows_hold_what_is_needed_to_judge_and_repeat_them(catalogue: Catalogue) -> None:
