@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,6 @@ import psutil
 import yaml
 
 from experiments.common.errors import ExperimentError
-from experiments.common.ports import is_free
 from experiments.common.processes import process_tree
 from serve_app.cli.serve.instance import instance_folder
 from serve_app.serving.access import read_admin_key
@@ -39,6 +39,8 @@ _PORTS = range(17_000, 20_000)
 # Applications that start at the same time do not listen yet.
 _CHOSEN: set[int] = set()
 _CHOOSING = threading.Lock()
+# A busy machine takes longer than the 30 s that Ray allows its own processes.
+_LONG_START = MappingProxyType({"RAY_raylet_start_wait_time_s": "120"})
 _ONE_GATEWAY = MappingProxyType({"replicas": 1, "num_cpus": 0.2})
 
 
@@ -121,7 +123,7 @@ def served_application(
             process = subprocess.Popen(
                 [sys.executable, "-m", "serve_app", "serve", str(file)],
                 cwd=_ROOT,
-                env={**_environment(), **environment},
+                env={**inherited_environment(), **_LONG_START, **environment},
                 stdout=console,
                 stderr=console,
                 start_new_session=True,
@@ -179,15 +181,23 @@ def free_ports() -> Iterator[int]:
     return (port for port in range(first, _PORTS.stop) if is_free(port))
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of the processes: no other cluster, long timeouts for busy machines."""
+def is_free(port: int) -> bool:
+    """Return whether a port of this machine is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment, without another cluster, in which the checkout can be imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
-        # A busy machine takes longer than the 30 s that Ray allows its own processes.
-        "RAY_raylet_start_wait_time_s": "120",
-    }
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {**inherited, "PYTHONPATH": path}
 
 
 def _wait_until_ready(

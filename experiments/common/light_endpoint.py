@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
+from experiments.common.processes import answer_of, started_module
+
 MODEL = "light"
-_ROOT = Path(__file__).resolve().parents[2]
 _CHUNKS, _PACE_MS = 8, 2.0
 # Bytes of body per token, as common tokenizers have for a client's words.
 _BYTES_PER_TOKEN = 5
@@ -39,27 +39,14 @@ class LightServers:
 
     def tell(self, verb: str, *values: float) -> None:
         """Send one of the lines above, and wait until it is executed."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{' '.join(map(str, (verb, *values)))}\n")
-        self.process.stdin.flush()
-        self.process.stdout.readline()
+        answer_of(self.process, " ".join(map(str, (verb, *values))))
 
 
 @contextmanager
 def started_light_servers() -> Iterator[LightServers]:
     """Start the process without endpoints; it ends with the block."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "experiments.common.light_endpoint"],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield LightServers(process)
-        finally:
-            process.terminate()
+    with started_module("experiments.common.light_endpoint") as process:
+        yield LightServers(process)
 
 
 def page_with(running: int, steps: int) -> bytes:

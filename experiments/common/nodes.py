@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from experiments.common.application import Application, free_ports
+from experiments.common.application import Application, free_ports, inherited_environment
 from experiments.common.errors import ExperimentError
 from experiments.common.processes import titled
 from serve_app.cli.serve.instance import environment, instance_folder
@@ -203,10 +202,8 @@ class NodeCluster:
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment of a node; its ports are unique, because all nodes share an address."""
         port = self._urls_port[name]
-        inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        given = {**inherited, **self._given, "PYTHONPATH": path}
-        return {**environment(given), "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
+        given = environment({**inherited_environment(), **self._given})
+        return {**given, "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
 
     @property
     def head_port(self) -> int:

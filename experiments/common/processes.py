@@ -1,13 +1,22 @@
-"""CPU time of process trees, by the role of each process."""
+"""Programs and modules started here, and the CPU time of process trees by the role of each process."""
 
 import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
+from experiments.common.errors import ExperimentError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_START_TIMEOUT_S = 60.0
 _SCHEDULED = 2
 """CPUCLOCK_SCHED: user and system time."""
 
@@ -106,3 +115,53 @@ def calibrate(meters: Sequence[CpuMeter], seconds: float) -> None:
         meter.idle_per_s = {
             role: (used - began.get(role, 0.0)) / seconds for role, used in meter.read().items()
         }
+
+
+@contextlib.contextmanager
+def started_program(command: Sequence[str], port: int) -> Iterator[int]:
+    """Start a program that listens on a port of this machine; yield its PID once it does.
+
+    Raises:
+        ExperimentError: it ends before, or takes too long; the message has its last output.
+    """
+    with (
+        tempfile.TemporaryFile() as console,
+        subprocess.Popen(command, stdout=console, stderr=console, start_new_session=True) as process,
+    ):
+        try:
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while not _listens(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    console.seek(0)
+                    said = console.read().decode("utf-8", "replace")[-2_000:]
+                    raise ExperimentError(f"{command[0]} does not listen: {said}")
+                time.sleep(0.1)
+            yield process.pid
+        finally:
+            process.terminate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def started_module(name: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start a module that reads lines and answers each with one; it ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", name], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def answer_of(process: "subprocess.Popen[str]", line: str) -> str:
+    """Send a line to a started module, and return its answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return process.stdout.readline()

@@ -2,18 +2,12 @@
 
 import contextlib
 import secrets
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from experiments.common.application import free_port
-from experiments.common.errors import ExperimentError
-
-_START_TIMEOUT_S = 60.0
-_POLL_S = 0.05
+from experiments.common.processes import started_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +42,8 @@ def running_valkey() -> Iterator[Valkey]:
         "appendfsync": "always",
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        server = subprocess.Popen(
-            [str(get_binary_path()), *words, "--dir", folder],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            _wait_until_listening(server, port)
-            yield Valkey(f"127.0.0.1:{port}", password)
-        finally:
-            server.kill()
-            server.wait()
-
-
-def _wait_until_listening(server: "subprocess.Popen[bytes]", port: int) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise ExperimentError(f"valkey-server ended with status {server.returncode}")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(_POLL_S)
-    raise ExperimentError(f"valkey-server does not listen on port {port} after {_START_TIMEOUT_S:.0f} s")
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        started_program([str(get_binary_path()), *words, "--dir", folder], port),
+    ):
+        yield Valkey(f"127.0.0.1:{port}", password)

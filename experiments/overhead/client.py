@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,10 +21,10 @@ import uvloop
 from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import MODEL, content_length
 from experiments.common.load_test.open_loop import BodyFactory, BodySettings
+from experiments.common.processes import answer_of, started_module
 from experiments.overhead.system import RequestKind, System
 from serve_app.lab.workloads import TraceRequest
 
-_ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_TIMEOUT_S = 60.0
 _END = b"0\r\n\r\n"
 _TAIL_BYTES = 64
@@ -106,11 +105,7 @@ class Client:
         Raises:
             ExperimentError: an answer was wrong.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{json.dumps(asdict(load))}\n")
-        self._process.stdin.flush()
-        played = Played(**json.loads(self._process.stdout.readline()))
+        played = Played(**json.loads(answer_of(self._process, json.dumps(asdict(load)))))
         if played.error:
             raise ExperimentError(f"{load.url}: {played.error}")
         return played
@@ -119,14 +114,8 @@ class Client:
 @contextmanager
 def started_client() -> Iterator[Client]:
     """Start the process; it ends with the block."""
-    command = [sys.executable, "-m", "experiments.overhead.client"]
-    with subprocess.Popen(
-        command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Client(process)
-        finally:
-            process.terminate()
+    with started_module("experiments.overhead.client") as process:
+        yield Client(process)
 
 
 @dataclass(slots=True)

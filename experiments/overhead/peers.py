@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.common.processes import CpuMeter
-from experiments.overhead.system import HOST, Endpoints, System, next_port, started_program
+from experiments.common.processes import CpuMeter, started_program
+from experiments.overhead.system import HOST, Endpoints, System, next_port
 
 PROXY, FORWARDER = "proxy", "forwarder, parsed"
 """Role of each of their processes, and the name of the forwarder."""

@@ -2,17 +2,12 @@
 
 import contextlib
 import os
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from experiments.common.errors import ExperimentError
+from experiments.common.application import is_free
 from experiments.common.light_endpoint import LightServers, started_light_servers
-from experiments.common.ports import is_free
 from experiments.common.processes import CpuMeter
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
@@ -90,7 +85,6 @@ class OverheadSettings(TurnSettings):
 
 DIRECT, OURS = "direct", "ours"
 HOST = "127.0.0.1"
-_START_TIMEOUT_S = 60.0
 _SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000
 # Above the ports of applications, below the kernel's ephemeral ones, and different for parallel runs.
 _PORTS = iter(range(21_000 + os.getpid() % 1_000 * 10, 32_000))
@@ -140,32 +134,3 @@ def started_light_engines() -> Iterator[tuple[LightServers, Endpoints]]:
 def next_port() -> int:
     """Return a free port, another one each time."""
     return next(port for port in _PORTS if is_free(port))
-
-
-@contextlib.contextmanager
-def started_program(command: Sequence[str], port: int) -> Iterator[int]:
-    """Start a program that listens on a port; yield its PID once it does.
-
-    Raises:
-        ExperimentError: it ends before, or takes too long; the message has its last output.
-    """
-    with (
-        tempfile.TemporaryFile() as console,
-        subprocess.Popen(command, stdout=console, stderr=console) as process,
-    ):
-        try:
-            deadline = time.monotonic() + _START_TIMEOUT_S
-            while not _listens(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    console.seek(0)
-                    said = console.read().decode("utf-8", "replace")[-2_000:]
-                    raise ExperimentError(f"{command[0]} does not listen: {said}")
-                time.sleep(0.1)
-            yield process.pid
-        finally:
-            process.terminate()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from experiments.common.ports import is_free
+from experiments.common.application import is_free
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 200.0

@@ -17,7 +17,7 @@ import s3fs
 from botocore.config import Config
 from botocore.session import get_session
 
-from experiments.common.ports import is_free
+from experiments.common.application import is_free
 
 _SERVER = Path(sys.executable).with_name("weed")
 _START_TIMEOUT_S = 30.0
