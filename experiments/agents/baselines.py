@@ -10,9 +10,10 @@ The last two need knowledge that no gateway has.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from functools import partial
+from typing import Any
 
-from experiments.agents.closed_loop import LoopSettings, ProgramLoop, ProgramRun
+from experiments.agents.closed_loop import LoopSettings, MakeLoop, ProgramLoop, ProgramRun
 from experiments.agents.exact_residency import ExactResidency
 from experiments.agents.programs import BLOCK_TOKENS, Program
 from experiments.common.load_balancers import RoundRobin
@@ -66,35 +67,15 @@ class KvOverlap(DirectSimulation):
 
 
 class _Routed(ProgramLoop):
-    router: ClassVar[type[DirectSimulation]]
+    """Turns go to a router."""
+
+    def __init__(self, router: type[DirectSimulation], *args: Any) -> None:
+        self._router = router
+        super().__init__(*args)
 
     def system(self, plans: Sequence[ReplicaPlan]) -> DirectSimulation:
         """Return the router."""
-        return self.router(plans, on_end=self.on_end)
-
-
-class RoundRobinLoop(_Routed):
-    """Turns go to every engine in turn."""
-
-    router = RoundRobin
-
-
-class LeastLoadLoop(_Routed):
-    """Turns go to the engine with the fewest requests."""
-
-    router = DirectSimulation
-
-
-class SessionHashLoop(_Routed):
-    """Turns go to the engine of their session."""
-
-    router = SessionHash
-
-
-class KvOverlapLoop(_Routed):
-    """Turns go where the fewest blocks are needed."""
-
-    router = KvOverlap
+        return self._router(plans, on_end=self.on_end)
 
 
 # Gates: which programs may start their next turn, and on which engine
@@ -215,14 +196,19 @@ class ToolPause:
 
 
 class _Gated(ProgramLoop):
+    """Turns wait at a gate."""
+
     run_type = GatedRun
-    gate_type: ClassVar[type[ToolPause | Fits]]
 
     def __init__(
-        self, settings: LoopSettings, programs: Sequence[Program], plans: Sequence[ReplicaPlan]
+        self,
+        gate: type[ToolPause | Fits],
+        settings: LoopSettings,
+        programs: Sequence[Program],
+        plans: Sequence[ReplicaPlan],
     ) -> None:
         super().__init__(settings, programs, plans)
-        self._gate = self.gate_type(plans)
+        self._gate = gate(plans)
         self._waiting: list[tuple[float, GatedRun, int]] = []
 
     def system(self, plans: Sequence[ReplicaPlan]) -> DirectSimulation:
@@ -260,18 +246,6 @@ class _Gated(ProgramLoop):
         self._waiting = left
 
 
-class ToolPauseLoop(_Gated):
-    """Programs are paused between turns."""
-
-    gate_type = ToolPause
-
-
-class OracleLoop(_Gated):
-    """Only as many programs run as will fit."""
-
-    gate_type = Fits
-
-
 class ExactCachesLoop(ProgramLoop):
     """The program scheduler with the true contents of the caches."""
 
@@ -299,13 +273,13 @@ class ExactCachesLoop(ProgramLoop):
         super().submit(run, index, due_at, replica_id)
 
 
-LOOPS: Mapping[str, type[ProgramLoop]] = {
-    "round-robin": RoundRobinLoop,
-    "least-load": LeastLoadLoop,
-    "session-hash": SessionHashLoop,
-    "kv-overlap": KvOverlapLoop,
-    "tool-pause": ToolPauseLoop,
-    "oracle": OracleLoop,
+LOOPS: Mapping[str, MakeLoop] = {
+    "round-robin": partial(_Routed, RoundRobin),
+    "least-load": partial(_Routed, DirectSimulation),
+    "session-hash": partial(_Routed, SessionHash),
+    "kv-overlap": partial(_Routed, KvOverlap),
+    "tool-pause": partial(_Gated, ToolPause),
+    "oracle": partial(_Gated, Fits),
     "exact-caches": ExactCachesLoop,
 }
 """All of them by name."""

@@ -5,7 +5,7 @@ turns before it have ended and its gap has passed. `baselines` has other systems
 `ProgramLoop`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -207,11 +207,14 @@ class ProgramLoop:
         """Observe the end of a turn, before the next ones are due."""
 
 
+MakeLoop = Callable[[LoopSettings, Sequence[Program], Sequence[ReplicaPlan]], ProgramLoop]
+
+
 def play_programs(
     settings: LoopSettings,
     programs: Sequence[Program],
     others: Sequence[SimulatedRequest] = (),
-    loop: type[ProgramLoop] = ProgramLoop,
+    loop: MakeLoop = ProgramLoop,
 ) -> ProgramResult:
     """Play programs to their end.
 

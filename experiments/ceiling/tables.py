@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.common.rows import Row
-from experiments.common.tables import Table, load_note, markdown
+from experiments.common.tables import Table, markdown
 
 _OF_A_REQUEST = ("arrival", "first token", "finish")
 _KINDS = (*_OF_A_REQUEST, "report")
@@ -25,8 +25,7 @@ def request_us(row: Row) -> float:
 
 def _events(rows: Sequence[Row]) -> str:
     head = ["replicas", "requests/s", *_KINDS, "request", "CPU used", "ceiling, 1/s"]
-    lines = markdown(head, map(_event_line, rows), text_columns=0)
-    return f"{lines}\n\n{load_note(rows)}"
+    return markdown(head, map(_event_line, rows), text_columns=0)
 
 
 def _headline(rows: Sequence[Row]) -> str:
@@ -35,7 +34,7 @@ def _headline(rows: Sequence[Row]) -> str:
     for row in rows:
         replicas, rate, *_, request, used, ceiling = _event_line(row)
         lines.append([replicas, rate, request, used, ceiling])
-    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
+    return markdown(head, lines, text_columns=0)
 
 
 def _event_line(row: Row) -> list[str]:
@@ -62,7 +61,7 @@ def _waiting(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
+    return markdown(head, lines, text_columns=0)
 
 
 def _kinds(row: Row) -> list[str]:
@@ -78,11 +77,15 @@ TABLES = {
         where={"part": "events"},
         text=_headline,
         note="The core alone: 200 tenants, 10 requests/s per replica",
+        shows_load=True,
     ),
     "events": Table(
         where={"part": "events"},
         text=_events,
         note=f"{_NOTE}; the last columns follow from the means",
+        shows_load=True,
     ),
-    "waiting": Table(where={"part": "waiting"}, text=_waiting, note=f"{_NOTE}; 20 saturated replicas"),
+    "waiting": Table(
+        where={"part": "waiting"}, text=_waiting, note=f"{_NOTE}; 20 saturated replicas", shows_load=True
+    ),
 }

@@ -1,6 +1,6 @@
 """Tables and the picture of this experiment."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -37,38 +37,25 @@ def _both_ms(figures: Figures, roles: Sequence[str]) -> list[float]:
 
 
 def _features(rows: Sequence[Row]) -> str:
-    kinds = _kinds(rows)
-    head = ["feature", "setting", *(f"{kind}, µs" for kind in kinds)]
+    head = ["feature", "setting", *(f"{kind}, µs" for kind in _kinds(rows))]
     lines = [
-        [name, f"`{VARIANTS[name].setting}`" if VARIANTS[name].setting else "", *_cells(rows, name, kinds)]
+        [name, f"`{VARIANTS[name].setting}`" if VARIANTS[name].setting else "", *_cells(rows, name, ROLES)]
         for name in _by_price(rows)
     ]
     return f"{markdown(head, lines, text_columns=2)}\n\n{_base_note(rows)} {_circumstances(rows)}"
 
 
 def _features_by_role(rows: Sequence[Row]) -> str:
-    kinds = _kinds(rows)
-    head = ["feature", *(f"{kind}, {role}, µs" for kind in kinds for role in ROLES)]
-    lines = [
-        [
-            name,
-            *(
-                plus_minus(prices_us(row, (role,)), 0)
-                for row in _ordered(where(rows, feature=name), kinds)
-                for role in ROLES
-            ),
-        ]
-        for name in _by_price(rows)
-    ]
+    head = ["feature", *(f"{kind}, {role}, µs" for kind in _kinds(rows) for role in ROLES)]
+    lines = [[name, *_cells(rows, name, *((role,) for role in ROLES))] for name in _by_price(rows)]
     return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
 
 
-def _cells(rows: Sequence[Row], name: str, kinds: Sequence[str]) -> list[str]:
-    return [plus_minus(prices_us(row), 0) for row in _ordered(where(rows, feature=name), kinds)]
-
-
-def _ordered(rows: Sequence[Row], kinds: Sequence[str]) -> list[Row]:
-    return [row for kind in kinds for row in where(rows, kind=kind)]
+def _cells(rows: Sequence[Row], name: str, *sides: Sequence[str]) -> Iterator[str]:
+    """Yield the prices of a feature for each kind of request, with one cell for each selection of roles."""
+    for kind in _kinds(rows):
+        for row in where(rows, kind=kind, feature=name):
+            yield from (plus_minus(prices_us(row, roles), 0) for roles in sides)
 
 
 def _kinds(rows: Sequence[Row]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experiments.common.config import merged
 from experiments.overhead.ours import application, remote_model, started_application
 from experiments.overhead.system import HOST, Endpoints, System
 
@@ -45,11 +46,11 @@ class Variant:
         Args:
             folder: for files that the application writes.
         """
-        model = _merged(remote_model(endpoints), _NO_SEARCHES)
+        model = merged(remote_model(endpoints), _NO_SEARCHES)
         config = application(model, self.tenants)
         args = config["applications"][0]["args"]
-        args["gateway"] = _merged(args["gateway"], self.gateway)
-        args["models"] = [_merged(args["models"][0], self.model)]
+        args["gateway"] = merged(args["gateway"], self.gateway)
+        args["models"] = [merged(args["models"][0], self.model)]
         if log := args["models"][0].get("decision_log"):
             args["models"][0]["decision_log"] = {"path": f"{folder}/{log['path']}"}
         return config
@@ -64,16 +65,6 @@ def started_variant(name: str, endpoints: Endpoints, collector_port: int) -> Ite
         config = variant.configuration(endpoints, folder)
         with started_application(name, config, environment) as system:
             yield replace(system, tenants=variant.tenants, sessions=variant.sessions)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in changes.items():
-        known = merged.get(name)
-        merged[name] = (
-            _merged(known, value) if isinstance(value, Mapping) and isinstance(known, Mapping) else value
-        )
-    return merged
 
 
 def _scheduler(**settings: Any) -> dict[str, Any]:

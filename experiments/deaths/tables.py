@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from experiments.common.audit import SUMMARY, summary
 from experiments.common.rows import Row
-from experiments.common.tables import Table, load_note, markdown
+from experiments.common.tables import Table, markdown
 from experiments.deaths.nodes import KINDS
 
 _WHOLE = ("recovery, s: P50", "worst")
@@ -20,12 +20,7 @@ def _headline(rows: Sequence[Row]) -> str:
         sent, answered, *visible, wrong = (int(each.replace(",", "")) for each in summary(row.figures))
         counts = (f"{count:,}" for count in (sent, answered, sum(visible), wrong))
         lines.append([_words(row), *counts, " / ".join(_whole_after(row))])
-    return f"{markdown(head, lines)}\n\n{load_note(rows)}".rstrip()
-
-
-def _all(rows: Sequence[Row]) -> str:
-    lines = ([_words(row), *summary(row.figures), *_whole_after(row)] for row in rows)
-    return f"{markdown(['failure', *SUMMARY, *_WHOLE], lines)}\n\n{load_note(rows)}".rstrip()
+    return markdown(head, lines)
 
 
 def _words(row: Row) -> str:
@@ -46,7 +41,14 @@ def _whole_after(row: Row) -> list[str]:
 _NOTE = "Live, emulated engines, one run of each kind"
 
 TABLES = {
-    "headline": Table(text=_headline, note=_NOTE),
-    "nodes": Table(text=_headline, where={"kind": KINDS}, note=_NOTE),
-    "all": Table(text=_all, note=_NOTE),
+    "headline": Table(text=_headline, note=_NOTE, shows_load=True),
+    "nodes": Table(text=_headline, where={"kind": KINDS}, note=_NOTE, shows_load=True),
+    "all": Table(
+        text=lambda rows: markdown(
+            ["failure", *SUMMARY, *_WHOLE],
+            ([_words(row), *summary(row.figures), *_whole_after(row)] for row in rows),
+        ),
+        note=_NOTE,
+        shows_load=True,
+    ),
 }

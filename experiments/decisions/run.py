@@ -27,7 +27,6 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputEstimate, OutputLengthEstimator
 from serve_app.core.settings_base import settings
-from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.run import Disclosure, SloByLength, requests_of, scheduler_settings
@@ -243,13 +242,10 @@ class _Run:
         return {**SIMULATED_POLICIES, "ewsjf": lambda inputs: _OutputOrder(inputs, predictions)}
 
     def _plans(self) -> list[ReplicaPlan]:
-        variant, fleet = self.variant, self.workload.fleet
-        chunks = variant.chunks
-        if chunks is None:
-            chunks = make_policy(variant.policy, table=SIMULATED_POLICIES).isolates
-        threshold = load_profile(fleet.profile).step_time.chunk_tokens() if chunks else 0
-        engine = replace(fleet.engine, long_prefill_token_threshold=threshold)
-        return replace(fleet, engine=engine).plans()
+        isolated = self.variant.chunks
+        if isolated is None:
+            isolated = make_policy(self.variant.policy, table=SIMULATED_POLICIES).isolates
+        return self.workload.fleet.plans(isolated=isolated)
 
 
 def _figures(records: list[RequestRecord], short_at_tokens: int) -> dict[str, float | None]:

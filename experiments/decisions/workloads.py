@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,10 +98,10 @@ def _backlog(seed: int, rate_per_s: float, count: int) -> Trace:
     """A backlog of batch work of the paper's mix, and interactive requests of the same mix at the rate."""
     rng = stream(seed, "decisions backlog")
     jobs = _paper(rng, 1.0, count).requests
-    requests = [_changed(one, 0.0, "jobs", PriorityClass.BATCH) for one in jobs]
+    requests = [replace(one, arrival_s=0.0, tenant="jobs", priority=PriorityClass.BATCH) for one in jobs]
     if rate_per_s:
         people = _paper(rng, rate_per_s, max(1, round(_BACKLOG_S * rate_per_s))).requests
-        requests += [_changed(one, one.arrival_s, "people", PriorityClass.INTERACTIVE) for one in people]
+        requests += [replace(one, tenant="people", priority=PriorityClass.INTERACTIVE) for one in people]
     requests.sort(key=lambda one: one.arrival_s)
     return Trace(name="backlog", source="generated", requests=tuple(requests))
 
@@ -110,9 +110,9 @@ def _classes(seed: int, rate_per_s: float, count: int) -> Trace:
     """The paper's mix, interactive except for a tenth of the requests."""
     rng = stream(seed, "decisions classes")
     requests = tuple(
-        _changed(one, one.arrival_s, "program", PriorityClass.DEFAULT)
+        replace(one, tenant="program", priority=PriorityClass.DEFAULT)
         if rng.random() < 0.1
-        else _changed(one, one.arrival_s, "people", PriorityClass.INTERACTIVE)
+        else replace(one, tenant="people", priority=PriorityClass.INTERACTIVE)
         for one in _paper(rng, rate_per_s, count).requests
     )
     return Trace(name="classes", source="generated", requests=requests)
@@ -124,16 +124,6 @@ def _long_backlog(seed: int, rate_per_s: float, count: int) -> Trace:
     rng = stream(seed, "decisions long backlog")
     prompts = UniformLengths(2_000, 12_000).sample(count, rng)
     return _trace("long backlog", float(count), prompts, _lengths(200, 0.7, 1_000, count, rng), rng)
-
-
-def _changed(one: TraceRequest, arrival_s: float, tenant: str, priority: PriorityClass) -> TraceRequest:
-    return TraceRequest(
-        arrival_s=arrival_s,
-        prompt_tokens=one.prompt_tokens,
-        output_tokens=one.output_tokens,
-        tenant=tenant,
-        priority=priority,
-    )
 
 
 # Interactive requests continue for as long as the backlog lasts, about.

@@ -146,13 +146,9 @@ def light(play: Play) -> Figures:
     count = play.settings.light_tenants
     others = ",".join(f"t{number}=1" for number in range(1, count + 1))
     records = play.serve(play.mix(1.3, play.settings.light_s, f"heavy={count},{others}"))
-    lights = _ttft_s(record for record in records if record.tenant != "heavy")
-    heavy = _ttft_s(record for record in records if record.tenant == "heavy")
     return {
-        "light_mean_s": lights.mean or 0.0,
-        "light_p99_s": lights.p99 or 0.0,
-        "heavy_mean_s": heavy.mean or 0.0,
-        "heavy_p99_s": heavy.p99 or 0.0,
+        **_ttft("light", (record for record in records if record.tenant != "heavy"), "mean", "p99"),
+        **_ttft("heavy", (record for record in records if record.tenant == "heavy"), "mean", "p99"),
         "jain": jain_of_tenants(records) or 0.0,
         "tokens_per_s": _throughput(records),
     }
@@ -167,11 +163,8 @@ def targets(play: Play) -> Figures:
         for number in range(int((span_s - 6) / 2))
     )
     records = play.serve(merge([flood, Trace(name="users", source="new users", requests=users)], "both"))
-    new = _ttft_s(record for record in records if record.tenant != "flood")
     return {
-        "new_mean_s": new.mean or 0.0,
-        "new_p95_s": new.p95 or 0.0,
-        "new_max_s": new.max or 0.0,
+        **_ttft("new", (record for record in records if record.tenant != "flood"), "mean", "p95", "max"),
         "tokens_per_s": _throughput(records),
     }
 
@@ -181,10 +174,9 @@ def engine_priority(play: Play) -> Figures:
     one = replace(play, replicas=1)
     records = one.serve(merge([_backlog(one), _interactive(one)], "both"))
     span_s = play.settings.span_s
-    people = _ttft_s(_measured([record for record in records if record.tenant == "people"], span_s))
+    people = _measured([record for record in records if record.tenant == "people"], span_s)
     return {
-        "interactive_mean_s": people.mean or 0.0,
-        "interactive_p95_s": people.p95 or 0.0,
+        **_ttft("interactive", people, "mean", "p95"),
         "tokens_per_s": _throughput(records),
     }
 
@@ -235,14 +227,10 @@ def silent(play: Play) -> Figures:
     )
     records = [one for one in records if one.arrived_at >= arrivals[count // 10]]
     slo = SloByLength(short_at_tokens=_SHORT_TOKENS)
-    short = _ttft_s(one for one in records if one.prompt_tokens <= _SHORT_TOKENS)
-    long = _ttft_s(one for one in records if one.prompt_tokens > _SHORT_TOKENS)
     span_s = max(one.finished_at for one in records) - min(one.arrived_at for one in records)
     return {
-        "short_mean_s": short.mean or 0.0,
-        "short_p99_s": short.p99 or 0.0,
-        "long_mean_s": long.mean or 0.0,
-        "long_p99_s": long.p99 or 0.0,
+        **_ttft("short", (one for one in records if one.prompt_tokens <= _SHORT_TOKENS), "mean", "p99"),
+        **_ttft("long", (one for one in records if one.prompt_tokens > _SHORT_TOKENS), "mean", "p99"),
         "goodput_per_s": sum(slo.met_by(one) for one in records) / span_s,
         "met_ratio": sum(slo.met_by(one) for one in records) / len(records),
     }
@@ -263,12 +251,13 @@ def silent_burst(play: Play) -> Figures:
         )
         for each in range(count)
     ]
-    figures = {}
+    figures: dict[str, float] = {}
     for after_s in (0.5, 1.0, 3.0):
         late = TraceRequest(arrival_s=1.0 + after_s, prompt_tokens=120, output_tokens=100, tenant="late")
         records = _serve_silent(play, sorted([*burst, late], key=lambda one: one.arrival_s))
-        figures[f"late_{after_s:g}_s"] = _ttft_s(one for one in records if one.tenant == "late").mean or 0.0
-        figures["burst_mean_s"] = _ttft_s(one for one in records if one.tenant == "burst").mean or 0.0
+        (late_s,) = _ttft("late", (one for one in records if one.tenant == "late"), "mean").values()
+        figures |= {f"late_{after_s:g}_s": late_s}
+        figures |= _ttft("burst", (one for one in records if one.tenant == "burst"), "mean")
     return figures
 
 
@@ -326,9 +315,10 @@ def _cost_tokens(record: RequestRecord) -> float:
     return record.prompt_tokens + _DECODE_WEIGHT * record.output_tokens
 
 
-def _ttft_s(records: Iterable[RequestRecord]) -> Distribution:
-    """Return the distribution over records with a first token."""
-    return Distribution.of(one.ttft_s for one in records if one.ttft_s is not None)
+def _ttft(side: str, records: Iterable[RequestRecord], *names: str) -> dict[str, float]:
+    """Return figures of TTFT over records with a first token; 0 without any."""
+    found = Distribution.of(one.ttft_s for one in records if one.ttft_s is not None)
+    return {f"{side}_{name}_s": getattr(found, name) or 0.0 for name in names}
 
 
 def _measured(records: Iterable[RequestRecord], span_s: float) -> list[RequestRecord]:

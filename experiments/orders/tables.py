@@ -4,14 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown
-from experiments.orders.points import LONG, SHORT, Order, orders_of
+from experiments.orders.run import LONG, SHORT, Order, orders_of
 from serve_app.core.metrics.summary import ConfidenceInterval, interval_95
 
 _OURS, _BEFORE, _ISOLATED, _DIRECT = "ewsjf", "ewsjf, no bound", "fcfs-isolated", "direct"
 _WAIT, _GOODPUT = "queue_wait_max_s", "goodput_per_s"
-
-Point = tuple[str, float]
-"""Case and load."""
 
 
 def dominating(point: Sequence[Order]) -> list[str]:
@@ -35,32 +32,29 @@ def _difference(figures: Sequence[float], ours: Sequence[float]) -> ConfidenceIn
     return interval_95([one - other for one, other in zip(figures, ours, strict=True)])
 
 
-def _points(rows: Sequence[Row]) -> Iterator[tuple[Point, list[Order]]]:
-    points: dict[Point, list[Order]] = {}
+def _points(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], Mapping[str, Order]]]:
+    """Yield case and load of each point that has ours, and its orders by policy."""
+    points: dict[tuple[str, float], dict[str, Order]] = {}
     for order in orders_of(rows):
-        points.setdefault((order.case, order.load), []).append(order)
-    for point, there in points.items():
-        if any(order.policy == _OURS for order in there):
-            yield point, there
+        points.setdefault((order.case, order.load), {})[order.policy] = order
+    return ((point, of) for point, of in points.items() if _OURS in of)
 
 
 def _verdicts(rows: Sequence[Row]) -> str:
-    lines = []
-    for (case, load), point in _points(rows):
-        of = {order.policy: order for order in point}
-        price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
-        lines.append(
-            [
-                case,
-                str(load),
-                _means(of, SHORT, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 2),
-                _means(of, LONG, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 1),
-                "-" if price is None else f"{price:.2f}",
-                _means(of, _WAIT, (_ISOLATED, _BEFORE, _OURS), 1),
-                _means(of, _GOODPUT, (_ISOLATED, _BEFORE, _OURS), 2),
-                ", ".join(dominating(point)) or "none",
-            ]
-        )
+    four, three = (_DIRECT, _ISOLATED, _BEFORE, _OURS), (_ISOLATED, _BEFORE, _OURS)
+    lines = [
+        [
+            case,
+            str(load),
+            _means(of, SHORT, four, 2),
+            _means(of, LONG, four, 1),
+            _price(of),
+            _means(of, _WAIT, three, 1),
+            _means(of, _GOODPUT, three, 2),
+            ", ".join(dominating([*of.values()])) or "none",
+        ]
+        for (case, load), of in _points(rows)
+    ]
     head = [
         "traffic",
         "load",
@@ -74,18 +68,25 @@ def _verdicts(rows: Sequence[Row]) -> str:
     return markdown(head, lines, text_columns=2)
 
 
+def _price(of: Mapping[str, Order]) -> str:
+    return f"{of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG):.2f}" if _ISOLATED in of else "-"
+
+
 def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decimals: int) -> str:
     """Return the means of some policies, where they were measured."""
     return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
 
 
 def _headline(rows: Sequence[Row]) -> str:
-    lines = []
-    for (traffic, load), point in _points(rows):
-        of = {order.policy: order for order in point}
-        short = (f"{of[policy].mean(SHORT):.2f}" for policy in (_DIRECT, _ISOLATED, _OURS))
-        price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
-        lines.append([traffic, str(load), *short, "-" if price is None else f"{price:.2f}"])
+    lines = [
+        [
+            traffic,
+            str(load),
+            *(f"{of[one].mean(SHORT):.2f}" for one in (_DIRECT, _ISOLATED, _OURS)),
+            _price(of),
+        ]
+        for (traffic, load), of in _points(rows)
+    ]
     head = [
         *("traffic", "load", "short P99, s: no gateway", "short P99, s: FCFS with isolation"),
         *("short P99, s: EWSJF", "long P99: EWSJF / FCFS with isolation"),

@@ -1,6 +1,7 @@
 """Tables of this experiment."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,15 +30,7 @@ def added_ms(row: Row, system: str, name: str) -> float | None:
     return float(median(through - straight for through, straight in pairs))
 
 
-def _cpu(rows: Sequence[Row]) -> str:
-    return _cpu_of(rows, _HEADLINE_KINDS)
-
-
-def _cpu_all(rows: Sequence[Row]) -> str:
-    return _cpu_of(rows, _ALL_KINDS)
-
-
-def _cpu_of(rows: Sequence[Row], kinds: Sequence[str]) -> str:
+def _cpu(rows: Sequence[Row], kinds: Sequence[str] = _HEADLINE_KINDS) -> str:
     """Return a line for each system, with a column for each kind at its most clients."""
     cells = [(kind, row) for kind in kinds if (row := _busiest(rows, kind)) is not None]
     head = ["system", *(f"{kind}, {row.key['clients']} at once" for kind, row in cells)]
@@ -50,18 +43,17 @@ def _cpu_of(rows: Sequence[Row], kinds: Sequence[str]) -> str:
 
 
 def _cpu_cell(row: Row, system: str) -> str:
-    return _milliseconds(layer_ms(row.figures[system])) if system in row.figures else _NONE
+    if system not in row.figures:
+        return _NONE
+    value = layer_ms(row.figures[system])
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}"
 
 
-def _first(rows: Sequence[Row]) -> str:
-    return _first_of(rows, ("small", "stream", "400 kB"), ("small", "400 kB"))
-
-
-def _first_all(rows: Sequence[Row]) -> str:
-    return _first_of(rows, _ALL_KINDS, _ALL_KINDS)
-
-
-def _first_of(rows: Sequence[Row], timed: Sequence[str], counted: Sequence[str]) -> str:
+def _first(
+    rows: Sequence[Row],
+    timed: Sequence[str] = ("small", "stream", "400 kB"),
+    counted: Sequence[str] = ("small", "400 kB"),
+) -> str:
     """Return times to the first token with one client, and requests per second with many.
 
     Args:
@@ -130,10 +122,6 @@ def _busiest(rows: Sequence[Row], kind: str) -> Row | None:
     return max(where(rows, kind=kind), key=lambda row: int(row.key["clients"]), default=None)
 
 
-def _milliseconds(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}"
-
-
 def _circumstances(rows: Sequence[Row]) -> str:
     settings = rows[0].settings
     rounds = f"Medians of {settings['rounds']} rounds of {settings['seconds']:g} s"
@@ -149,9 +137,13 @@ _FIRST_NOTE = (
 
 TABLES = {
     "headline": Table(text=_cpu, where={"engines": REMOTE}, note=_CPU_NOTE),
-    "cpu-all": Table(text=_cpu_all, where={"engines": REMOTE}, note=_CPU_NOTE),
+    "cpu-all": Table(text=partial(_cpu, kinds=_ALL_KINDS), where={"engines": REMOTE}, note=_CPU_NOTE),
     "first": Table(text=_first, where={"engines": REMOTE}, note=_FIRST_NOTE),
-    "first-all": Table(text=_first_all, where={"engines": REMOTE}, note=_FIRST_NOTE),
+    "first-all": Table(
+        text=partial(_first, timed=_ALL_KINDS, counted=_ALL_KINDS),
+        where={"engines": REMOTE},
+        note=_FIRST_NOTE,
+    ),
     "quick_start": Table(
         text=_quick_start,
         where={"quick start": True},

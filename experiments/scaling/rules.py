@@ -8,10 +8,9 @@ so none is cut.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
@@ -24,24 +23,8 @@ from serve_app.lab.simulation.simulation import (
     Simulation,
 )
 
-
-class ScalingRule(Protocol):
-    """Decides the number of replicas of the pools."""
-
-    def targets(self, scheduler: Scheduler, now: float, /) -> Mapping[str, int]:
-        """Return replicas by pool; a pool that is left out stays as it is."""
-
-
-class WorkRule:
-    """The production rule: `FleetScaler` on the scheduler's own state."""
-
-    def __init__(self, scaler: FleetScaler) -> None:
-        self._scaler = scaler
-
-    def targets(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
-        """Return the orders of the live application."""
-        views = observe(scheduler, self._scaler.pools, now)
-        return {name: each.replicas for name, each in self._scaler.decide(views, now).items()}
+ScalingRule = Callable[[Scheduler, float], Mapping[str, int]]
+"""Returns replicas by pool at a time; a pool that is left out stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +105,7 @@ class ScaledSimulation:
         return self.simulation.timeline.now
 
     def _decide(self) -> None:
-        wanted = self._fleet.rule.targets(self.simulation.scheduler, self._now)
+        wanted = self._fleet.rule(self.simulation.scheduler, self._now)
         for name, count in wanted.items():
             self._scale(name, count)
         if not self.simulation.is_over:
@@ -191,12 +174,9 @@ class ScaledSimulation:
         self.sizes.append(FleetSize(self._now, name, len(pool.ready), pool.paid))
 
 
-class Fixed:
-    """Fixed fleet."""
-
-    def targets(self, _scheduler: Scheduler, _now: float) -> Mapping[str, int]:
-        """Return no changes."""
-        return {}
+def fixed(_scheduler: Scheduler, _now: float) -> Mapping[str, int]:
+    """Return no changes."""
+    return {}
 
 
 class ServeDefault:
@@ -212,7 +192,7 @@ class ServeDefault:
         self._since: dict[str, tuple[int, float]] = {}
         self._up_s, self._down_s = 30.0, 600.0
 
-    def targets(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
+    def __call__(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
         """Return the replicas that hold the requests at the target."""
         for pool, current in self._now.items():
             held = sum(state.in_flight for state in scheduler.ledger if state.spec.pool == pool)
@@ -230,8 +210,12 @@ class ServeDefault:
         return self._now
 
 
-def work_rule(pools: tuple[str, ...], bounds: AutoscalingSettings) -> ScalingRule:
-    """Return the product's own rule."""
-    return WorkRule(
-        FleetScaler(ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools}))
-    )
+def work_rule(pools: Iterable[str], bounds: AutoscalingSettings) -> ScalingRule:
+    """Return the production rule: `FleetScaler` on the scheduler's own state."""
+    scaler = FleetScaler(ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools}))
+
+    def rule(scheduler: Scheduler, now: float) -> Mapping[str, int]:
+        views = observe(scheduler, scaler.pools, now)
+        return {name: each.replicas for name, each in scaler.decide(views, now).items()}
+
+    return rule

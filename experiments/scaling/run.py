@@ -12,11 +12,11 @@ from typing import Any
 from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import generated, trace_sources
 from experiments.scaling.rules import (
-    Fixed,
     ScaledFleet,
     ScaledSimulation,
     ScalingRule,
     ServeDefault,
+    fixed,
     work_rule,
 )
 from experiments.scaling.traffic import traffic
@@ -114,8 +114,8 @@ def _all_rules(run: Run) -> dict[str, dict[str, Any]]:
     ours = found[REACTING]
     end_s = ours["end_s"]
     mean = {pool: max(1, round(ours["replica_s"][pool] / end_s)) for pool in pools}
-    found[PEAK] = _figures(run, Fixed(), ours["peak"])
-    found[MEAN] = _figures(run, Fixed(), mean)
+    found[PEAK] = _figures(run, fixed, ours["peak"])
+    found[MEAN] = _figures(run, fixed, mean)
     return found
 
 

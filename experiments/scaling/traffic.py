@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +91,7 @@ def _azure(seed: int, span_s: float) -> Trace:
     rng = stream(seed, "copies")
     hour = choose_trace(TraceChoice(name="azure-conv+azure-code"), 0)
     copies = [
-        TraceRequest(
-            arrival_s=one.arrival_s + float(rng.uniform(0, _SPREAD_S)),
-            prompt_tokens=one.prompt_tokens,
-            output_tokens=one.output_tokens,
-        )
+        replace(one, arrival_s=one.arrival_s + float(rng.uniform(0, _SPREAD_S)))
         for one in hour.requests
         if one.arrival_s < span_s
         for _ in range(_COPIES)

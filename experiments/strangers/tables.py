@@ -34,6 +34,13 @@ def _work(rows: Sequence[Row], case: str, load: str) -> float:
     return _figure(rows, case, load, OURS, "done_tokens") / direct
 
 
+def _configured_ratio(rows: Sequence[Row], case: str, load: str, name: str, *, is_limited: bool) -> float:
+    """Return the ratio to a scheduler with the limit configured; to direct clients where there is none."""
+    if not is_limited:
+        return _ratio_to_direct(rows, case, load, name)
+    return _figure(rows, case, load, OURS, name) / _figure(rows, case, load, CONFIGURED, name)
+
+
 def _all_ratios(rows: Sequence[Row]) -> str:
     head = [
         *("servers", "load", "mean", "P99", "short: mean", "P99", "light: mean", "P99"),
@@ -41,16 +48,13 @@ def _all_ratios(rows: Sequence[Row]) -> str:
     ]
     lines = []
     for case, load, is_limited in _cells(rows):
-        configured = [
-            _figure(rows, case, load, OURS, name) / _figure(rows, case, load, CONFIGURED, name)
-            if is_limited
-            else _ratio_to_direct(rows, case, load, name)
-            for name in _TO_CONFIGURED
+        ratios = [
+            *(_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT),
+            *(_configured_ratio(rows, case, load, name, is_limited=is_limited) for name in _TO_CONFIGURED),
+            _work(rows, case, load),
         ]
-        ratios = [*(_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT), *configured]
         most = _figure(rows, case, load, OURS, "most_at_once")
-        figures = [*(f"{each:.2f}" for each in (*ratios, _work(rows, case, load))), f"{most:.0f}"]
-        lines.append([case, load, *figures])
+        lines.append([case, load, *(f"{each:.2f}" for each in ratios), f"{most:.0f}"])
     return markdown(head, lines, text_columns=2)
 
 
@@ -72,12 +76,7 @@ def _headline(rows: Sequence[Row]) -> str:
     head = ["servers", "load", "mean", "P99", "light tenants: mean", "work"]
     found: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
     for case, load, is_limited in _cells(rows):
-        light = (
-            _figure(rows, case, load, OURS, "light_mean_s")
-            / _figure(rows, case, load, CONFIGURED, "light_mean_s")
-            if is_limited
-            else _ratio_to_direct(rows, case, load, "light_mean_s")
-        )
+        light = _configured_ratio(rows, case, load, "light_mean_s", is_limited=is_limited)
         mean, p99 = (_ratio_to_direct(rows, case, load, name) for name in _TO_DIRECT)
         found.setdefault((case.partition(", ")[0], load), []).append(
             (mean, p99, light, _work(rows, case, load))

@@ -68,8 +68,9 @@ class PaceRun:
         short = [each for each in requests if each.prompt_tokens < case.long_tokens]
         chosen = {each.request.request_id for each in short if rng.random() < case.share}
         if self.variant == STATED:
+            target = LatencyTarget(tpot_s=case.tpot_s)
             requests = [
-                _stated(each, case) if each.request.request_id in chosen else each for each in requests
+                with_target(each, target) if each.request.request_id in chosen else each for each in requests
             ]
         simulation = Simulation(scheduler_settings("ewsjf", fleet.routing, {}), plans)
         records = simulation.run(requests)[len(requests) // 10 :]
@@ -103,8 +104,8 @@ class PaceRun:
         return Trace(name="pace", source="generated", requests=tuple(requests))
 
 
-def _stated(simulated: SimulatedRequest, case: PaceSettings) -> SimulatedRequest:
+def with_target(simulated: SimulatedRequest, target: LatencyTarget) -> SimulatedRequest:
+    """Return the request with a target."""
     request = simulated.request
-    target = LatencyTarget(tpot_s=case.tpot_s)
     submission = msgspec.structs.replace(request.submission, target=target)
     return replace(simulated, request=replace(request, submission=submission))

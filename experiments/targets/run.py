@@ -17,7 +17,7 @@ from experiments.common.rows import Key
 from experiments.decisions.workloads import WORKLOADS, Workload
 from experiments.targets import live
 from experiments.targets.figures import Judgement, figures_of, measured_of
-from experiments.targets.pace import NOT_STATED, STATED, PaceRun, PaceSettings
+from experiments.targets.pace import NOT_STATED, STATED, PaceRun, PaceSettings, with_target
 from serve_app.cli.command import progress_bar
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.decision_log import Decision
@@ -25,7 +25,6 @@ from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.settings_base import settings
-from serve_app.engines.model.roofline import load_profile
 from serve_app.errors import Conclusion, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.run import (
@@ -160,10 +159,7 @@ class _Run:
 
     def plans(self) -> list[ReplicaPlan]:
         """Return the replicas."""
-        fleet = self.workload.fleet
-        threshold = load_profile(fleet.profile).step_time.chunk_tokens()
-        engine = replace(fleet.engine, long_prefill_token_threshold=threshold)
-        return replace(fleet, engine=engine).plans()
+        return self.workload.fleet.plans(isolated=True)
 
     def trace(self) -> Trace:
         """Return the requests."""
@@ -221,7 +217,7 @@ class _Run:
         for each in requests:
             strict_s = 0.001 if self.variant == IMPOSSIBLE else 0.2 + 2 * token_s * each.prompt_tokens
             is_claimed = self.variant != HONEST and each.request.tenant == _CLAIMANT
-            wanted.append(_with_target(each, LatencyTarget(ttft_s=strict_s)) if is_claimed else each)
+            wanted.append(with_target(each, LatencyTarget(ttft_s=strict_s)) if is_claimed else each)
         simulation = Simulation(scheduler_settings("ewsjf", self.workload.fleet.routing, {}), plans)
         records = measured_of(simulation.run(wanted))
         figures: dict[str, object] = {}
@@ -239,12 +235,6 @@ class _Run:
 _CLAIMANT = "heavy 0"
 
 
-def _with_target(simulated: SimulatedRequest, target: LatencyTarget) -> SimulatedRequest:
-    request = simulated.request
-    submission = msgspec.structs.replace(request.submission, target=target)
-    return replace(simulated, request=replace(request, submission=submission))
-
-
 class _Clients:
     """Clients that state targets, and retry a refused request once after its `Retry-After`."""
 
@@ -258,7 +248,7 @@ class _Clients:
         self.judged = {name: Judgement(seconds) for name, seconds in targets_s.items()}
         refuses = variant in (OURS, CAUTIOUS)
         self.requests = [
-            _with_target(each, LatencyTarget(ttft_s=targets_s[name], refuse=refuses))
+            with_target(each, LatencyTarget(ttft_s=targets_s[name], refuse=refuses))
             if (refuses or variant == UNREFUSED) and (name := each.request.request_id) in targets_s
             else each
             for each in requests

@@ -31,8 +31,13 @@ _CLAIMS = [
 ]
 
 
-def _by_rate(columns: Sequence[Column]) -> Callable[[Sequence[Row]], str]:
-    return line_per_row({"requests/s": "{rate:g}", "variant": "{variant}"}, columns)
+def _table(case: str, note: str, columns: Sequence[Column], *, shows_load: bool = False) -> Table:
+    return Table(
+        text=line_per_row({"requests/s": "{rate:g}", "variant": "{variant}"}, columns),
+        where={"case": case},
+        note=note,
+        shows_load=shows_load,
+    )
 
 
 def _reliability(rows: Sequence[Row]) -> str:
@@ -106,11 +111,11 @@ _SIMULATED = ("mixed", "paper-mix", "tenants")
 _LIVE = [_MET, _REFUSED, Column("retries admitted, %", "retries_admitted", 1, 100.0), _OTHERS]
 
 TABLES = {
-    "tenants": Table(text=_by_rate(_NARROW), where={"case": "tenants"}, note=_NOTE),
-    "paper": Table(text=_by_rate(_NARROW), where={"case": "paper-mix"}, note=_NOTE),
-    "all-mixed": Table(text=_by_rate(_WIDE), where={"case": "mixed"}, note=_NOTE),
-    "all-paper": Table(text=_by_rate(_WIDE), where={"case": "paper-mix"}, note=_NOTE),
-    "all-tenants": Table(text=_by_rate(_WIDE), where={"case": "tenants"}, note=_NOTE),
+    "tenants": _table("tenants", _NOTE, _NARROW),
+    "paper": _table("paper-mix", _NOTE, _NARROW),
+    "all-mixed": _table("mixed", _NOTE, _WIDE),
+    "all-paper": _table("paper-mix", _NOTE, _WIDE),
+    "all-tenants": _table("tenants", _NOTE, _WIDE),
     "pace": Table(
         text=line_per_row({"chunk, tokens": "{chunk:,}", "variant": "{variant}"}, _PACE),
         where={"case": "pace"},
@@ -122,8 +127,8 @@ TABLES = {
     "reliability-refused": Table(
         text=_reliability, where={"case": _SIMULATED, "variant": OURS}, note="All workloads and rates."
     ),
-    "live": Table(text=_by_rate(_LIVE), where={"case": "live"}, note=_LIVE_NOTE, shows_load=True),
+    "live": _table("live", _LIVE_NOTE, _LIVE, shows_load=True),
     "reliability-live": Table(text=_reliability, where={"case": "live", "variant": OURS}),
-    "claims": Table(text=_by_rate(_CLAIMS), where={"case": "claims"}, note=_CLAIM_NOTE),
+    "claims": _table("claims", _CLAIM_NOTE, _CLAIMS),
 }
 PICTURES = {"docs/images/targets.svg": _picture}

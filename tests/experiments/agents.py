@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.agents.closed_loop import LoopSettings, ProgramLoop, ProgramResult, play_programs
+from experiments.agents.closed_loop import LoopSettings, MakeLoop, ProgramLoop, ProgramResult, play_programs
 from experiments.agents.programs import BLOCK_TOKENS, Program, Turn, generate_programs, with_gaps_up_to
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings
@@ -90,7 +90,7 @@ def fleet(
 def play(
     made: Sequence[Program],
     kv_tokens: int = 2_000_000,
-    loop: type[ProgramLoop] = ProgramLoop,
+    loop: MakeLoop = ProgramLoop,
     **changes: Any,
 ) -> ProgramResult:
     values: dict[str, Any] = {"fleet": fleet(kv_tokens), "concurrency": 4}

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.agents import baselines
 from experiments.agents.baselines import LOOPS
-from experiments.agents.closed_loop import ProgramLoop, ProgramResult
+from experiments.agents.closed_loop import MakeLoop, ProgramLoop, ProgramResult
 from experiments.agents.exact_residency import ExactResidency
 from serve_app.core.programs.program import Conversation
 from serve_app.core.programs.residency import Residency
@@ -94,9 +94,7 @@ def test_a_context_that_the_model_considers_evicted_is_found_if_its_room_is_free
 # Programs
 
 
-def play(
-    kv_tokens: int, loop: type[ProgramLoop] = LOOPS["exact-caches"], programs: int = 10
-) -> ProgramResult:
+def play(kv_tokens: int, loop: MakeLoop = LOOPS["exact-caches"], programs: int = 10) -> ProgramResult:
     return agents.play(GENERATED[:programs], loop=loop, fleet=fleet(kv_tokens, replicas=1), concurrency=8)
 
 

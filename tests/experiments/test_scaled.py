@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from experiments.scaling.rules import ScaledFleet, ScaledSimulation, WorkRule
-from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings
+from experiments.scaling.rules import ScaledFleet, ScaledSimulation, work_rule
+from serve_app.core.scaling import AutoscalingSettings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.run import Disclosure, FleetSettings, requests_of, scheduler_settings
 from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
@@ -31,8 +31,7 @@ def requests(*phases: tuple[float, float, int]) -> list[SimulatedRequest]:
 
 def play(asked: list[SimulatedRequest], *, least: int = 1, start_s: float = 20.0) -> ScaledSimulation:
     bounds = AutoscalingSettings(min_replicas=least, max_replicas=6, downscale_delay_s=30.0)
-    pools = {name: ScaledPool(autoscaling=bounds) for name in KINDS}
-    rule = WorkRule(FleetScaler(ScalingSettings(pools=pools)))
+    rule = work_rule(KINDS, bounds)
     settings = scheduler_settings("ewsjf", FLEET.routing, {} if least else {"on_demand_pools": list(KINDS)})
     simulation = Simulation(settings, [])
     first = dict.fromkeys(KINDS, least)
