@@ -33,7 +33,7 @@ from experiments.common.experiment import Cell, Context, Experiment, Measurement
 from experiments.common.provenance import TraceSource, file_source
 from serve_app.core import Scheduler, SchedulerSettings
 from serve_app.core import events as ev
-from serve_app.core.metrics.summary import Distribution, percentile
+from serve_app.core.metrics.summary import Distribution
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.settings import ProgramsSettings
 from serve_app.core.settings_base import settings
@@ -194,7 +194,7 @@ def _figures(run: _Run) -> dict[str, float | None]:
     )
     jct = Distribution.of(result.jct_s.values())
     ttft = result.summary.ttft_s.all
-    others = sorted(
+    others = Distribution.of(
         record.ttft_s
         for record in result.records
         if "#" not in record.request_id and record.ttft_s is not None
@@ -210,8 +210,8 @@ def _figures(run: _Run) -> dict[str, float | None]:
         "max_wait_s": result.max_wait_s,
         "jain_tenants": result.summary.jain_tenants,
         "makespan_s": result.summary.makespan_s,
-        "others_ttft_p50_s": percentile(others, 50) if others else None,
-        "others_ttft_p99_s": percentile(others, 99) if others else None,
+        "others_ttft_p50_s": others.p50,
+        "others_ttft_p99_s": others.p99,
     }
 
 

@@ -47,9 +47,13 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
     """Deploy a configuration; return once it is active and nothing is still stopping.
 
     Raises:
-        ExperimentError: it cannot be deployed, or takes too long.
+        ExperimentError: it does not run, cannot be deployed, or takes too long.
     """
-    deploy(gcs_address(served), config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)}, timeout_s)
+    try:
+        address = read_instance(served.folder).ray_address
+    except OSError as exc:
+        raise ExperimentError(f"{served.url} does not run: {exc}") from exc
+    deploy(address, config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)}, timeout_s)
 
 
 def deploy(
@@ -78,18 +82,6 @@ def deploy(
         raise ExperimentError(f"the application was not deployed within {exc.timeout:.0f} s") from exc
     if done.returncode:
         raise ExperimentError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
-
-
-def gcs_address(served: Application) -> str:
-    """Return the cluster address of an application.
-
-    Raises:
-        ExperimentError: it does not run.
-    """
-    try:
-        return read_instance(served.folder).ray_address
-    except OSError as exc:
-        raise ExperimentError(f"{served.url} does not run: {exc}") from exc
 
 
 def replica_processes(served: Application) -> dict[str, list[int]]:

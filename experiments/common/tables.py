@@ -123,7 +123,9 @@ def load_note(rows: Sequence[Row]) -> str:
 
 def caption(rows: Sequence[Row], note: str = "") -> str:
     """Return the origin of the figures: seeds, traces, commit, date, machine and experiment."""
-    measured = f"Measured {_dates(rows)} at commit {_commits(rows)} on {_machines(rows)}"
+    commits = ", ".join(sorted({_short(row.commit) for row in rows}))
+    machines = "; ".join(sorted({_machine(row.machine) for row in rows}))
+    measured = f"Measured {_dates(rows)} at commit {commits} on {machines}"
     parts = [note, _seeds(rows), *_traces(rows), f"{measured}, by `experiments/run {rows[0].experiment}`"]
     return " ".join(f"{part.rstrip('.')}." for part in parts if part)
 
@@ -157,19 +159,11 @@ def _dates(rows: Sequence[Row]) -> str:
     return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
-def _commits(rows: Sequence[Row]) -> str:
-    return ", ".join(sorted({_short(row.commit) for row in rows}))
-
-
 def _short(commit: str | None) -> str:
     if commit is None:
         return "unknown"
     head, plus, changes = commit.partition("+")
     return f"{head[:_SHORT_COMMIT]}{plus}{changes}"
-
-
-def _machines(rows: Sequence[Row]) -> str:
-    return "; ".join(sorted({_machine(row.machine) for row in rows}))
 
 
 def _machine(machine: Machine) -> str:

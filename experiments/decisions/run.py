@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from experiments.common.config import as_json
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.decisions.workloads import WORKLOADS, Workload
+from experiments.decisions.workloads import WORKLOADS, Workload, retried
 from serve_app.core.admission.admission import RetryReservations
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
@@ -171,15 +170,8 @@ class _Clients:
 
     def _retry(self, simulated: SimulatedRequest, at: float, left: int) -> None:
         assert self.simulation is not None
-        old = simulated.request
-        request_id = f"{old.request_id}+"
-        again = replace(
-            old,
-            submission=msgspec.structs.replace(old.submission, request_id=request_id),
-            arrived_at=at,
-            expires_at=at + old.expires_at - old.arrived_at,
-        )
-        retry = replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
+        retry = retried(simulated, at)
+        request_id = retry.request.request_id
         self._requests[request_id], self._left[request_id] = retry, left
         self.simulation.submit(retry)
 

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.lab.simulation.run import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, UniformLengths, stream
 from serve_app.request import PriorityClass
 
@@ -124,6 +126,18 @@ def _long_backlog(seed: int, rate_per_s: float, count: int) -> Trace:
     rng = stream(seed, "decisions long backlog")
     prompts = UniformLengths(2_000, 12_000).sample(count, rng)
     return _trace("long backlog", float(count), prompts, _lengths(200, 0.7, 1_000, count, rng), rng)
+
+
+def retried(simulated: SimulatedRequest, at: float) -> SimulatedRequest:
+    """Return the retry of a rejected request, with another id and as long a queue timeout."""
+    old = simulated.request
+    again = replace(
+        old,
+        submission=msgspec.structs.replace(old.submission, request_id=f"{old.request_id}+"),
+        arrived_at=at,
+        expires_at=at + old.expires_at - old.arrived_at,
+    )
+    return replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
 
 
 # Interactive requests continue for as long as the backlog lasts, about.

@@ -25,7 +25,6 @@ from serve_app.lab.simulation.run import (
     simulate,
 )
 from serve_app.lab.workloads import Trace
-from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 CHAT = "chat"
 
@@ -152,9 +151,7 @@ def _run(
         seed=seed,
         load=load,
         scheduler=variant.scheduler,
-        partition=LearnedPartitions(
-            StrategicSettings(refine_and_prune=variant.refine_and_prune or RefineAndPruneSettings())
-        ),
+        partition=variant.partition,
         slo=SloByLength(short_at_tokens=scene.short_at_tokens),
         short_at_tokens=scene.short_at_tokens,
         warm_up_ratio=experiment.warm_up_ratio,

@@ -44,6 +44,13 @@ class PolicyVariant:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     refine_and_prune: RefineAndPruneSettings | None = None
 
+    @property
+    def partition(self) -> LearnedPartitions:
+        """Return how queues are learned."""
+        return LearnedPartitions(
+            StrategicSettings(refine_and_prune=self.refine_and_prune or RefineAndPruneSettings())
+        )
+
 
 @settings
 class PolicyCase:
@@ -168,9 +175,7 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         estimator=LengthNoise(relative_error=case.length_noise) if case.length_noise else None,
         simulation=case.world,
         scheduler=variant.scheduler,
-        partition=LearnedPartitions(
-            StrategicSettings(refine_and_prune=variant.refine_and_prune or RefineAndPruneSettings())
-        ),
+        partition=variant.partition,
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
     )

@@ -9,7 +9,8 @@ The model is Llama-2-13B on one A100 of 80 GB, and on four, as in the paper.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.rows import Key
@@ -56,14 +57,6 @@ class PublishedExperiment:
     live: LiveSearch
 
 
-@dataclass(frozen=True, slots=True)
-class _Trials:
-    """The search of one seed."""
-
-    run: RunSettings
-    live: LiveSearch
-
-
 def play(experiment: PublishedExperiment, context: Context) -> Iterator[Measurement]:
     """Measure the grid, and then the tuned policy."""
     yield from play_grid(experiment.grid, context)
@@ -74,7 +67,7 @@ def play(experiment: PublishedExperiment, context: Context) -> Iterator[Measurem
         if cell.variant == POLICY and cell.load in experiment.tuned_loads and not context.has(_key(cell))
     ]
     for cell, runs in zip(cells, planned(grid, cells, jobs=context.jobs), strict=True):
-        found = list(parallel(_searched, [_Trials(run, experiment.live) for run in runs], context.jobs))
+        found = list(parallel(partial(_searched, experiment.live), runs, context.jobs))
         tuned = [_with_theta(run, theta) for run, theta in zip(runs, found, strict=True)]
         results = list(run_all(tuned, jobs=context.jobs))
         measured = measurement_of(_key(cell), cell.case.trace, results)
@@ -86,9 +79,8 @@ def _key(cell: GridCell) -> Key:
     return {**cell.key, "policy": TUNED}
 
 
-def _searched(trials: _Trials) -> Values:
+def _searched(live: LiveSearch, run: RunSettings) -> Values:
     """Return the best theta after the last trial."""
-    run = trials.run
     tunable = Tunable(
         scheduler=scheduler_settings(run.policy, run.fleet.routing, run.scheduler), refine_and_prune=PAPER
     )
@@ -100,7 +92,7 @@ def _searched(trials: _Trials) -> Values:
         objective=ObjectiveSettings(kind="paper"),
         settings=TwinSettings(seed=_TRIALS_SEED + run.seed),
     )
-    return _best_of(trials.live, plan, run.seed)
+    return _best_of(live, plan, run.seed)
 
 
 def _best_of(live: LiveSearch, plan: TwinPlan, seed: int) -> Values:

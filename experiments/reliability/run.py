@@ -6,14 +6,13 @@ cache has room for them. Load 1.0 is the rate at which the first fleet of a case
 FCFS.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.run import (
@@ -22,7 +21,6 @@ from serve_app.lab.simulation.run import (
     SloByLength,
     TraceChoice,
     choose_trace,
-    parallel,
     saturated_rates,
     simulate,
 )
@@ -67,63 +65,47 @@ class ReliabilityExperiment:
     seeds: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    case: ReliabilityCase
-    fleet: str
-    load: float
-    control: str
+def play(experiment: ReliabilityExperiment, context: Context) -> Iterator[Measurement]:
+    """Yield a row for each case, load, fleet and control."""
+    cells = [cell for case in experiment.cases for cell in _cells(case, range(experiment.seeds), context)]
+    return play_cells("reliability", cells, _played, context)
 
-    @property
-    def key(self) -> Key:
-        return {"case": self.case.name, "load": self.load, "fleet": self.fleet, "control": self.control}
 
-    def run(self, seed: int) -> RunSettings:
-        """Return the run of a seed, still without a rate."""
-        case = self.case
-        policy, scheduler = CONTROLS[self.control]
-        return RunSettings(
-            policy=policy,
-            label=self.control,
-            fleet=case.fleets[self.fleet],
-            trace=TraceChoice(name=case.trace, requests=case.requests),
-            seed=seed,
-            load=self.load,
-            scheduler=scheduler,
-            slo=SloByLength(short_at_tokens=case.short_at_tokens),
-            short_at_tokens=case.short_at_tokens,
+def _cells(case: ReliabilityCase, seeds: Sequence[int], context: Context) -> Iterator[Cell[RunSettings]]:
+    """Yield the cells of a case without a row."""
+    keys: list[Key] = [
+        {"case": case.name, "load": load, "fleet": fleet, "control": control}
+        for load in case.loads
+        for fleet in case.fleets
+        for control in CONTROLS
+    ]
+    missing = [key for key in keys if not context.has(key)]
+    references = [_run(case, keys[0], seed) for seed in seeds] if missing else []
+    rates = saturated_rates(references, jobs=context.jobs)
+    for key in missing:
+        load, runs = float(key["load"]), [_run(case, key, seed) for seed in seeds]
+        yield Cell(
+            key=key,
+            runs=[replace(run, rate_per_s=load * rate) for run, rate in zip(runs, rates, strict=True)],
+            seeds=seeds,
+            traces=trace_sources(case.trace),
         )
 
 
-def play(experiment: ReliabilityExperiment, context: Context) -> Iterator[Measurement]:
-    """Yield a row for each case, load, fleet and control."""
-    cells = [cell for cell in _cells(experiment) if not context.has(cell.key)]
-    seeds = range(experiment.seeds)
-    with progress_bar("reliability", len(cells)) as advance:
-        for cell in cells:
-            first = next(iter(cell.case.fleets.values()))
-            runs = [cell.run(seed) for seed in seeds]
-            rates = saturated_rates([replace(run, fleet=first) for run in runs], jobs=context.jobs)
-            runs = [replace(run, rate_per_s=cell.load * rate) for run, rate in zip(runs, rates, strict=True)]
-            found = list(parallel(_played, runs, context.jobs))
-            yield Measurement(
-                key=cell.key,
-                seeds=seeds,
-                traces=trace_sources(cell.case.trace),
-                figures={
-                    "gpus": cell.case.fleets[cell.fleet].gpus,
-                    **over_seeds(found),
-                },
-            )
-            advance()
-
-
-def _cells(experiment: ReliabilityExperiment) -> Iterator[_Cell]:
-    for case in experiment.cases:
-        for load in case.loads:
-            for fleet in case.fleets:
-                for control in CONTROLS:
-                    yield _Cell(case, fleet, load, control)
+def _run(case: ReliabilityCase, key: Key, seed: int) -> RunSettings:
+    """Return the run of a seed, still without a rate; the first key has the fleet that sets load 1.0."""
+    policy, scheduler = CONTROLS[str(key["control"])]
+    return RunSettings(
+        policy=policy,
+        label=str(key["control"]),
+        fleet=case.fleets[str(key["fleet"])],
+        trace=TraceChoice(name=case.trace, requests=case.requests),
+        seed=seed,
+        load=float(key["load"]),
+        scheduler=scheduler,
+        slo=SloByLength(short_at_tokens=case.short_at_tokens),
+        short_at_tokens=case.short_at_tokens,
+    )
 
 
 def _played(run: RunSettings) -> dict[str, Any]:
@@ -133,6 +115,7 @@ def _played(run: RunSettings) -> dict[str, Any]:
     long = [one for one in records if one.prompt_tokens > run.short_at_tokens]
     offered = len(choose_trace(run.trace, run.seed).requests)
     return {
+        "gpus": run.fleet.gpus,
         "rate_per_s": run.rate_per_s,
         "preempted_short": _preempted(short),
         "preempted_long": _preempted(long),

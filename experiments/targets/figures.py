@@ -18,7 +18,6 @@ class Judgement:
     refused: bool = False
     is_shadow: bool = False
     retry_of: str = ""
-    sent_to: str = ""
 
 
 def measured_of(records: Sequence[RequestRecord]) -> list[RequestRecord]:

@@ -8,18 +8,16 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from experiments.common.config import as_json
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
-from experiments.decisions.workloads import WORKLOADS, Workload
+from experiments.decisions.workloads import WORKLOADS, Workload, retried
 from experiments.targets import live
 from experiments.targets.figures import Judgement, figures_of, measured_of
 from experiments.targets.pace import NOT_STATED, STATED, PaceRun, PaceSettings, with_target
 from serve_app.cli.command import progress_bar
-from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision
 from serve_app.core.metrics.summary import Distribution
 from serve_app.core.policies.protocol import OrderingPolicy
@@ -279,27 +277,17 @@ class _Clients:
     def on_decision(self, decision: Decision) -> None:
         """Retry the requests that were refused."""
         for command in decision.commands:
-            judged = self.judged.get(command.request_id) if isinstance(command, Dispatch | Conclude) else None
-            if judged is None:
-                continue
-            if isinstance(command, Dispatch):
-                judged.sent_to = command.replica_id
-            elif isinstance(command, Conclude) and judged.refused and not judged.is_shadow:
+            judged = self.judged.get(command.request_id) if isinstance(command, Conclude) else None
+            if isinstance(command, Conclude) and judged and judged.refused and not judged.is_shadow:
                 delay_s = command.conclusion.retry_after_s
                 if delay_s is not None and not judged.retry_of:
                     self._retry(self._by_id[command.request_id], decision.now + delay_s)
 
     def _retry(self, simulated: SimulatedRequest, at: float) -> None:
         assert self._simulation is not None
-        old = simulated.request
-        request_id = f"{old.request_id}+"
-        again = replace(
-            old, submission=msgspec.structs.replace(old.submission, request_id=request_id), arrived_at=at
-        )
-        self.judged[request_id] = Judgement(self.judged[old.request_id].target_s, retry_of=old.request_id)
-        self._simulation.submit(
-            replace(simulated, request=again, dispatch=None, dispatched_at=None, sequence=None)
-        )
+        retry, name = retried(simulated, at), simulated.request.request_id
+        self.judged[retry.request.request_id] = Judgement(self.judged[name].target_s, retry_of=name)
+        self._simulation.submit(retry)
 
 
 def play(experiment: TargetsExperiment, context: Context) -> Iterator[Measurement]:

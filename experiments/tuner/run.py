@@ -111,22 +111,7 @@ class SearchPair:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchFigures:
-    """Results of a search.
-
-    Attributes:
-        best_gain: in reward on other traffic, of the best candidate, recommended or not.
-        applied_gain: the same if it was recommended, otherwise 0.
-        is_recommended: whether the search recommends its best candidate.
-        requests: simulated by the search.
-    """
-
-    best_gain: float
-    applied_gain: float
-    is_recommended: bool
-    candidates: int
-    requests: int
+Figures = Mapping[str, float | bool]
 
 
 def play(experiment: TunerExperiment, context: Context) -> Iterator[Measurement]:
@@ -151,7 +136,7 @@ def play(experiment: TunerExperiment, context: Context) -> Iterator[Measurement]
             advance()
 
 
-def searched(pair: SearchPair) -> Mapping[SearchKind, SearchFigures]:
+def searched(pair: SearchPair) -> Mapping[SearchKind, Figures]:
     """Run both searches, and judge what they found."""
     experiment = pair.experiment
     plan = experiment.twin_plan(pair.mix, pair.start, pair.rate_per_s, pair.seed)
@@ -162,19 +147,20 @@ def searched(pair: SearchPair) -> Mapping[SearchKind, SearchFigures]:
         return statistics.fmean(result.reward.value or 0.0 for result in played)
 
     base = mean_reward(plan.space.current)
-    figures: dict[SearchKind, SearchFigures] = {}
+    figures: dict[SearchKind, Figures] = {}
     for search in SEARCHES:
         player = CountingPlayer(plan, experiment.pace_requests_per_s)
         budget = Budget(clock=player.clock, seconds=experiment.search_s)
         finding = search_twin(plan, experiment.study, player.play, budget, search)
         gain = 0.0 if finding.best is None else mean_reward(finding.best) - base
-        figures[search] = SearchFigures(
-            best_gain=gain,
-            applied_gain=gain if finding.confident else 0.0,
-            is_recommended=finding.confident,
-            candidates=finding.candidates,
-            requests=player.requests,
-        )
+        figures[search] = {
+            # In reward on other traffic, of the best candidate, recommended or not.
+            "best_gain": gain,
+            "applied_gain": gain if finding.confident else 0.0,
+            "is_recommended": finding.confident,
+            "candidates": finding.candidates,
+            "requests": player.requests,
+        }
     return figures
 
 
@@ -182,14 +168,14 @@ def _key(mix: str, start: Start, search: SearchKind) -> Key:
     return {"mix": mix, "start": start, "search": search}
 
 
-def _measurement(pair: SearchPair, search: SearchKind, found: list[SearchFigures]) -> Measurement:
+def _measurement(pair: SearchPair, search: SearchKind, found: list[Figures]) -> Measurement:
     experiment = pair.experiment
     shared = ("profile", "replicas", "load", "requests", "search_s", "pace_requests_per_s", "judge_windows")
     return Measurement(
         key=_key(pair.mix, pair.start, search),
         seeds=range(_FIRST_SEED, _FIRST_SEED + experiment.seeds),
         traces=trace_sources(experiment.mixes[pair.mix].name),
-        figures={"rate_per_s": pair.rate_per_s, **over_seeds([asdict(one) for one in found])},
+        figures={"rate_per_s": pair.rate_per_s, **over_seeds(found)},
         settings={
             **{name: getattr(experiment, name) for name in shared},
             "start": dict(STARTS[pair.start]),

@@ -10,7 +10,7 @@ from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
-from experiments.tuned_drift.settings import DriftExperiment
+from experiments.tuned_drift.run import DriftExperiment
 from experiments.tuned_drift.traffic import mixed, seconds_of, traffic
 from experiments.tuner.run import SearchPair, TunerExperiment, searched
 from serve_app.core.decision_log import Decision
@@ -55,10 +55,10 @@ def test_both_searches_stay_within_their_seconds_and_repeat_themselves() -> None
     pair = SearchPair(small, "paper-mix", "bad", 5.0, 0)
     first, again = (searched(pair) for _ in range(2))
     assert first == again
-    assert first["tpe"].candidates >= first["presets"].candidates
+    assert first["tpe"]["candidates"] >= first["presets"]["candidates"]
     for figures in first.values():
-        assert 0 < figures.requests <= small.search_s * small.pace_requests_per_s * 1.3
-        assert figures.applied_gain in (0.0, figures.best_gain)
+        assert 0 < figures["requests"] <= small.search_s * small.pace_requests_per_s * 1.3
+        assert figures["applied_gain"] in (0.0, figures["best_gain"])
 
 
 def test_a_start_of_a_mix_that_does_not_exist_is_rejected() -> None:
