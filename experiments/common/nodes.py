@@ -185,10 +185,6 @@ class NodeCluster:
                     found[process.pid] = name
         return found
 
-    def urls(self) -> list[str]:
-        """Return the addresses of running nodes."""
-        return [node.url for node in self.nodes.values() if node.is_up]
-
     def application(self, name: str, node: str = HEAD) -> Application:
         """Return an application as seen through one node's address."""
         running = self.nodes[node]

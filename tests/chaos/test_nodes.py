@@ -5,6 +5,9 @@ resources on three others, and the head has neither.
 """
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +30,14 @@ GATEWAYS, ENGINES = ["g1", "g2"], ["e1", "e2", "e3"]
 ANSWERED, REJECTED, EVENT, BEFORE, MIDWAY, _, WRONG, LOST = ENDS
 LIMITS = httpx.Limits(max_connections=None)
 TOKENS = 300
+PLACEMENT_GROUPS = """
+import json, sys
+import ray
+from ray.util import placement_group_table
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(json.dumps([each for each in placement_group_table().values() if each["state"] == "CREATED"]))
+"""
 WHOLE_S = 240.0
 
 
@@ -154,14 +165,21 @@ def killing(nodes: NodeApplication, name: str) -> Callable[[], Awaitable[None]]:
 
 def test_pools_and_gateways_are_where_their_resources_are(nodes: NodeApplication) -> None:
     assert set(nodes.nodes_of("gateway")) == set(GATEWAYS)
-    assert nodes.node_of("scheduler-demo") in GATEWAYS
-    short = nodes.nodes_of("short-demo")
+    (scheduler,) = nodes.nodes_of("scheduler-demo")
+    assert scheduler in GATEWAYS
+    short, (long,) = nodes.nodes_of("short-demo"), nodes.nodes_of("long-demo")
     assert len(set(short)) == 2
-    assert set(short) | {nodes.node_of("long-demo")} <= set(ENGINES)
+    assert {*short, long} <= set(ENGINES)
 
 
 def test_an_engine_over_two_nodes_has_a_bundle_on_each(nodes: NodeApplication) -> None:
-    (group,) = nodes.placement_groups()
+    # In a separate process: this one may use several clusters in succession.
+    command, environment = (
+        [sys.executable, "-c", PLACEMENT_GROUPS, nodes.cluster.address],
+        nodes.cluster.environment(HEAD),
+    )
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    (group,) = json.loads(found.stdout)
     assert group["strategy"] == "STRICT_SPREAD"
     assert list(group["bundles"].values()) == [{"long": 1.0}, {"long": 1.0}]
     assert len(set(group["bundles_to_node_id"].values())) == 2
@@ -182,7 +200,7 @@ async def test_requests_of_a_dead_node_are_answered_elsewhere_or_end_with_an_eve
 
 async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplication) -> None:
     """Only connections through its gateway break."""
-    victim = nodes.node_of("scheduler-demo")
+    (victim,) = nodes.nodes_of("scheduler-demo")
     incarnation = nodes.status()["incarnation"]
     load = Load(nodes, "scheduler", entrances(nodes, victim))
     await load.run(80, 8.0, killing(nodes, victim))
