@@ -59,11 +59,9 @@ class Application:
     url: str
     folder: Path
 
-    def fetched(self, path: str, *, post: bool = False) -> str:
+    def fetched(self, path: str) -> str:
         """Return the body of a path, requested as an admin."""
-        request = urllib.request.Request(  # noqa: S310 - our own
-            f"{self.url}{path}", method="POST" if post else "GET", headers=self.admin_headers()
-        )
+        request = urllib.request.Request(f"{self.url}{path}", headers=self.admin_headers())  # noqa: S310 - our own
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - see above
             text: str = answer.read().decode("utf-8", "replace")
         return text
@@ -162,6 +160,14 @@ def serve_config(
             }
         ],
     }
+
+
+def emulated_pool(
+    name: str, replicas: int = 1, *, resources: Mapping[str, Any], **engine: Any
+) -> dict[str, Any]:
+    """Return a pool of emulated engines of the laptop's profile, with these further settings."""
+    engines = {"emulated": {"profile": "laptop", **engine}}
+    return {"name": name, "engine": engines, "replicas": replicas, "resources": dict(resources)}
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from experiments.common.audit import SUMMARY, summary
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown
-from experiments.deaths.nodes import KINDS
+from experiments.deaths.run import KINDS
 
 _WHOLE = ("recovery, s: P50", "worst")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from experiments.common.application import serve_config, served_application
+from experiments.common.application import emulated_pool, serve_config, served_application
 from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.load_test.open_loop import (
     ApiEndpoint,
@@ -76,10 +76,10 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
 
 def model(mode: str, policy: str) -> dict[str, Any]:
     """Return a model with this mode and its own engine."""
-    engine = {"emulated": {"profile": "laptop", "advanced": {"long_prefill_token_threshold": 192}}}
+    pool = emulated_pool("all", resources={"num_cpus": 0.1}, advanced={"long_prefill_token_threshold": 192})
     return {
         "name": mode,
-        "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],
+        "pools": [pool],
         "scheduler": {"policy": policy, "fairness": {"mode": mode}},
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import aiohttp
 import uvloop
 
-from experiments.common.application import Application, serve_config, served_application
+from experiments.common.application import Application, emulated_pool, serve_config, served_application
 from experiments.common.load_test.open_loop import LATE_AFTER_S, BodyFactory, BodySettings, OpenLoop
 from experiments.common.load_test.response import ResponseParser
 from experiments.targets.figures import Judgement, figures_of
@@ -28,13 +28,8 @@ _RETRY = 1_000_000
 def served_engines(profile: str, plans: Sequence[ReplicaPlan], refuse_above: float) -> Iterator[Application]:
     """Serve an application with both models, each with these engines, emulated."""
     threshold = plans[0].engine.long_prefill_token_threshold
-    engine = {"profile": profile, "advanced": {"long_prefill_token_threshold": threshold}}
-    pool = {
-        "name": "all",
-        "engine": {"emulated": engine},
-        "replicas": len(plans),
-        "resources": {"num_cpus": 0.1},
-    }
+    advanced = {"long_prefill_token_threshold": threshold}
+    pool = emulated_pool("all", len(plans), resources={"num_cpus": 0.1}, profile=profile, advanced=advanced)
     scheduler = {"policy": "ewsjf"}
     cautious = {**scheduler, "latency_targets": {"refuse_above": refuse_above}}
     models = [
