@@ -16,7 +16,9 @@ end of a turn, with many programs in a gap, over the same without programs.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+from functools import partial
+from operator import call
 from typing import Any
 
 from experiments.agents.baselines import LOOPS
@@ -48,6 +50,7 @@ from serve_app.lab.simulation.run import (
     choose_trace,
     requests_of,
 )
+from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.workloads import find_file
 from serve_app.request import (
     ProgramHint,
@@ -123,14 +126,6 @@ class AgentsSettings:
     timed_turns: int = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    case: Case
-    policy: Policy
-    seed: int
-    beside_requests: int
-
-
 def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
     """Measure every case with each of its policies, then the cost of decisions."""
     changes = {name: getattr(given, name) for name in ("count", "concurrency") if getattr(given, name)}
@@ -144,7 +139,8 @@ def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
         Cell(
             key={"case": name, "policy": policy},
             runs=[
-                _Run(case, given.policies[policy], seed, given.beside_requests) for seed in range(case.seeds)
+                partial(_figures, case, given.policies[policy], seed, given.beside_requests)
+                for seed in range(case.seeds)
             ],
             seeds=range(case.seeds),
             traces=[source],
@@ -152,7 +148,7 @@ def play(given: AgentsSettings, context: Context) -> Iterator[Measurement]:
         for name, case in cases.items()
         for policy in case.policies
     ]
-    yield from play_cells("agents", cells, _figures, context)
+    yield from play_cells("agents", cells, call, context)
     for programs in given.idle_programs:
         yield Measurement(
             key={"cost": "decisions", "programs": programs},
@@ -173,8 +169,7 @@ def _programs(case: Case, seed: int) -> list[Program]:
     return chosen if case.max_gap_s is None else with_gaps_up_to(chosen, case.max_gap_s)
 
 
-def _figures(run: _Run) -> dict[str, float | None]:
-    case = run.case
+def _figures(case: Case, policy: Policy, seed: int, beside_requests: int) -> dict[str, float | None]:
     fleet = FleetSettings(
         profile=case.profile,
         replicas={ONE_POOL: case.replicas},
@@ -185,12 +180,12 @@ def _figures(run: _Run) -> dict[str, float | None]:
             fleet=fleet,
             concurrency=case.concurrency,
             tenants=case.tenants,
-            states_ids=run.policy.states_ids,
-            scheduler=run.policy.scheduler,
+            states_ids=policy.states_ids,
+            scheduler=policy.scheduler,
         ),
-        _programs(case, run.seed),
-        list(_interactive(run)),
-        LOOPS[run.policy.baseline] if run.policy.baseline else ProgramLoop,
+        _programs(case, seed),
+        list(_interactive(case, seed, beside_requests)),
+        LOOPS[policy.baseline] if policy.baseline else ProgramLoop,
     )
     jct = Distribution.of(result.jct_s.values())
     ttft = result.summary.ttft_s.all
@@ -215,13 +210,11 @@ def _figures(run: _Run) -> dict[str, float | None]:
     }
 
 
-def _interactive(run: _Run) -> Iterator[Any]:
-    if not run.case.beside_per_s:
+def _interactive(case: Case, seed: int, requests: int) -> Iterator[SimulatedRequest]:
+    if not case.beside_per_s:
         return
-    trace = choose_trace(
-        TraceChoice(name="paper-mix", requests=run.beside_requests, priorities="interactive=1"), run.seed
-    )
-    trace = at_rate(trace, run.case.beside_per_s)
+    choice = TraceChoice(name="paper-mix", requests=requests, priorities="interactive=1")
+    trace = at_rate(choose_trace(choice, seed), case.beside_per_s)
     # They start once the programs are in progress.
     later = tuple(replace(one, arrival_s=one.arrival_s + 300.0) for one in trace.requests)
     yield from requests_of(replace(trace, requests=later), Disclosure(), 16)

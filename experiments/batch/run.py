@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.batch.oracle import OracleSimulation
 from experiments.common.config import as_json
-from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
@@ -207,28 +207,24 @@ class Backlog:
 
 def play(settings: BatchSettings, context: Context) -> Iterator[Measurement]:
     """Measure every case of every scene."""
-    with progress_bar("batch", len(settings.scenes) * len(settings.cases)) as advance:
-        for name, scene in settings.scenes.items():
-            alone: list[float] = []
-            for case_name, case in settings.cases.items():
-                key: Key = {"scene": name, "case": case_name}
-                if case.aimd and not alone:
-                    alone_runs = [Run(settings, scene, Case(priority=None), n) for n in range(settings.seeds)]
-                    alone = [one["tpot_mean_s"] for one in parallel(figures, alone_runs, context.jobs)]
-                if not context.has(key):
-                    runs = [
-                        Run(settings, scene, case, seed, alone[seed] if case.aimd else 0.0)
-                        for seed in range(settings.seeds)
-                    ]
-                    found = list(parallel(figures, runs, context.jobs))
-                    yield Measurement(
-                        key=key,
-                        figures=over_seeds(found),
-                        seeds=range(settings.seeds),
-                        traces=generated("paper-mix"),
-                        settings=as_json(replace(settings, scenes={name: scene}, cases={case_name: case})),
-                    )
-                advance()
+    seeds = range(settings.seeds)
+    cells = []
+    for name, scene in settings.scenes.items():
+        alone = [0.0 for _ in seeds]
+        if any(case.aimd for case in settings.cases.values()):
+            runs = [Run(settings, scene, Case(priority=None), seed) for seed in seeds]
+            alone = [one["tpot_mean_s"] for one in parallel(figures, runs, context.jobs)]
+        cells += [
+            Cell(
+                key={"scene": name, "case": case_name},
+                runs=[Run(settings, scene, case, seed, alone[seed] if case.aimd else 0.0) for seed in seeds],
+                seeds=seeds,
+                traces=generated("paper-mix"),
+                settings=as_json(replace(settings, scenes={name: scene}, cases={case_name: case})),
+            )
+            for case_name, case in settings.cases.items()
+        ]
+    yield from play_cells("batch", cells, figures, context)
     yield from _frontier(settings, context)
 
 
@@ -254,17 +250,8 @@ def _frontier(settings: BatchSettings, context: Context) -> Iterator[Measurement
                     yield Measurement(
                         key=key,
                         figures={
-                            **{
-                                f"{figure}_factor": [
-                                    one[figure] / other[figure]
-                                    for one, other in zip(found, alone, strict=True)
-                                ]
-                                for figure in ("tpot_mean_s", "tpot_p99_s", "ttft_p50_s", "ttft_p99_s")
-                            },
-                            "share": [
-                                one[_THROUGHPUT] / most[_THROUGHPUT]
-                                for one, most in zip(found, only, strict=True)
-                            ],
+                            **{f"{figure}_factor": _ratios(figure, found, alone) for figure in _COMPARED},
+                            "share": _ratios(_THROUGHPUT, found, only),
                         },
                         seeds=frontier.seeds,
                         traces=generated("paper-mix"),
@@ -276,6 +263,11 @@ def _frontier(settings: BatchSettings, context: Context) -> Iterator[Measurement
 
 
 _THROUGHPUT = "batch_tokens_per_s"
+_COMPARED = ("tpot_mean_s", "tpot_p99_s", "ttft_p50_s", "ttft_p99_s")
+
+
+def _ratios(name: str, runs: Sequence[Figures], others: Sequence[Figures]) -> list[float]:
+    return [one[name] / other[name] for one, other in zip(runs, others, strict=True)]
 
 
 def figures(run: Run) -> Figures:

@@ -26,14 +26,8 @@ ENDS = (
 
 
 SUMMARY = (
-    *(
-        "requests",
-        "answered once",
-        "rejected with a reason",
-        "ended with an error event",
-        "connection broken",
-    ),
-    "lost, doubled, cut without a sign, or swapped",
+    *("requests", "answered once", "rejected with a reason", "ended with an error event"),
+    *("connection broken", "lost, doubled, cut without a sign, or swapped"),
 )
 """Headings of a short audit; see `summary`."""
 

@@ -43,7 +43,7 @@ sys.exit(f"not complete: {found}")
 """
 
 
-def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> None:
+def redeploy(served: Application, config: Mapping[str, Any]) -> None:
     """Deploy a configuration; return once it is active and nothing is still stopping.
 
     Raises:
@@ -53,7 +53,7 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
         address = read_instance(served.folder).ray_address
     except OSError as exc:
         raise ExperimentError(f"{served.url} does not run: {exc}") from exc
-    deploy(address, config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)}, timeout_s)
+    deploy(address, config, {"RAY_AUTH_MODE": "token", **ray_token(served.folder)})
 
 
 def deploy(

@@ -1,7 +1,7 @@
 """Rows of `results.jsonl`: one measurement per line, with everything needed to judge and repeat it."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,6 @@ def line_of(row: Row) -> str:
         ValueError: a figure is infinite or NaN, which JSON cannot represent.
     """
     return json.dumps(asdict(row), allow_nan=False, ensure_ascii=False)
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a file."""
-    path.write_text("".join(f"{line_of(row)}\n" for row in rows), encoding="utf-8")
 
 
 def where(rows: Sequence[Row], **key: object) -> list[Row]:

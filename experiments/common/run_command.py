@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import as_json, read_settings
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment
 from experiments.common.provenance import code_commit, now_utc, this_machine
 from experiments.common.rows import Row, line_of, read_rows, read_whole_rows, rounded
 from serve_app.cli.command import positive_int, print_result, warn
@@ -37,7 +37,9 @@ def play(
         resume: keep the rows of an interrupted run or, without one, of `out`; add what is missing.
     """
     partial = partial_of(out)
-    rows = _kept(out, partial) if resume else []
+    rows = []
+    if resume:
+        rows = read_whole_rows(partial) if partial.exists() else read_rows(out)
     keys = [row.key for row in rows]
     out.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("w", encoding="utf-8") as file:
@@ -54,28 +56,20 @@ def play(
     return rows
 
 
-def _kept(out: Path, partial: Path) -> list[Row]:
-    return read_whole_rows(partial) if partial.exists() else read_rows(out)
-
-
 def _measured(name: str, experiment: Experiment[Any], settings: object, context: Context) -> Iterator[Row]:
     commit, resolved = code_commit(), as_json(settings)
     for one in experiment.play(settings, context):
-        yield _row(name, one, commit, resolved)
-
-
-def _row(name: str, one: Measurement, commit: str | None, settings: dict[str, Any]) -> Row:
-    return Row(
-        experiment=name,
-        key=one.key,
-        figures=rounded(one.figures),
-        seeds=tuple(one.seeds),
-        traces=tuple(one.traces),
-        settings=settings if one.settings is None else one.settings,
-        commit=commit,
-        machine=this_machine(),
-        measured_at=now_utc(),
-    )
+        yield Row(
+            experiment=name,
+            key=one.key,
+            figures=rounded(one.figures),
+            seeds=tuple(one.seeds),
+            traces=tuple(one.traces),
+            settings=resolved if one.settings is None else one.settings,
+            commit=commit,
+            machine=this_machine(),
+            measured_at=now_utc(),
+        )
 
 
 _QUICK_S = 60.0
@@ -174,7 +168,8 @@ def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
     """Return whether it succeeded; an experiment that cannot run on this machine is skipped, not failed."""
     began = time.perf_counter()
     try:
-        if args.all and (reason := _left_out(there.experiment(name))):
+        experiment = there.experiment(name)
+        if args.all and (reason := experiment.unavailable() or experiment.only_by_name):
             warn(f"{name}: left out: {reason}")
             return True
         with tempfile.TemporaryDirectory() as folder:
@@ -189,11 +184,6 @@ def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
     if args.quick and took_s > _QUICK_S:
         warn(f"{name}: --quick should take less than a minute: make `quick` in its config.yaml smaller")
     return True
-
-
-def _left_out(experiment: Experiment[Any]) -> str:
-    """Return why `--all` skips an experiment; empty if it does not."""
-    return experiment.unavailable() or experiment.only_by_name
 
 
 def _rows(name: str, args: argparse.Namespace, there: Catalogue, out: Path) -> list[Row]:

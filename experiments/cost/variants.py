@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.common.config import merged
-from experiments.overhead.ours import application, remote_model, started_application
+from experiments.overhead.peers import application, remote_model, started_application
 from experiments.overhead.system import HOST, Endpoints, System
 
 BASE = "base"

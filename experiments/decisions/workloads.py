@@ -73,21 +73,20 @@ def _long_prompts(seed: int, rate_per_s: float, count: int) -> Trace:
     return _trace("long prompts", rate_per_s, prompts, outputs, rng)
 
 
+def _two_kinds(short: UniformLengths, long: UniformLengths, count: int, rng: np.random.Generator) -> _Numbers:
+    """Draw lengths of which a fifth are long."""
+    return np.where(rng.random(count) < 0.2, long.sample(count, rng), short.sample(count, rng))
+
+
 def _mixed(seed: int, rate_per_s: float, count: int) -> Trace:
     """80 % of 50 to 300 tokens, 20 % of 2,000 to 6,000."""
     rng = stream(seed, "decisions mixed")
-    long = rng.random(count) < 0.2
-    prompts = np.where(
-        long, UniformLengths(2_000, 6_000).sample(count, rng), UniformLengths(50, 300).sample(count, rng)
-    )
+    prompts = _two_kinds(UniformLengths(50, 300), UniformLengths(2_000, 6_000), count, rng)
     return _trace("mixed", rate_per_s, prompts, _lengths(150, 0.7, 600, count, rng), rng)
 
 
 def _paper(rng: np.random.Generator, rate_per_s: float, count: int) -> Trace:
-    long = rng.random(count) < 0.2
-    prompts = np.where(
-        long, UniformLengths(1_024, 4_096).sample(count, rng), UniformLengths(32, 256).sample(count, rng)
-    )
+    prompts = _two_kinds(UniformLengths(32, 256), UniformLengths(1_024, 4_096), count, rng)
     return _trace("paper-mix", rate_per_s, prompts, _lengths(100, 0.5, 512, count, rng), rng)
 
 

@@ -7,6 +7,8 @@ FCFS. Times are TTFT from arrival.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import call
 from typing import Annotated, Any
 
 from experiments.common.config import as_json
@@ -352,7 +354,9 @@ def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
     cells = [
         Cell(
             key={"scene": scene, "variant": name},
-            runs=[(scene, Play(settings, variant, seed)) for seed in range(settings.seeds[scene])],
+            runs=[
+                partial(SCENES[scene], Play(settings, variant, seed)) for seed in range(settings.seeds[scene])
+            ],
             seeds=range(settings.seeds[scene]),
             traces=generated("paper-mix" if not scene.startswith("silent") else "short and long"),
             settings=as_json(replace(settings, scenes={scene: {name: variant}})),
@@ -360,12 +364,7 @@ def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
         for scene, variants in settings.scenes.items()
         for name, variant in variants.items()
     ]
-    return play_cells("fairness", cells, _figures, context)
-
-
-def _figures(run: tuple[str, Play]) -> Figures:
-    scene, one = run
-    return SCENES[scene](one)
+    return play_cells("fairness", cells, call, context)
 
 
 EXPERIMENT = Experiment(settings=FairnessSettings, play=play)

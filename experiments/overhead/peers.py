@@ -1,4 +1,4 @@
-"""Comparable systems: nginx, routers written in Rust, and a minimal forwarder in Python."""
+"""The systems: the application with all features on, nginx, routers in Rust, and a forwarder in Python."""
 
 import contextlib
 import importlib.metadata
@@ -7,11 +7,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from experiments.common.processes import CpuMeter, started_program
-from experiments.overhead.system import HOST, Endpoints, System, next_port
+import psutil
+
+from experiments.common.application import serve_config, served_application
+from experiments.common.light_endpoint import MODEL
+from experiments.common.processes import CpuMeter, role_of, started_program
+from experiments.overhead.client import key_of
+from experiments.overhead.system import DIRECT, HOST, OURS, Endpoints, System, next_port
 
 PROXY, FORWARDER = "proxy", "forwarder, parsed"
 """Role of each of their processes, and the name of the forwarder."""
@@ -42,6 +49,53 @@ http {{
   }}
 }}
 """
+
+
+# Other processes may keep the machine busy.
+_START_TIMEOUT_S = 600.0
+
+
+@contextlib.contextmanager
+def started_direct(endpoints: Endpoints) -> Iterator[System]:
+    """Connect to the engines directly."""
+    yield System(DIRECT, endpoints.urls[1], CpuMeter(()))
+
+
+@contextlib.contextmanager
+def started_ours(endpoints: Endpoints) -> Iterator[System]:
+    """Start the application with two pools of one light engine each."""
+    with started_application(OURS, application(remote_model(endpoints))) as system:
+        yield system
+
+
+@contextlib.contextmanager
+def started_application(
+    name: str, config: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[System]:
+    """Start an application, as a system of this name."""
+    with served_application(config, environment=environment, start_timeout_s=_START_TIMEOUT_S) as served:
+        yield System(name, served.url, CpuMeter((served.pid,), _role))
+
+
+def application(model: Mapping[str, Any], tenants: int = 1) -> dict[str, Any]:
+    """Return the configuration of `serve run` for a model: with keys; everything else is on by default."""
+    keys = [{"tenant": f"bench-{number}", "key": key_of(number)} for number in range(tenants)]
+    return serve_config("overhead", {"models": [model], "gateway": {"keys": keys}})
+
+
+def remote_model(endpoints: Endpoints) -> dict[str, Any]:
+    """Return a model with a short and a long pool of running engines."""
+    pools = [
+        {"name": name, "engine": {"remote": {"endpoints": [url]}}}
+        for name, url in zip(("short", "long"), endpoints.urls, strict=True)
+    ]
+    return {"name": MODEL, "pools": pools}
+
+
+def _role(process: psutil.Process) -> str:
+    # The application has no engine: the replica of a pool reads the load of its endpoints.
+    role = role_of(process)
+    return "watcher" if role == "engine" else role
 
 
 def missing_program(name: str, remedy: str) -> str:

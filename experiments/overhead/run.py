@@ -24,12 +24,13 @@ from experiments.common.processes import CpuMeter, calibrate, process_tree, role
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.overhead.client import Client, Played, load_of, started_client
-from experiments.overhead.ours import started_direct, started_ours
 from experiments.overhead.peers import (
     FORWARDER,
     missing_program,
+    started_direct,
     started_forwarder,
     started_nginx,
+    started_ours,
     started_router,
 )
 from experiments.overhead.system import (
@@ -172,13 +173,12 @@ def _present(names: Sequence[str]) -> list[str]:
 
 def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return lists with one value for each round; times of the first token are comparable within a round."""
-    roles = sorted({role for one in samples for role in one.cpu_ms})
     return {
         "requests": sum(one.played.requests for one in samples),
         "per_s": [one.played.requests / one.played.seconds for one in samples],
         "first_p50_ms": [one.played.first_p50_ms for one in samples],
         "first_p99_ms": [one.played.first_p99_ms for one in samples],
-        "cpu_ms": {role: [one.cpu_ms.get(role, 0.0) for one in samples] for role in roles},
+        "cpu_ms": _by_role([one.cpu_ms for one in samples]),
     }
 
 
@@ -226,9 +226,9 @@ def _pss_mb(process: psutil.Process) -> float:
         return 0.0
 
 
-def _by_role(starts: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    roles = sorted({role for one in starts for role in one})
-    return {role: [one.get(role, 0.0) for one in starts] for role in roles}
+def _by_role(rounds: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    roles = sorted({role for one in rounds for role in one})
+    return {role: [one.get(role, 0.0) for one in rounds] for role in roles}
 
 
 EXPERIMENT = Experiment(settings=OverheadSettings, play=play)

@@ -25,8 +25,8 @@ from serve_app.lab.workloads import stream
 
 
 @settings
-class PlanCase:
-    """One plan, with fields as the arguments of `ewsjf plan`.
+class PlanCase(FleetOptions):
+    """One plan: the planner's choices and the demand, with fields as the arguments of `ewsjf plan`.
 
     Attributes:
         name: of its row.
@@ -38,30 +38,12 @@ class PlanCase:
     name: str
     title: str
     trace: str
-    profile: str
     rate_per_s: float
     requests: int
     ttft_s: float = 2.0
     tpot_s: float = 0.08
-    short_profiles: tuple[str, ...] = ()
-    long_profiles: tuple[str, ...] = ()
-    b_short_tokens: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
-    worst_case_slots: int | None = None
-    variants: bool = True
     candidates: int = 2
     stand_in_replicas: int = 8
-
-    def options(self) -> FleetOptions:
-        """Return the planner's choices."""
-        return FleetOptions(
-            profile=self.profile,
-            short_profiles=self.short_profiles,
-            long_profiles=self.long_profiles,
-            b_short_tokens=self.b_short_tokens,
-            worst_case_slots=self.worst_case_slots,
-            variants=self.variants,
-            candidates=self.candidates,
-        )
 
     def demand(self, trace: str) -> Workload:
         """Return the demand on the fleets.
@@ -204,7 +186,7 @@ def write_mix(path: Path, mix: Mix, case: PlanCase) -> None:
 def _planned(case: PlanCase, trace: str, seeds: Sequence[int], jobs: int) -> dict[str, Any]:
     """Return the chosen fleets, and the closed forms beside the simulated results."""
     effort = Effort(seeds=seeds, max_simulated_replicas=case.stand_in_replicas, jobs=jobs)
-    plan = make_plan(case.options(), case.demand(trace), CostTable.load(), effort)
+    plan = make_plan(case, case.demand(trace), CostTable.load(), effort)
     found = plan_as_json(plan.result)
     fleets = {fleet.pop("name"): fleet for fleet in found["fleets"]}
     for name, form in closed_forms(plan).items():

@@ -1,15 +1,19 @@
 """Grid of simulated runs: policies by cases, profiles, loads and seeds, one row for each cell."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from random import Random
 from typing import Annotated, Any
+
+import numpy as np
 
 from experiments.common.experiment import Context, Measurement, over_seeds
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from experiments.policies.disturbances import FlippedMix, LengthNoise
 from serve_app.cli.command import progress_bar, warn
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
 from serve_app.lab.simulation.run import (
@@ -24,8 +28,95 @@ from serve_app.lab.simulation.run import (
     run_all,
     saturated_rates,
 )
-from serve_app.lab.simulation.simulation import SimulationSettings
+from serve_app.lab.simulation.simulation import SimulatedRequest, SimulationSettings
+from serve_app.lab.workloads import Trace, TraceError, TraceRequest, plain_stream, stream
+from serve_app.request import Request
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
+
+# Disturbances: wrong estimates of prompt lengths, and a mix that changes half-way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthNoise:
+    """Error of estimated prompt lengths.
+
+    Attributes:
+        relative_error: standard deviation of the logarithm of estimate over truth: at 0.3, two of three
+            estimates are between 0.74 and 1.35 times the truth. The median estimate is right. 0 is exact.
+    """
+
+    relative_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.relative_error < math.inf:
+            raise ValueError(f"relative_error must be 0 (exact) or more, got {self.relative_error}")
+
+    def estimator(
+        self, settings: EstimatorSettings, requests: Sequence[SimulatedRequest], seed: int
+    ) -> TokenEstimator:
+        """Return an estimator with this error."""
+        ids = (simulated.request.request_id for simulated in requests)
+        return NoisyEstimator(settings, self.factors(ids, plain_stream(seed, "length noise")))
+
+    def factors(self, request_ids: Iterable[str], rng: Random) -> dict[str, float]:
+        """Return estimate over truth for each request, drawn in the order given."""
+        return {one: math.exp(rng.gauss(0.0, self.relative_error)) for one in request_ids}
+
+
+class NoisyEstimator(TokenEstimator):
+    """Estimator that multiplies each exact prompt length by the request's factor: estimate over truth."""
+
+    def __init__(self, settings: EstimatorSettings, factors: Mapping[str, float]) -> None:
+        super().__init__(settings)
+        self._factors = factors
+
+    def estimate(self, request: Request) -> TokenEstimate:
+        """Return the exact estimate, times the factor of the request."""
+        exact = super().estimate(request)
+        factor = self._factors[request.request_id]
+        seen = max(1, round(exact.expected_prompt_tokens * factor))
+        # A real estimator's lower bound is below the truth, so that no request that fits is rejected.
+        least = min(seen, exact.least_prompt_tokens)
+        return replace(exact, prompt_tokens=seen, expected_prompt_tokens=seen, least_prompt_tokens=least)
+
+
+@dataclass(frozen=True, slots=True)
+class FlippedMix:
+    """Exchange of the shares of short and long prompts in the second half of a trace.
+
+    Attributes:
+        short_at_tokens: longest prompt that counts as short.
+    """
+
+    short_at_tokens: int
+
+    def __call__(self, trace: Trace, seed: int) -> Trace:
+        """Return the trace of a seed with the exchange.
+
+        Raises:
+            TraceError: all prompts are of one kind.
+        """
+        rng, limit = stream(seed, "flip"), self.short_at_tokens
+        short = [one for one in trace.requests if one.prompt_tokens <= limit]
+        long = [one for one in trace.requests if one.prompt_tokens > limit]
+        if not short or not long:
+            raise TraceError(
+                f"cannot flip the mix: all prompts of {trace.name!r} are on one side of {limit} tokens"
+            )
+        middle = len(trace.requests) // 2
+        flipped = trace.requests[:middle] + tuple(
+            _sized_like(one, long if one.prompt_tokens <= limit else short, rng)
+            for one in trace.requests[middle:]
+        )
+        source = f"{trace.source}, mix flipped from request {middle:,} on"
+        return replace(trace, requests=flipped, source=source)
+
+
+def _sized_like(one: TraceRequest, models: list[TraceRequest], rng: np.random.Generator) -> TraceRequest:
+    model = models[int(rng.integers(len(models)))]
+    return replace(
+        one, prompt_tokens=model.prompt_tokens, output_tokens=model.output_tokens, prefix=model.prefix
+    )
 
 
 @settings
@@ -62,7 +153,7 @@ class PolicyCase:
         profiles, variants: subsets of the grid's; empty for all.
         requests, replicas: None for the grid's numbers.
         short_at_tokens: longest prompt that counts as short, in the figures only.
-        length_noise: see `disturbances.LengthNoise`.
+        length_noise: see `LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
 
@@ -170,7 +261,13 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         fleet=FleetSettings(
             profile=cell.profile, replicas={ONE_POOL: case.replicas or grid.replicas}, engine=variant.engine
         ),
-        trace=_trace(grid, case),
+        trace=TraceChoice(
+            name=case.trace,
+            requests=case.requests or grid.requests,
+            tenants=case.tenants,
+            arrivals=case.arrivals,
+            change=FlippedMix(case.short_at_tokens) if case.flip_mix else None,
+        ),
         seed=seed,
         estimator=LengthNoise(relative_error=case.length_noise) if case.length_noise else None,
         simulation=case.world,
@@ -178,16 +275,6 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         partition=variant.partition,
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
-    )
-
-
-def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
-    return TraceChoice(
-        name=case.trace,
-        requests=case.requests or grid.requests,
-        tenants=case.tenants,
-        arrivals=case.arrivals,
-        change=FlippedMix(case.short_at_tokens) if case.flip_mix else None,
     )
 
 

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import call
 from typing import Literal
 
 import numpy as np
@@ -277,17 +278,6 @@ class PrefixSettings:
         return conversations(self.requests, _DRAWN_RATE_PER_S, seed, settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One choice at one load with one seed."""
-
-    settings: PrefixSettings
-    choice: ReplicaChoice
-    load: float
-    seed: int
-    saturated_per_s: float
-
-
 Figures = Mapping[str, float]
 
 
@@ -298,14 +288,17 @@ def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
     cells = [
         Cell(
             key={"load": load, "choice": name},
-            runs=[Run(settings, choice, load, *of_seed) for of_seed in zip(seeds, rates, strict=True)],
+            runs=[
+                partial(_play, settings, choice, seed, load * rate)
+                for seed, rate in zip(seeds, rates, strict=True)
+            ],
             seeds=seeds,
             traces=generated("conversations"),
         )
         for load in settings.loads
         for name, choice in settings.choices.items()
     ]
-    yield from play_cells("prefix", cells, _play, context)
+    yield from play_cells("prefix", cells, call, context)
     yield from _sessions(settings.sessions, context)
     yield from _costs(settings)
 
@@ -315,38 +308,32 @@ def _sessions(workloads: Mapping[str, SessionSettings], context: Context) -> Ite
         raise SettingsError(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(SESSIONS)}")
     cells = [
         Cell(
-            key={"workload": workload, "replicas": replicas, "rate_per_s": rate_per_s, "rule": name},
-            runs=[SessionRun(workload, one, choice, replicas, rate_per_s, seed) for seed in one.seeds],
+            key={"workload": workload, "replicas": replicas, "rate_per_s": rate, "rule": name},
+            runs=[partial(play_sessions, workload, one, choice, replicas, rate, seed) for seed in one.seeds],
             seeds=one.seeds,
             traces=generated(workload),
         )
         for workload, one in workloads.items()
         for replicas, rates in one.rates_per_s.items()
-        for rate_per_s in rates
+        for rate in rates
         for name, choice in one.choices.items()
     ]
-    return play_cells("sessions", cells, play_sessions, context)
+    return play_cells("sessions", cells, call, context)
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRun:
-    """One choice at one rate with one seed."""
-
-    workload: str
-    settings: SessionSettings
-    choice: ReplicaChoice
-    replicas: int
-    rate_per_s: float
-    seed: int
-
-
-def play_sessions(run: SessionRun) -> Figures:
-    """Play a run."""
-    share = run.replicas / 4
-    fleet = FleetSettings(profile=run.settings.profile, replicas={ONE_POOL: run.replicas})
-    requests, rate_per_s = round(run.settings.requests * share), run.rate_per_s * share
-    trace = SESSIONS[run.workload].trace(requests, rate_per_s, run.seed)
-    return _figures(*_outcome(run.choice, fleet, trace))
+def play_sessions(
+    workload: str,
+    settings: SessionSettings,
+    choice: ReplicaChoice,
+    replicas: int,
+    rate_per_s: float,
+    seed: int,
+) -> Figures:
+    """Play a workload of sessions with one choice, at a rate for four replicas."""
+    share = replicas / 4
+    fleet = FleetSettings(profile=settings.profile, replicas={ONE_POOL: replicas})
+    trace = SESSIONS[workload].trace(round(settings.requests * share), rate_per_s * share, seed)
+    return _figures(*_outcome(choice, fleet, trace))
 
 
 def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
@@ -365,10 +352,9 @@ def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
     return len(records) / max(record.finished_at for record in records)
 
 
-def _play(run: Run) -> Figures:
-    rate_per_s = run.load * run.saturated_per_s
-    trace = scale_to_rate(run.settings.trace(run.seed), rate_per_s)
-    return {"rate_per_s": rate_per_s, **_figures(*_outcome(run.choice, run.settings.fleet(), trace))}
+def _play(settings: PrefixSettings, choice: ReplicaChoice, seed: int, rate_per_s: float) -> Figures:
+    trace = scale_to_rate(settings.trace(seed), rate_per_s)
+    return {"rate_per_s": rate_per_s, **_figures(*_outcome(choice, settings.fleet(), trace))}
 
 
 def _figures(records: list[RequestRecord], replicas: list[SimulatedReplica]) -> Figures:

@@ -124,16 +124,14 @@ def play_run(run: Run) -> Figures:
     driver: Direct | Scheduled
     if run.variant in (ALTERNATE, LEAST):
         driver = Direct(jobs, server, slowness, run.variant == LEAST)
-        driver.run()
-        most = max(each.most_at_once for each in driver.servers)
     else:
         routing = RoutingSettings(pools=(POOL,))
         limit = (server.slots or server.concurrent or _NO_LIMIT) if run.variant == CONFIGURED else None
         driver = Scheduled(
             jobs, server, slowness, scheduler_settings("ewsjf", routing, {}), limit, run.case.usage
         )
-        driver.run()
-        most = max(each.most_at_once for each in driver.servers.values())
+    driver.run()
+    most = max(each.most_at_once for each in driver.servers.values())
     return figures(jobs, most, counts_prompts=server.tokens_per_minute is not None)
 
 

@@ -210,18 +210,18 @@ class Direct:
     slowness: Sequence[float]
     least: bool
     timeline: Timeline = field(init=False, default_factory=Timeline)
-    servers: list[ScriptedServer] = field(init=False)
+    servers: dict[int, ScriptedServer] = field(init=False)
     _in_flight: list[int] = field(init=False)
     _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._in_flight = [0] * len(self.slowness)
-        self.servers = [
-            ScriptedServer(
+        self.servers = {
+            number: ScriptedServer(
                 str(number), self.plan, factor, self.timeline, lambda _job: None, partial(self._end, number)
             )
             for number, factor in enumerate(self.slowness)
-        ]
+        }
 
     def run(self) -> None:
         """Play all requests to their end."""

@@ -2,17 +2,27 @@
 
 The production scheduler runs on simulated engines beside the loop that tunes live schedulers, with its
 searches in the twin, its slices, roll-backs and pauses. Time is simulated.
+
+Traffic is the paper's mix as a Poisson stream whose share of long requests changes half-way at constant load.
+The rate follows the mix: a request takes some seconds of the whole fleet, and the load is the busy share of
+the time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from operator import call
 from typing import Any
 
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.common.tuned_simulation import TunedSimulation, counting_worker
-from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
-from experiments.tuned_drift.traffic import Halves, seconds_of, traffic
+from experiments.common.tuned_simulation import (
+    BAD_START,
+    DEFAULTS,
+    TunedSimulation,
+    begun_from,
+    counting_worker,
+)
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
@@ -23,9 +33,11 @@ from serve_app.lab.simulation.run import (
     FleetSettings,
     fit,
     requests_of,
+    saturated_rate_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, UniformLengths, stream
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of
 from serve_app.tuning.parameter_loop import Result, Work
@@ -33,13 +45,62 @@ from serve_app.tuning.rollout import Audit, DecisionKind
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding
 
+Halves = tuple[float, float]
+"""Figures of the first and the second half of the time."""
+
+_SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
+_ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)
+# Number of requests from which the saturated rate of a mix is measured.
+_BACKLOG = 4_000
+
+
+def seconds_of(long_shares: Halves, fleet: FleetSettings) -> Halves:
+    """Return the fleet's seconds per request at load 1.0; runs two simulations."""
+    before, after = (1 / saturated_rate_of(fleet, _backlog(share)) for share in long_shares)
+    return before, after
+
+
+def traffic(long_shares: Halves, seconds: Halves, load: float, duration_s: float, seed: int) -> Trace:
+    """Return the requests of one run."""
+    rng = stream(seed, "arrivals and kinds")
+    at = 0.0
+    arrivals: list[tuple[float, bool]] = []
+    while True:
+        half = at > duration_s / 2
+        at += float(rng.exponential(seconds[half] / load))
+        if at >= duration_s:
+            return mixed(arrivals, seed)
+        arrivals.append((at, bool(rng.random() < long_shares[half])))
+
+
+def mixed(arrivals: Sequence[tuple[float, bool]], seed: int) -> Trace:
+    """Return these arrivals with lengths of the paper's mix, by kind (True is long)."""
+    short, long, answers = (
+        lengths.sample(len(arrivals), stream(seed, name))
+        for lengths, name in ((_SHORT, "short"), (_LONG, "long"), (_ANSWERS, "answers"))
+    )
+    requests = tuple(
+        TraceRequest(
+            arrival_s=at,
+            prompt_tokens=int((long if is_long else short)[place]),
+            output_tokens=int(answers[place]),
+        )
+        for place, (at, is_long) in enumerate(arrivals)
+    )
+    return Trace(name="drift", source=f"two kinds of requests, seed {seed}", requests=requests)
+
+
+def _backlog(share: float) -> Trace:
+    rng = stream(0, "backlog")
+    return mixed([(float(place), bool(rng.random() < share)) for place in range(_BACKLOG)], 0)
+
 
 @settings
 class Variant:
     """A production.
 
     Attributes:
-        bad_start: start with `tuning_starts.BAD_START` instead of the defaults.
+        bad_start: start with `BAD_START` instead of the defaults.
         tuned: whether the tuner changes the values.
     """
 
@@ -100,56 +161,39 @@ class DriftExperiment:
         return replace(self.tuning, rollout=replace(self.tuning.rollout, mode="off"))
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One variant with one seed.
-
-    Attributes:
-        seconds: of the whole fleet per request, in each half of the time.
-    """
-
-    experiment: DriftExperiment
-    variant: Variant
-    seconds: Halves
-    seed: int
-
-
 def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
     """Measure every variant without a row; all get the same requests."""
     names = [name for name in experiment.variants if not context.has({"variant": name})]
     if not names:
         return
     seconds = seconds_of(experiment.long_shares, experiment.fleet)
-    cells = []
-    for name in names:
-        runs = [Run(experiment, experiment.variants[name], seconds, seed) for seed in range(experiment.seeds)]
-        cells.append(
-            Cell(
-                key={"variant": name},
-                runs=runs,
-                seeds=range(experiment.seeds),
-                traces=generated("the paper's mix, its shares changing"),
-                settings=_settings(runs[0]),
-            )
+    seeds = range(experiment.seeds)
+    cells = [
+        Cell(
+            key={"variant": name},
+            runs=[partial(_figures, experiment, experiment.variants[name], seconds, seed) for seed in seeds],
+            seeds=seeds,
+            traces=generated("the paper's mix, its shares changing"),
+            settings=_settings(experiment, experiment.variants[name], seconds),
         )
-    yield from play_cells("tuned_drift", cells, _figures, context)
+        for name in names
+    ]
+    yield from play_cells("tuned_drift", cells, call, context)
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    experiment = run.experiment
+def _settings(experiment: DriftExperiment, variant: Variant, seconds: Halves) -> dict[str, Any]:
     shared = ("profile", "replicas", "load", "minutes", "long_shares", "phases", "pace_requests_per_s")
     return {
         **{name: getattr(experiment, name) for name in shared},
-        "seconds": run.seconds,
-        "scheduler": asdict(experiment.scheduler(run.variant)),
-        "tuning": asdict(experiment.tuner(run.variant)),
+        "seconds": seconds,
+        "scheduler": asdict(experiment.scheduler(variant)),
+        "tuning": asdict(experiment.tuner(variant)),
     }
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(experiment: DriftExperiment, variant: Variant, seconds: Halves, seed: int) -> dict[str, Any]:
     """Return one run's figures: service of each phase, and the tuner's actions."""
-    experiment = run.experiment
-    tuning, plans = experiment.tuner(run.variant), experiment.fleet.plans(isolated=True)
+    tuning, plans = experiment.tuner(variant), experiment.fleet.plans(isolated=True)
     carry_out = counting_worker(experiment.pace_requests_per_s)
     verdicts: list[bool] = []
 
@@ -160,9 +204,9 @@ def _figures(run: Run) -> dict[str, Any]:
         return result, seconds
 
     simulation = TunedSimulation(
-        experiment.scheduler(run.variant), plans, tuning, worker, learner=LearnedPartitions().learner()
+        experiment.scheduler(variant), plans, tuning, worker, learner=LearnedPartitions().learner()
     )
-    records = simulation.run(_requests(run))
+    records = simulation.run(_requests(experiment, seconds, seed))
     audit = simulation.loop.rollout.audit
     acts = [each.kind for each in audit]
     return {
@@ -180,9 +224,8 @@ def _figures(run: Run) -> dict[str, Any]:
     }
 
 
-def _requests(run: Run) -> list[SimulatedRequest]:
-    experiment = run.experiment
-    drift = traffic(experiment.long_shares, run.seconds, experiment.load, experiment.duration_s, run.seed)
+def _requests(experiment: DriftExperiment, seconds: Halves, seed: int) -> list[SimulatedRequest]:
+    drift = traffic(experiment.long_shares, seconds, experiment.load, experiment.duration_s, seed)
     plans = experiment.fleet.plans()
     longest = max(plan.engine.max_model_len for plan in plans)
     return list(requests_of(fit(drift, longest).trace, Disclosure(), plans[0].engine.block_size))

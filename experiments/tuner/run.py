@@ -12,8 +12,7 @@ from typing import Literal
 from experiments.common.experiment import Context, Experiment, Measurement, over_seeds
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from experiments.common.tuned_simulation import CountingPlayer
-from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
+from experiments.common.tuned_simulation import BAD_START, DEFAULTS, CountingPlayer, begun_from
 from serve_app.cli.command import progress_bar
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.run import (

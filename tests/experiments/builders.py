@@ -1,11 +1,11 @@
 """Rows without a run, and a package with one small experiment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.common.provenance import Machine, TraceSource
-from experiments.common.rows import Key, Row
+from experiments.common.rows import Key, Row, line_of
 
 MACHINE = Machine(
     processor="A CPU", cores=2, memory_gib=7.6, system="Linux", python="3.11.9", load_average=(0.5, 0.4, 0.3)
@@ -110,3 +110,8 @@ def write_package(root: Path, name: str) -> Path:
         f"flips: 100\nbiases: [0.5, 0.75]\nlog: {root / 'log'}\nquick: {{flips: 10}}\n"
     )
     return package
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a file."""
+    path.write_text("".join(f"{line_of(row)}\n" for row in rows), encoding="utf-8")

@@ -17,18 +17,24 @@ from experiments.estimator.bodies import (
     made_texts,
     tool_definitions,
 )
-from experiments.estimator.lessons import (
+from experiments.estimator.run import (
     OUTPUT_TOKENS,
+    EstimatorExperiment,
     FixedEstimator,
     Judged,
     Lessons,
     PublishedEstimator,
+    Subject,
     figures_of,
     judge,
+    languages,
+    learn,
+    learning,
+    margins,
     mix_weights,
     seeded,
+    unavailable,
 )
-from experiments.estimator.run import EstimatorExperiment, Subject, languages, learning, margins, unavailable
 from experiments.estimator.tables import TABLES
 from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.request import Usage
@@ -82,7 +88,8 @@ def test_tools_are_real_functions_with_descriptions() -> None:
 def test_learning_beats_a_fixed_ratio_that_is_wrong_and_matches_the_one_that_is_right(
     lessons: Lessons,
 ) -> None:
-    learned = lessons.taught(TokenEstimator(EstimatorSettings()), 100, seeded(0))
+    learned = TokenEstimator(EstimatorSettings())
+    learn(learned, lessons.lesson(100, seeded(0)))
     estimators = {"learned": learned, "two": FixedEstimator(2.0), "four": FixedEstimator(4.0)}
     errors = {
         name: figures_of(judge(estimator, lessons.unseen, 4_096))["median"]

@@ -12,15 +12,23 @@ from experiments.common.experiment import Context, Experiment
 from experiments.common.rows import Row, read_rows
 from experiments.common.run_command import partial_of, play
 from experiments.orders.run import orders_of, play_points
-from experiments.policies.disturbances import LengthNoise, with_flipped_mix
-from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, cells_of, planned, play_grid
+from experiments.policies.grid import (
+    FlippedMix,
+    LengthNoise,
+    PolicyCase,
+    PolicyGrid,
+    PolicyVariant,
+    cells_of,
+    planned,
+    play_grid,
+)
 from experiments.policies.tables import COLUMNS, grid_table
 from serve_app.core.metrics.summary import interval_95
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.run import EngineChanges, simulate
 from serve_app.lab.workloads import TraceError
 from tests.experiments.builders import row
-from tests.lab.simulation.test_run import TRACE, rng, settings
+from tests.lab.simulation.test_run import TRACE, settings
 
 SMALL = PolicyGrid(
     profiles=("laptop",),
@@ -182,7 +190,7 @@ def test_noise_is_log_normal_around_the_truth() -> None:
 
 
 def test_a_flipped_mix_exchanges_shares_after_the_middle() -> None:
-    flipped = with_flipped_mix(TRACE, 256, rng())
+    flipped = FlippedMix(256)(TRACE, 0)
     halves = flipped.requests[:2_000], flipped.requests[2_000:]
     shares = [sum(one.prompt_tokens > 256 for one in half) / 2_000 for half in halves]
     assert shares == pytest.approx([0.2, 0.8], abs=0.03)
@@ -192,4 +200,4 @@ def test_a_flipped_mix_exchanges_shares_after_the_middle() -> None:
 
 def test_a_trace_of_one_kind_has_no_mix_to_flip() -> None:
     with pytest.raises(TraceError, match="cannot flip the mix"):
-        with_flipped_mix(TRACE, 10, rng())
+        FlippedMix(10)(TRACE, 0)

@@ -13,7 +13,6 @@ from experiments.prefix.run import (
     ConversationSettings,
     PrefixSettings,
     ReplicaChoice,
-    SessionRun,
     SessionSettings,
     conversations,
     play_sessions,
@@ -81,8 +80,7 @@ def test_affinity_finds_as_much_in_the_caches_as_a_rule_that_knows_them_exactly(
     workload: str, rate_per_s: float
 ) -> None:
     ours, best = (
-        play_sessions(SessionRun(workload, SESSION_SETTINGS, CHOICES[name], 4, rate_per_s, 30))
-        for name in CHOICES
+        play_sessions(workload, SESSION_SETTINGS, CHOICES[name], 4, rate_per_s, 30) for name in CHOICES
     )
     assert ours["hit_ratio"] > best["hit_ratio"] - 0.03
     assert ours["ttft_mean_s"] < 1.25 * best["ttft_mean_s"]

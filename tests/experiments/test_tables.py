@@ -8,11 +8,11 @@ import pytest
 from experiments.common.catalogue import Catalogue
 from experiments.common.picture import Line, Panel, drawn
 from experiments.common.provenance import TraceSource, trace_sources
-from experiments.common.rows import ANY, line_of, read_rows, rounded, where, write_rows
+from experiments.common.rows import ANY, line_of, read_rows, rounded, where
 from experiments.common.tables import Table, caption, plus_minus
 from experiments.common.tables_command import main
 from serve_app.errors import SettingsError
-from tests.experiments.builders import row
+from tests.experiments.builders import row, write_rows
 
 
 def test_a_cell_is_the_mean_and_half_the_width_of_its_interval() -> None:

@@ -8,10 +8,14 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
-from experiments.common.tuned_simulation import TunedSimulation, counting_worker
-from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
-from experiments.tuned_drift.run import DriftExperiment
-from experiments.tuned_drift.traffic import mixed, seconds_of, traffic
+from experiments.common.tuned_simulation import (
+    BAD_START,
+    DEFAULTS,
+    TunedSimulation,
+    begun_from,
+    counting_worker,
+)
+from experiments.tuned_drift.run import DriftExperiment, mixed, seconds_of, traffic
 from experiments.tuner.run import SearchPair, TunerExperiment, searched
 from serve_app.core.decision_log import Decision
 from serve_app.core.events import Retuned

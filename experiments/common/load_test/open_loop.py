@@ -239,14 +239,11 @@ class OpenLoop:
 def _record(
     parser: ResponseParser, number: int, request: TraceRequest, due: float, sent_at: float
 ) -> RequestRecord:
-    header = parser.headers.get
-    wait_ms, estimate = header("x-queue-wait-ms"), header("x-estimated-tokens")
     counted = request.output_tokens if parser.outcome is Outcome.COMPLETED else 0
     return RequestRecord(
         request_id=f"bench-{number}",
         arrived_at=due,
         sent_at=sent_at,
-        dispatched_at=sent_at + _number(wait_ms) / 1000 if wait_ms else None,
         first_token_at=parser.first_token_at,
         finished_at=parser.finished_at,
         outcome=parser.outcome or Outcome.FAILED,
@@ -254,25 +251,13 @@ def _record(
         output_tokens=counted if parser.output_tokens is None else parser.output_tokens,
         tenant=request.tenant,
         priority=request.priority,
-        pool=header("x-pool", ""),
-        replica=header("x-replica", ""),
-        length_queue=header("x-length-queue", ""),
-        estimated_tokens=round(_number(estimate)) if estimate else None,
         detail=parser.detail,
     )
 
 
-def _number(header: str) -> float:
-    """Parse a header's number; 0 if invalid, so that a server's header cannot end a run."""
-    try:
-        return float(header)
-    except ValueError:
-        return 0.0
-
-
-def play_trace(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 600.0) -> list[RequestRecord]:
-    """Play all requests to their end; `timeout_s` limits each."""
-    return uvloop.run(OpenLoop(url, BodyFactory(bodies), timeout_s).run(trace))
+def play_trace(url: str, bodies: BodySettings, trace: Trace) -> list[RequestRecord]:
+    """Play all requests to their end."""
+    return uvloop.run(OpenLoop(url, BodyFactory(bodies)).run(trace))
 
 
 def all_completed(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:

@@ -6,6 +6,7 @@ status 200, `[DONE]`, and no error in the body. Times are from `time.monotonic`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -62,6 +63,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+@dataclass(slots=True)
 class ResponseParser:
     """A response while it arrives.
 
@@ -75,28 +77,15 @@ class ResponseParser:
         detail: the reason if it did not complete.
     """
 
-    __slots__ = (
-        "_bytes",
-        "detail",
-        "finished_at",
-        "first_token_at",
-        "headers",
-        "outcome",
-        "output_tokens",
-        "prompt_tokens",
-        "status",
-    )
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[str, str] = {}
-        self.first_token_at: float | None = None
-        self.finished_at = 0.0
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.outcome: Outcome | None = None
-        self.detail = ""
-        self._bytes = b""
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    first_token_at: float | None = None
+    finished_at: float = 0.0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    outcome: Outcome | None = None
+    detail: str = ""
+    _bytes: bytes = b""
 
     def on_body(self, piece: bytes, now: float) -> None:
         """Process bytes of the body."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.policies.disturbances import LengthNoise
+from experiments.policies.grid import LengthNoise
 from serve_app.cli import main
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Conclude
