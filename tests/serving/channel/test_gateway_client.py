@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from serve_app.core.commands import Dispatch
-from serve_app.core.events import DispatchFailure, Finished, FirstToken
+from serve_app.core.events import DispatchFailure, Finished, FirstToken, Message
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
-from serve_app.serving.channel.messages import Granted, ReplicaEntry, ReplicaTable, Welcome
+from serve_app.serving.channel.messages import Granted, ReplicaEntry, ReplicaTable, Revoked, Welcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from tests.serving.channel.harness import (
     FAST,
@@ -99,16 +99,6 @@ async def test_a_rejection_has_the_schedulers_message(control_plane: ControlPlan
     assert "'other' is not served here" in rejection.message
 
 
-async def test_a_put_back_request_goes_to_another_replica(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    await control_plane.replica("s1")
-    await control_plane.replica("s2")
-    first = await granted(gateway, "r1")
-    second = await gateway.requeue("r1", DispatchFailure.UNREACHABLE, "rejected")
-    assert isinstance(second, Grant)
-    assert second.dispatch.replica_id != first.dispatch.replica_id
-
-
 async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_put_back(
     control_plane: ControlPlane,
 ) -> None:
@@ -179,21 +169,6 @@ async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_a
     assert await gateway.exposition(with_gateways=True) == ""
 
 
-async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    await control_plane.replica("s1")
-    grant = await granted(gateway, "r1")
-    control_plane.kill()
-    await wait_until(lambda: not gateway.is_connected)
-    task = asyncio.create_task(gateway.requeue("r1", DispatchFailure.LOST))
-    await asyncio.sleep(0)
-    gateway.on_message(Granted(1, grant.dispatch))
-    await asyncio.sleep(0.05)
-    assert not task.done()
-    assert "waiting 1, running 0" in repr(gateway)
-    task.cancel()
-
-
 DISPATCH = Dispatch(
     request_id="r1",
     gateway_id="g1",
@@ -227,14 +202,17 @@ class Recorded(AwaitedRequest):
     """Request that counts its grants, and withdraws another one when it is rejected."""
 
     def __init__(self, name: str, client: AwaitedClient, other: "Recorded | None" = None) -> None:
-        super().__init__(submission(name, no_wait=True), "", lambda: None)
-        self.grants_received = 0
+        super().__init__(submission(name, no_wait=True), "", self.count_revocation)
+        self.grants_received = self.revocations = 0
         self.rejections: list[Conclusion] = []
         self._client = client
         self._other = other
 
     def on_grant(self, dispatch: Dispatch, address: ReplicaAddress) -> None:
         self.grants_received += 1
+
+    def count_revocation(self) -> None:
+        self.revocations += 1
 
     def on_rejection(self, rejection: Conclusion) -> None:
         self.rejections.append(rejection)
@@ -263,13 +241,25 @@ async def test_a_rejection_that_withdraws_another_request_reaches_all_that_remai
     assert "waiting 0, running 0" in repr(gateway)
 
 
-async def test_a_running_request_is_not_granted_again(control_plane: ControlPlane) -> None:
+async def test_messages_about_another_grant_than_the_current_one_are_ignored(
+    control_plane: ControlPlane,
+) -> None:
     gateway, _ = connected(control_plane)
     request = Recorded("r1", gateway)
     gateway.submit(request)
-    for number in (1, 2):
-        gateway.on_message(Granted(number, DISPATCH))
-    assert request.grants_received == 1
+
+    def receive(*messages: Message) -> tuple[int, int]:
+        for message in messages:
+            gateway.on_message(message)
+        return request.grants_received, request.revocations
+
+    assert receive(Revoked("r1", 0)) == (0, 0), "it waits"
+    assert receive(Granted(1, DISPATCH), Granted(1, DISPATCH), Granted(2, DISPATCH)) == (1, 0), "it runs"
+    assert receive(Revoked("r1", 2), Revoked("r2", 1)) == (1, 0)
+    gateway.put_back(request, DispatchFailure.LOST)
+    assert receive(Granted(1, DISPATCH), Revoked("r1", 1)) == (1, 0)
+    assert receive(Granted(2, DISPATCH), Revoked("r1", 1)) == (2, 0)
+    assert receive(Revoked("r1", 2)) == (2, 1)
 
 
 async def test_a_request_whose_id_was_in_use_cannot_end_the_one_that_has_it(
@@ -286,15 +276,6 @@ async def test_a_request_whose_id_was_in_use_cannot_end_the_one_that_has_it(
     assert link.of(FirstToken) == link.of(Finished) == []
     gateway.finish(holder, Outcome.COMPLETED)
     assert len(link.of(Finished)) == 1
-
-
-async def test_a_request_id_may_be_held_once(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    task = asyncio.create_task(gateway.acquire(submission("r1")))
-    await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="already pending"):
-        await gateway.acquire(submission("r1"))
-    task.cancel()
 
 
 async def test_a_request_id_of_another_gateway_is_rejected_and_stays_the_others(

@@ -11,10 +11,9 @@ import pytest
 
 from serve_app.core.admission.admission import RESERVED_SHARE
 from serve_app.core.decision_log import read_runs, replay
-from serve_app.core.events import DispatchFailure, Finished
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.channel.messages import Granted, SnapshotEnd, Submit
 from serve_app.serving.scheduler.journal import DecisionLogSettings
 from tests.serving.channel.harness import (
     FAST,
@@ -22,10 +21,8 @@ from tests.serving.channel.harness import (
     AwaitedClient,
     ControlPlane,
     Grant,
-    RawPeer,
     Wire,
     granted,
-    hello,
     scheduler_settings,
     submission,
     wait_until,
@@ -51,152 +48,6 @@ async def finish(control_plane: ControlPlane, gateway: AwaitedClient) -> None:
 
 async def answer_of(task: asyncio.Task[Grant | Conclusion]) -> Grant | Conclusion:
     return await asyncio.wait_for(task, PATIENCE_S)
-
-
-async def served(client: AwaitedClient, request_id: str) -> None:
-    """Wait for a grant and finish at once."""
-    await granted(client, request_id)
-    client.end(request_id, Outcome.COMPLETED, USAGE)
-
-
-async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(
-    control_plane: ControlPlane,
-) -> None:
-    gateway = await control_plane.gateway()
-    await control_plane.replica("s1")
-    grant = await granted(gateway, "r1")
-    assert (grant.dispatch.replica_id, grant.address.host, grant.address.port, grant.address.token) == (
-        "s1",
-        "10.0.0.1",
-        8000,
-        "token-s1",
-    )
-    assert grant.dispatch.pool == "short"
-    assert grant.dispatch.queue_wait_s < 5
-    assert len(control_plane.live.core) == 1
-    gateway.begin("r1")
-    await finish(control_plane, gateway)
-    assert control_plane.open_requests() == 0
-
-
-async def test_a_cancelled_wait_releases_its_queue_slot(control_plane: ControlPlane) -> None:
-    gateway = await control_plane.gateway()
-    task = submit(gateway, "r1")
-    await wait_until(lambda: len(control_plane.live.core) == 1)
-    task.cancel()
-    await wait_until(lambda: len(control_plane.live.core) == 0)
-
-
-async def test_a_wait_cancelled_while_its_grant_is_in_transit_releases_the_hold(
-    control_plane: ControlPlane,
-) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    await control_plane.replica()
-    wire.mute_down = True
-    task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
-    task.cancel()
-    await wait_until(lambda: len(control_plane.live.core) == 0)
-
-
-async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(
-    control_plane: ControlPlane,
-) -> None:
-    gateway = await control_plane.gateway()
-    await control_plane.replica("s1", seats=1)
-    grant = await granted(gateway, "r1")
-    gateway.begin("r1")
-    waiting = [submit(gateway, f"w{n}") for n in range(5)]
-    await wait_until(lambda: len(control_plane.live.core) == 6)
-    await control_plane.restart()
-    await wait_until(lambda: len(control_plane.live.core) == 6, "all six are known again")
-    entry = control_plane.live.core.find("r1")
-    assert entry is not None
-    assert (entry.replica_id, entry.started) == (grant.dispatch.replica_id, True)
-    gateway.end("r1", Outcome.COMPLETED, USAGE)
-    for task in waiting:
-        answer = await answer_of(task)
-        assert isinstance(answer, Grant)
-        gateway.end(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
-    await wait_until(lambda: len(control_plane.live.core) == 0)
-
-
-async def test_a_lost_grant_is_sent_again_and_not_decided_again(control_plane: ControlPlane) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    await control_plane.replica()
-    wire.mute_down = True
-    task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
-    wire.cut()
-    assert isinstance(await answer_of(task), Grant)
-    assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in await control_plane.live.exposition()
-    await finish(control_plane, gateway)
-
-
-async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(
-    control_plane: ControlPlane,
-) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    first, _ = await control_plane.replica("s1")
-    wire.mute_down = True
-    task = submit(gateway, "r1")
-    await wait_until(lambda: control_plane.live.core.ledger["s1"].in_flight == 1)
-    await first.close()
-    await control_plane.replica("s2")
-    wire.cut()
-    answer = await answer_of(task)
-    assert isinstance(answer, Grant)
-    assert answer.dispatch.replica_id == "s2"
-    await finish(control_plane, gateway)
-
-
-async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(control_plane: ControlPlane) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    await control_plane.replica("s1")
-    await control_plane.replica("s2")
-    first = await granted(gateway, "r1")
-    wire.mute_up = True
-    task = asyncio.create_task(gateway.requeue("r1", DispatchFailure.UNREACHABLE, "rejected"))
-    await asyncio.sleep(0.05)
-    entry = control_plane.live.core.find("r1")
-    assert entry is not None
-    assert entry.replica_id == first.dispatch.replica_id, "the put-back has not arrived"
-    wire.cut()
-    second = await answer_of(task)
-    assert isinstance(second, Grant)
-    assert second.dispatch.replica_id != first.dispatch.replica_id
-    await finish(control_plane, gateway)
-
-
-async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
-    control_plane: ControlPlane,
-) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    await control_plane.replica("s1")
-    await granted(gateway, "r1")
-    wire.mute_up = True
-    gateway.end("r1", Outcome.COMPLETED, USAGE)
-    await asyncio.sleep(0.05)
-    wire.cut()
-    await wait_until(lambda: len(control_plane.live.core) == 0)
-    assert 'ewsjf_requests_concluded_total{class="default",model="m",outcome="completed"} 1.0' in (
-        await control_plane.live.exposition()
-    )
-
-
-async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
-    control_plane: ControlPlane,
-) -> None:
-    wire, gateway = await relayed_gateway(control_plane)
-    task = submit(gateway, "r1")
-    await wait_until(lambda: len(control_plane.live.core) == 1)
-    wire.rejects = True
-    wire.cut()
-    await wait_until(lambda: not gateway.is_connected)
-    task.cancel()
-    wire.rejects = False
-    await wait_until(lambda: gateway.is_connected and len(control_plane.live.core) == 0)
-    assert control_plane.live.status()["gateways"] == 1
 
 
 async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_engine_has_ended_them(
@@ -306,30 +157,6 @@ async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(control
     await wait_until(lambda: len(control_plane.live.core) == 0)
 
 
-async def test_a_storm_of_reconnects_loses_nothing() -> None:
-    control_plane = ControlPlane(scheduler_settings(), FAST)
-    await control_plane.begin()
-    try:
-        wire = await control_plane.wire()
-        gateways = [await control_plane.gateway(f"g{n}", wire) for n in range(20)]
-        tasks = [
-            asyncio.create_task(served(gateway, f"{n}-{i}"))
-            for n, gateway in enumerate(gateways)
-            for i in range(10)
-        ]
-        for _ in range(5):
-            wire.cut()
-            await asyncio.sleep(0.05)
-        await control_plane.restart()
-        await wait_until(lambda: all(gateway.is_connected for gateway in gateways))
-        await wait_until(lambda: len(control_plane.live.core) == 200)
-        await control_plane.replica("s1", seats=256)
-        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
-        await wait_until(lambda: len(control_plane.live.core) == 0)
-    finally:
-        await control_plane.close()
-
-
 async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(
     control_plane: ControlPlane,
 ) -> None:
@@ -437,15 +264,6 @@ async def break_something(control_plane: ControlPlane, rng: random.Random, wires
         case "kill":
             if rng.random() < 0.3:
                 await control_plane.restart()
-
-
-async def test_an_end_of_an_unknown_request_changes_nothing(control_plane: ControlPlane) -> None:
-    peer = await RawPeer.at(control_plane.endpoint())
-    peer.send(hello(control_plane.endpoint()), SnapshotEnd(), Finished("never seen", Outcome.COMPLETED, None))
-    peer.send(Submit(submission("r1"), 0.0))
-    await control_plane.replica("s1")
-    assert (await peer.receive(Granted)).dispatch.request_id == "r1"
-    assert len(control_plane.live.core) == 1
 
 
 async def test_a_burst_from_one_gateway_does_not_delay_others() -> None:
