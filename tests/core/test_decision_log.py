@@ -18,10 +18,11 @@ from serve_app.core.decision_log import (
     read_runs,
     replay,
 )
-from serve_app.core.events import Arrived, Event, Finished, ReplicaJoined, ReplicaReported, Woke
+from serve_app.core.events import Arrived, Cancelled, Event, Finished, ReplicaJoined, ReplicaReported, Woke
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import RequestTimes, Usage
+from serve_app.request import ProgramHint, RequestTimes, TurnEnd, Usage
 from tests import builders
+from tests.core.programs.builders import fleet
 
 DISPATCH = Dispatch(
     request_id="r1",
@@ -53,14 +54,13 @@ STEPS = (
 )
 
 
-def played() -> list[str]:
-    """Return the log of a scheduler that was fed three requests."""
-    driver = builders.ManualDriver()
+def played(driver: builders.ManualDriver, *events: Event) -> list[str]:
+    """Return the log of a scheduler that is fed these events, one per second."""
     lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
-    events: list[Event] = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]
-    events += [Arrived(builders.request(f"r{number}")) for number in range(3)]
-    decisions = (Decision(driver.now, event, tuple(driver.feed(event))) for event in events)
-    return lines + [encode_decision(decision) for decision in decisions]
+    for event in events:
+        commands = driver.feed(event, after_s=1.0)
+        lines.append(encode_decision(Decision(driver.now, event, tuple(commands))))
+    return lines
 
 
 def test_a_log_is_read_exactly_as_written() -> None:
@@ -80,7 +80,8 @@ def test_what_only_receipts_need_is_not_logged() -> None:
 
 
 def test_a_replay_reports_the_first_line_that_differs() -> None:
-    lines = played()
+    replica = ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())
+    lines = played(builders.ManualDriver(), *replica, Arrived(builders.request()))
     lines[3] = lines[3].replace('"pool":"short"', '"pool":"long"')
     (run,) = read_runs(lines)
     difference = replay(run)
@@ -88,6 +89,24 @@ def test_a_replay_reports_the_first_line_that_differs() -> None:
     assert difference.line == 4
     assert "pool='long'" in str(difference)
     assert "pool='short'" in str(difference)
+
+
+def test_the_log_of_programs_replays_equally_and_mentions_them_only_at_their_turns() -> None:
+    hint = ProgramHint(session="agent", parent="root")
+    turns = [Arrived(builders.request(name, prompt_tokens=60_000, program=hint)) for name in "ab"]
+    usage = Usage(prompt_tokens=60_000, output_tokens=10, ending=TurnEnd.TOOLS)
+    ended = Finished("a", Outcome.COMPLETED, usage)
+    plain = Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=10))
+    events: list[Event] = [*turns, ended, Woke(), Woke(), Cancelled("b"), Arrived(builders.request()), plain]
+    replica = builders.spec("s1", "only", max_model_len=90_000, kv_tokens=100_000)
+    lines = played(fleet(), ReplicaJoined(replica), ReplicaReported("s1", builders.report()), *events)
+    mentions = [place for place, line in enumerate(lines) if '"program"' in line or '"ending"' in line]
+    assert mentions == [3, 4, 5]
+    (run,) = read_runs(lines)
+    assert replay(run) is None
+    assert [decision.event for _, decision in run.decisions][2:] == events
+    sent = [each for _, decision in run.decisions for each in decision.commands if isinstance(each, Dispatch)]
+    assert [each.request_id for each in sent] == ["a", "b", "r1"]
 
 
 def test_a_header_with_a_field_of_an_earlier_version_is_read() -> None:

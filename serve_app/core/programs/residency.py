@@ -261,10 +261,6 @@ class ReplicaContexts:
                 break
         return tokens + left
 
-    def holds(self, conversation: Conversation) -> bool:
-        """Return whether a conversation's context is here."""
-        return conversation in self._idle or conversation in self.active
-
     def is_idle(self, conversation: Conversation) -> bool:
         """Return whether a conversation is in a gap with its context here."""
         return conversation in self._idle

@@ -6,10 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from serve_app.core.accounting.waits import current_cause
-from serve_app.core.commands import Dispatch
-from serve_app.core.decision_log import Decision, RunHeader, encode_decision, encode_header, read_runs, replay
 from serve_app.core.events import (
-    Arrived,
     Cancelled,
     DispatchFailed,
     DispatchFailure,
@@ -17,9 +14,7 @@ from serve_app.core.events import (
     Finished,
     FirstToken,
     GatewayLost,
-    ReplicaJoined,
     ReplicaLost,
-    ReplicaReported,
     Resumed,
     Woke,
 )
@@ -27,17 +22,14 @@ from serve_app.core.programs import program_scheduler
 from serve_app.core.programs.program_scheduler import programs_document
 from serve_app.core.settings import ProgramsSettings
 from serve_app.errors import Outcome
-from serve_app.request import PriorityClass, ProgramHint, TurnEnd, Usage
+from serve_app.request import PriorityClass
 from tests.builders import (
     concluded,
     dispatched,
     fill,
     only_conclusion,
-    report,
-    request,
     requests_in_memory,
     running_of,
-    spec,
 )
 from tests.core.programs.builders import KV_TOKENS, ProgramDriver, causes, fleet
 
@@ -122,9 +114,8 @@ def test_a_turn_waits_for_a_busy_replica_as_long_as_computing_its_context_takes(
     assert dispatched(commands) == [("a2", "s2")]
     assert causes(commands) == {"residency": pytest.approx(recompute_s)}
     assert driver.programs.moved == 1
-    conversation = driver.conversation("a")
-    assert conversation.replica_id == "s2"
-    assert not driver.contexts("s1").holds(conversation)
+    assert driver.conversation("a").replica_id == "s2"
+    assert len(driver.contexts("s1")) == 0
     assert driver.contexts("s1").admitted == driver.contexts("s2").admitted == 0
 
 
@@ -158,10 +149,9 @@ def test_a_context_moves_if_its_replica_accepts_nothing() -> None:
     driver.end_turn("a1")
     driver.report("s1", draining=True)
     assert dispatched(driver.start_turn("a2", "a")) == [("a2", "s2")]
-    conversation = driver.conversation("a")
-    assert not driver.contexts("s1").holds(conversation)
+    assert len(driver.contexts("s1")) == 0
     driver.end_turn("a2")
-    assert conversation.replica_id == "s2"
+    assert driver.conversation("a").replica_id == "s2"
     assert_nothing_is_left(driver)
 
 
@@ -211,20 +201,6 @@ def test_a_turn_without_room_is_parked_until_a_context_need_not_be_retained() ->
     assert driver.conversation("a").replica_id is None
 
 
-def test_a_parked_turn_is_released_when_a_turn_ends_and_it_fits() -> None:
-    driver = full()
-    driver.start_turn("b1", "b", prompt_tokens=50_000)
-    assert driver.find("b1").parked
-    assert dispatched(driver.end_turn("a1", context=30_000)) == [("b1", "s1")]
-    assert driver.conversation("a").replica_id == "s1"
-
-
-def test_a_turn_that_does_not_fit_does_not_block_those_behind_it() -> None:
-    driver = parked()
-    assert dispatched(driver.start_turn("c1", "c", prompt_tokens=20_000)) == [("c1", "s1")]
-    assert driver.find("b1").parked
-
-
 def test_turns_are_not_tried_one_by_one_while_none_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = parked()
     tried = Mock(side_effect=driver.programs.residency.room)
@@ -238,13 +214,6 @@ def test_turns_are_not_tried_one_by_one_while_none_fits(monkeypatch: pytest.Monk
 def test_an_unused_replica_accepts_a_turn_of_any_size() -> None:
     driver = fleet("s1", kv_tokens=20_000)
     assert dispatched(driver.start_turn("a1", "a", prompt_tokens=60_000)) == [("a1", "s1")]
-
-
-def test_a_turn_that_was_parked_without_a_replica_is_dispatched_when_one_reports() -> None:
-    driver = fleet()
-    assert driver.start_turn("a1", "a") == []
-    driver.feed(ReplicaJoined(spec("s1", "only", max_model_len=90_000, kv_tokens=KV_TOKENS)))
-    assert dispatched(driver.report("s1")) == [("a1", "s1")]
 
 
 def test_a_turn_that_was_parked_beside_a_draining_replica_is_dispatched_when_it_recovers() -> None:
@@ -262,13 +231,24 @@ def test_a_turn_that_may_not_wait_is_dispatched_if_there_is_room() -> None:
     assert_nothing_is_left(driver)
 
 
-def test_small_contexts_are_never_parked() -> None:
-    driver = parked()
-    small = KV_TOKENS // 64 - 20
-    assert dispatched(driver.start_turn("c1", "c", prompt_tokens=small)) == [("c1", "s1")]
-    assert driver.find("c1").resident_on is None
-    assert driver.start_turn("d1", "d", prompt_tokens=KV_TOKENS // 2) == []
-    assert driver.find("d1").parked
+@pytest.mark.parametrize(
+    ("kv_tokens", "prompt_tokens", "is_parked"),
+    [
+        # Less than 1/64 of the cache.
+        (1_000_000, 15_000, False),
+        (1_000_000, 16_000, True),
+        # Computed within a second.
+        (KV_TOKENS, 9_000, False),
+        (KV_TOKENS, 10_000, True),
+    ],
+)
+def test_a_turn_that_costs_little_is_never_parked(
+    kv_tokens: int, prompt_tokens: int, is_parked: bool
+) -> None:
+    driver = fleet("s1", kv_tokens=kv_tokens)
+    driver.report("s1", draining=True)
+    assert driver.start_turn("a1", "a", prompt_tokens=prompt_tokens) == []
+    assert driver.find("a1").parked is is_parked
 
 
 def test_requests_without_a_program_pass_parked_turns() -> None:
@@ -292,15 +272,6 @@ def test_without_residency_no_turn_is_parked() -> None:
     assert not driver.find("b1").parked
 
 
-def test_a_turn_whose_prompt_is_computed_at_once_is_never_parked() -> None:
-    driver = full()
-    driver.start_turn("fills the rest", "d", prompt_tokens=35_000)
-    driver.start_turn("cheap", "b", prompt_tokens=8_000)
-    assert not driver.find("cheap").parked
-    driver.start_turn("dear", "c", prompt_tokens=12_000)
-    assert driver.find("dear").parked
-
-
 def test_without_staying_no_turn_is_bound() -> None:
     driver = fleet("s1", "s2", programs=ProgramsSettings(stay=False))
     driver.start_turn("a1", "a")
@@ -322,14 +293,18 @@ def test_disabled_scheduling_of_programs_recognises_no_turn() -> None:
 # The starvation bound
 
 
-def test_a_parked_turn_is_admitted_at_its_bound() -> None:
-    driver = parked(programs=LONG)
+@pytest.mark.parametrize(
+    ("priority", "bound_s"), [(PriorityClass.INTERACTIVE, 15.0), (PriorityClass.DEFAULT, 60.0)]
+)
+def test_a_parked_turn_is_admitted_at_its_bound(priority: PriorityClass, bound_s: float) -> None:
+    driver = full(programs=LONG)
+    assert driver.start_turn("b1", "b", priority=priority) == []
     driver.end_turn("a1")
-    assert driver.programs.next_at() == 60.0
-    assert dispatched(driver.feed(Woke(), after_s=59.9)) == []
+    assert driver.programs.next_at() == bound_s
+    assert dispatched(driver.feed(Woke(), after_s=bound_s - 0.1)) == []
     commands = driver.feed(Woke(), after_s=0.1)
     assert dispatched(commands) == [("b1", "s1")]
-    assert causes(commands) == {"residency": 60.0}
+    assert causes(commands) == {"residency": bound_s}
     assert driver.programs.forced == 1
 
 
@@ -354,21 +329,6 @@ def test_few_turns_are_admitted_at_their_bound() -> None:
     assert driver.programs.forced == 2
 
 
-def test_service_of_other_requests_lets_parked_turns_be_admitted_at_their_bound() -> None:
-    driver = full()
-    driver.start_turn("b1", "b")
-    driver.start_turn("c1", "c")
-    driver.now += 61.0
-    driver.feed(Woke())
-    assert driver.programs.forced == 1
-    for number in range(60):
-        driver.arrive(f"other {number}", prompt_tokens=10_000)
-        driver.feed(
-            Finished(f"other {number}", Outcome.COMPLETED, Usage(prompt_tokens=10_000, output_tokens=10))
-        )
-    assert driver.programs.forced == 2
-
-
 def test_service_is_saved_up_for_few_turns() -> None:
     """After much service without parked turns, four prompts of 60,000 tokens exceed what was saved."""
     driver = fleet("s1", programs=LONG)
@@ -380,18 +340,6 @@ def test_service_is_saved_up_for_few_turns() -> None:
         driver.start_turn(f"p{number}", f"p{number}")
     driver.feed(Woke(), after_s=61.0)
     assert driver.programs.forced == 4
-
-
-def test_a_turn_without_a_usable_replica_does_not_stop_those_behind_it() -> None:
-    driver = full(programs=LONG)
-    driver.join("lora", "only", max_model_len=90_000, kv_tokens=KV_TOKENS, adapters=("x",))
-    driver.report("lora", draining=True)
-    driver.start_turn("first", "b", adapter="x")
-    driver.start_turn("second", "c")
-    assert driver.find("first").parked
-    driver.feed(Woke(), after_s=61.0)
-    assert driver.find("first").parked
-    assert not driver.find("second").parked
 
 
 def test_overdue_turns_are_tried_again_when_the_usable_replicas_change(
@@ -436,32 +384,26 @@ def test_an_overdue_turn_is_tried_again_when_its_engine_answers_after_a_hang() -
     assert driver.programs.forced == 1
 
 
-def test_the_bound_of_an_interactive_turn_is_shorter() -> None:
-    driver = full(programs=LONG)
-    driver.start_turn("b1", "b", priority=PriorityClass.INTERACTIVE)
-    driver.end_turn("a1")
-    assert driver.programs.next_at() == 15.0
-
-
 # Ends
 
 
-@pytest.mark.parametrize("event", [Cancelled("b1"), GatewayLost("gone"), Woke()])
-def test_a_parked_turn_that_ends_leaves_nothing(event: Event) -> None:
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (Cancelled("b1"), ""),
+        (GatewayLost("gone"), ""),
+        (Woke(), "main cause: the KV caches had no room for the context of its program"),
+    ],
+)
+def test_a_parked_turn_that_ends_leaves_nothing(event: Event, message: str) -> None:
     driver = full()
     assert driver.start_turn("b1", "b", gateway_id="gone", expires_at=30.0) == []
     ended = driver.feed(event, after_s=30.0)
     assert [request_id for request_id, _ in concluded(ended)] == ["b1"]
+    assert message in only_conclusion(ended).message
     assert causes(ended) == {"residency": 30.0}
     driver.feed(Cancelled("a1"))
     assert_nothing_is_left(driver)
-
-
-def test_an_expired_turn_reports_that_the_caches_had_no_room() -> None:
-    driver = full()
-    driver.start_turn("b1", "b", expires_at=30.0)
-    message = only_conclusion(driver.feed(Woke(), after_s=30.0)).message
-    assert "main cause: the KV caches had no room for the context of its program" in message
 
 
 def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> None:
@@ -475,32 +417,21 @@ def test_a_turn_that_is_cancelled_before_its_dispatch_leaves_no_context() -> Non
     assert len(driver.contexts("s1")) == 0
 
 
-@pytest.mark.parametrize("failure", list(DispatchFailure))
-def test_a_turn_that_was_put_back_is_placed_again(failure: DispatchFailure) -> None:
+@pytest.mark.parametrize(
+    ("failure", "replica_id"),
+    [
+        (DispatchFailure.BUSY, "s1"),
+        (DispatchFailure.ENGINE_ERROR, "s1"),
+        (DispatchFailure.REVOKED, "s1"),
+        (DispatchFailure.LOST, "s2"),
+        (DispatchFailure.UNREACHABLE, "s2"),
+    ],
+)
+def test_a_turn_that_was_put_back_is_placed_again(failure: DispatchFailure, replica_id: str) -> None:
     driver = fleet("s1", "s2")
     driver.start_turn("a1", "a")
-    commands = driver.feed(DispatchFailed("a1", "s1", failure))
-    commands += driver.report("s1", after_s=1.0)
-    if concluded(commands):
-        assert failure is DispatchFailure.TOO_LONG
-    else:
-        again = driver.find("a1")
-        assert again.replica_id is not None
-        assert driver.conversation("a").replica_id == again.replica_id
-        driver.end_turn("a1")
-    assert_nothing_is_left(driver)
-
-
-def test_a_parked_turn_that_was_put_back_is_admitted_once() -> None:
-    """Its first place among the parked turns must not count again."""
-    driver = fleet("s1")
-    for _ in range(3):
-        if driver.scheduler.find("a1") is None:
-            driver.start_turn("a1", "a", prompt_tokens=30_000)
-        driver.feed(DispatchFailed("a1", "s1", DispatchFailure.BUSY))
-        driver.report("s1", after_s=1.0)
-    assert driver.find("a1").replica_id == "s1"
-    assert driver.contexts("s1").admitted == 0
+    assert dispatched(driver.feed(DispatchFailed("a1", "s1", failure))) == [("a1", replica_id)]
+    assert driver.conversation("a").replica_id == replica_id
     driver.end_turn("a1")
     assert_nothing_is_left(driver)
 
@@ -518,18 +449,6 @@ def test_a_turn_in_backoff_waits_for_its_end_and_for_room() -> None:
     driver.end_turn("b1")
     driver.end_turn("a1")
     assert_nothing_is_left(driver)
-
-
-def test_the_end_of_a_turn_adds_to_its_program() -> None:
-    driver = parked()
-    driver.end_turn("a1", after_s=5.0)
-    driver.wake()
-    driver.end_turn("b1", after_s=1.0)
-    program = driver.conversation("b").program
-    assert program is not None
-    assert program.turns == 1
-    assert program.service > 0
-    assert program.waiting_s == pytest.approx(5.0 + RETENTION_S)
 
 
 def test_only_the_time_without_room_adds_to_the_waits_of_a_program() -> None:
@@ -563,46 +482,6 @@ def test_requests_that_are_never_continued_do_not_shorten_retention() -> None:
     driver.start_turn("b1", "b")
     driver.end_turn("a1")
     assert driver.programs.next_at() == pytest.approx(driver.now + RETENTION_S)
-
-
-# Decision logs
-
-
-def logged(*events: Event) -> list[str]:
-    """Return the log of a scheduler with one replica that is fed these events, one per second."""
-    driver = fleet()
-    lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
-    replica = spec("s1", "only", max_model_len=90_000, kv_tokens=KV_TOKENS)
-    for event in (ReplicaJoined(replica), ReplicaReported("s1", report()), *events):
-        commands = driver.feed(event, after_s=1.0)
-        lines.append(encode_decision(Decision(driver.now, event, tuple(commands))))
-    return lines
-
-
-def usage(ending: TurnEnd | None) -> Usage:
-    return Usage(prompt_tokens=60_000, output_tokens=10, ending=ending)
-
-
-def test_the_log_of_requests_without_a_program_does_not_mention_programs() -> None:
-    lines = logged(Arrived(request("r1")), Finished("r1", Outcome.COMPLETED, usage(None)))
-    assert not [line for line in lines[1:] if '"program"' in line or '"ending"' in line]
-    (run,) = read_runs(lines)
-    assert replay(run) is None
-
-
-def test_the_log_of_programs_replays_equally() -> None:
-    turns = [
-        Arrived(request(name, prompt_tokens=60_000, program=ProgramHint(session=name, parent="root")))
-        for name in ("a", "b")
-    ]
-    lines = logged(
-        *turns, Finished("a", Outcome.COMPLETED, usage(TurnEnd.TOOLS)), Woke(), Woke(), Cancelled("b")
-    )
-    (run,) = read_runs(lines)
-    assert replay(run) is None
-    assert [event for _, decision in run.decisions if (event := decision.event) in turns] == turns
-    sent = [each for _, decision in run.decisions for each in decision.commands if isinstance(each, Dispatch)]
-    assert [each.request_id for each in sent] == ["a", "b"]
 
 
 # -- snapshot for operators -------------------------------------------------------------------------------
