@@ -16,7 +16,7 @@ from tests.properties.test_scheduler_invariants import IsolatingMachine, Schedul
 class FullSearch(CandidateGroups):
     """Skips no group."""
 
-    def groups(self, pool: str, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
+    def groups(self, pool: str, limit: int, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
         return [group for group in self._queue.groups.at(pool, position) if group]
 
 

@@ -83,17 +83,15 @@ class CandidateGroups:
         self._isolation = isolation
         self._floors = floors
 
-    def groups(self, pool: str, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
+    def groups(self, pool: str, limit: int, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
         """Return the groups that may have a head that fits a replica of `pool`.
 
         Args:
+            limit: the longest request of the pool in tokens.
             position: position of `pool` in the preference of requests: 0 is the home pool.
             reserves: whether to include heads of an owed tenant that lack capacity, to reserve it for them.
         """
-        limit = self._ledger.context_limit(pool)
         groups = [group for group in self._queue.groups.at(pool, position) if group]
-        if limit is None:
-            return []
         if sum(map(len, groups)) <= _FEW_HEADS:
             return groups
         # Batch work that precedes the higher classes is no backfill.
@@ -473,7 +471,7 @@ class Dispatcher:
         misfits: dict[tuple[tuple[int, ...], bool], float] = {}
         first = None if position else self.reservations.release_for_trial(pool)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
-        candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
+        candidates = self._candidates.groups(pool, limit, now, position=position, reserves=reserves)
         for head, is_backfill, is_promoted in self._order(pool, now, first, candidates, position=position):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)

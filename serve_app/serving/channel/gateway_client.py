@@ -1,10 +1,8 @@
 """The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
-- `GatewayClient`: the authority on its gateway's requests; the protocol is described in `gateway_sessions`.
-- `GatewayMetrics`: metrics of other gateways, which the scheduler collects for the one that is scraped.
-
-A request is pending from `submit` until `finish`, a rejection or its cancellation. It waits or runs by its
-last grant. Without a scheduler, waiting requests stay queued, running ones continue, no-wait requests are
+`GatewayClient` is the authority on its gateway's requests; `gateway_sessions` describes the protocol. A
+request is pending from `submit` until `finish`, a rejection or its cancellation. It waits or runs by its last
+grant. Without a scheduler, waiting requests stay queued, running ones continue, those that may not wait are
 rejected, and queue timeouts are enforced here.
 """
 
@@ -12,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -44,46 +42,6 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.scheduler_client import ChannelRequest, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-
-# Less than the second after which the requesting gateway gives up.
-_EXPOSITION_TIMEOUT_S = 0.6
-
-
-class GatewayMetrics:
-    """Collector of the metrics of other gateways; `links` returns the connected ones by id."""
-
-    def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
-        self._links = links
-        self._serial = 0
-        self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
-
-    def __repr__(self) -> str:
-        return f"<GatewayMetrics pending {len(self._answers)}>"
-
-    async def of_others(self, gateway_id: str) -> Iterable[str]:
-        """Return the metrics of all gateways but this one that arrive in time."""
-        loop = asyncio.get_running_loop()
-        self._serial += 1
-        pending: dict[tuple[str, int], asyncio.Future[str]] = {}
-        for name, link in self._links().items():
-            if name != gateway_id and link.send(PageRequest(self._serial)):
-                pending[name, self._serial] = loop.create_future()
-        if not pending:
-            return ()
-        self._answers |= pending
-        try:
-            done, _ = await asyncio.wait(pending.values(), timeout=_EXPOSITION_TIMEOUT_S)
-        finally:
-            for key in pending:
-                self._answers.pop(key, None)
-        return [answer.result() for answer in pending.values() if answer in done]
-
-    def on_metrics(self, gateway_id: str, message: GatewayPage) -> None:
-        """Handle the metrics of a gateway; late ones are dropped."""
-        answer = self._answers.get((gateway_id, message.serial))
-        if answer is not None and not answer.done():
-            answer.set_result(message.text)
-
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
 DISCONNECTED_RETRY_AFTER_S = 2.0
@@ -534,6 +492,9 @@ class GatewayClient:
             entry.timed_since = self._loop.time()
         if self._link is not None:
             self._link.send(entry.put_back)
+        elif entry.request.submission.no_wait:
+            self._reject(entry, disconnected_rejection(NO_WAIT_REJECTED))
+            return
         self._subscribe(entry)
 
     def _subscribe(self, entry: PendingRequest) -> None:

@@ -4,6 +4,7 @@ r"""The scheduler's sessions with its gateways: reconciliation of requests, and 
 - `OrphanDetector`: running requests of a lost gateway, which keep their holds until their engine has finished
   them.
 - `ReplicaRegistry`: the registry of pool replicas, and the replica table of the gateways.
+- `GatewayMetrics`: metrics of other gateways, which are collected for the one that is scraped.
 
 `GatewaySessions`. Invariants: a request that a gateway holds is waiting or running here, or will be once the
 gateway is connected; a request is answered once; a grant is used at most once; the ledger holds capacity for
@@ -71,7 +72,7 @@ import contextvars
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -98,7 +99,6 @@ from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters.server import stated_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request, RequestTimes
-from serve_app.serving.channel.gateway_client import GatewayMetrics
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     EngineFailed,
@@ -106,6 +106,7 @@ from serve_app.serving.channel.messages import (
     GatewayPage,
     Granted,
     Outlooks,
+    PageRequest,
     PutBack,
     Query,
     QueryResult,
@@ -290,6 +291,46 @@ class ReplicaRegistry:
     def _on_change(self) -> None:
         if self._publishing is None:
             self._publishing = self._loop.call_soon(self.publish_changes)
+
+
+# Less than the second after which the requesting gateway gives up.
+_EXPOSITION_TIMEOUT_S = 0.6
+
+
+class GatewayMetrics:
+    """Collector of the metrics of other gateways; `links` returns the connected ones by id."""
+
+    def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
+        self._links = links
+        self._serial = 0
+        self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"<GatewayMetrics pending {len(self._answers)}>"
+
+    async def of_others(self, gateway_id: str) -> Iterable[str]:
+        """Return the metrics of all gateways but this one that arrive in time."""
+        loop = asyncio.get_running_loop()
+        self._serial += 1
+        pending: dict[tuple[str, int], asyncio.Future[str]] = {}
+        for name, link in self._links().items():
+            if name != gateway_id and link.send(PageRequest(self._serial)):
+                pending[name, self._serial] = loop.create_future()
+        if not pending:
+            return ()
+        self._answers |= pending
+        try:
+            done, _ = await asyncio.wait(pending.values(), timeout=_EXPOSITION_TIMEOUT_S)
+        finally:
+            for key in pending:
+                self._answers.pop(key, None)
+        return [answer.result() for answer in pending.values() if answer in done]
+
+    def on_metrics(self, gateway_id: str, message: GatewayPage) -> None:
+        """Handle the metrics of a gateway; late ones are dropped."""
+        answer = self._answers.get((gateway_id, message.serial))
+        if answer is not None and not answer.done():
+            answer.set_result(message.text)
 
 
 # No engine works this long for a disconnected client; the limit is for engines that never report again.

@@ -19,6 +19,7 @@ caller only. They restart if that service loses its memory, in which case no act
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import os
 import time
@@ -117,26 +118,6 @@ class Incarnations:
 _encoder = msgspec.json.Encoder()
 
 
-QUERIES = frozenset(
-    (
-        "status",
-        "queue",
-        "overview",
-        "costs",
-        "scaling",
-        "usage",
-        "spent",
-        "receipt",
-        "program",
-        "capture",
-        "mode",
-        "change_mode",
-        "freeze",
-    )
-)
-"""Methods of `AdminQueries` that gateways may call by name."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class AdminQueries:
     """Answers to admins' queries about a live scheduler.
@@ -164,7 +145,7 @@ class AdminQueries:
             ChannelError: the query is unknown, or the scheduler has ended.
             SettingsError: an argument is invalid.
         """
-        if query not in QUERIES:
+        if query not in _QUERIES:
             raise ChannelError(f"unknown query {query!r}")
         found = await getattr(self, query)(**msgspec.json.decode(arguments, type=dict[str, Any]))
         # In a thread, because some answers have megabytes and must not delay grants.
@@ -235,6 +216,11 @@ class AdminQueries:
         else:
             self.live.tuner.thaw()
 
+
+# Gateways may call them by name.
+_QUERIES = frozenset(
+    name for name, each in vars(AdminQueries).items() if inspect.iscoroutinefunction(each)
+) - {"answer"}
 
 logger = logging.getLogger("ray.serve")
 

@@ -262,6 +262,19 @@ async def test_messages_about_another_grant_than_the_current_one_are_ignored(
     assert receive(Revoked("r1", 2)) == (2, 1)
 
 
+async def test_a_request_that_may_not_wait_is_not_put_back_without_a_scheduler(
+    control_plane: ControlPlane,
+) -> None:
+    gateway, _ = connected(control_plane)
+    request = Recorded("r1", gateway)
+    gateway.submit(request)
+    gateway.on_message(Granted(1, DISPATCH))
+    gateway.on_disconnected()
+    assert request.rejections == [], "it runs"
+    gateway.put_back(request, DispatchFailure.LOST)
+    assert [each.outcome for each in request.rejections] == [Outcome.REJECTED_NO_REPLICA]
+
+
 async def test_a_request_whose_id_was_in_use_cannot_end_the_one_that_has_it(
     control_plane: ControlPlane,
 ) -> None:
