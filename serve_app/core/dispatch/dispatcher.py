@@ -440,6 +440,8 @@ class Dispatcher:
         """Return the reasons, by pool, why the head of a sub-queue is not dispatched now, for operators."""
         if head.parked:
             return "no replica has room for the context of its program, which would evict others in use"
+        if (backoff_s := head.attempts.backoff_until - now) > 0:
+            return f"it was put back, and its backoff ends in {backoff_s:.1f} s"
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
@@ -595,11 +597,12 @@ class Dispatcher:
             if destination.replica_id is not None:
                 return f"it is bound to replica {destination.replica_id}, which accepts no requests now"
             return f"no replica with the adapter {destination.adapter} accepts requests now"
-        with_headroom = replace(by_tokens, headroom=self._headroom.tokens(head, pool))
+        is_returned = head.attempts.returned
+        with_headroom = replace(by_tokens, headroom=0 if is_returned else self._headroom.tokens(head, pool))
         kept = f"the last {with_headroom.headroom:,} KV tokens of each replica are kept for other tenants"
         not_avoided = self._query(head, with_headroom)
         with_isolation = replace(not_avoided, long_limits=self._limits(head, now))
-        is_batch = head.request.priority is PriorityClass.BATCH
+        is_batch = head.request.priority is PriorityClass.BATCH and not is_returned
         as_backfill = replace(with_isolation, is_backfill=is_batch)
         for query, reason in (
             (by_tokens, f"no open replica has {tokens:,} free KV tokens{reserved}"),

@@ -29,6 +29,7 @@ from serve_app.core.events import (
 )
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.request import NO_ATTEMPTS, Attempts
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
@@ -82,6 +83,11 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
     driver.arrive("r1")
     assert driver.arrive("b1", priority=BATCH) == []
     assert "capacity that other requests leave" in driver.wait_reasons("b1")
+    # A rule that a request is exempt from is not why it waits.
+    waiting = driver.find("b1")
+    waiting.attempts = Attempts(returned=True)
+    assert "capacity that other requests leave" not in driver.wait_reasons("b1")
+    waiting.attempts = NO_ATTEMPTS
     assert dispatched(driver.feed(FirstToken("r1"))) == [("b1", "r1")]
 
 

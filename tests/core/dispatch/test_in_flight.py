@@ -286,6 +286,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     assert dispatched(fail(driver, BUSY)) == [("r", "s0")]
     assert dispatched(fail(driver, BUSY)) == []
     scheduler = driver.scheduler
+    assert "it was put back, and its backoff ends in" in driver.wait_reasons("r")
     assert (len(scheduler.queue), len(scheduler.queue.backoff), len(scheduler)) == (1, 1, 1)
     assert [each.request.request_id for each in scheduler.queue] == ["r"]
     # It does not delay others, and learned queues do not move it.
