@@ -140,8 +140,8 @@ class SchedulerConfig:
     # Number of replicas lost under a request after which it fails. After the first loss it is quarantined
     # from other suspects, so it most likely caused the second loss itself. Each loss costs an engine.
     max_attempts: Annotated[int, at_least(1), INTERNAL] = 2
-    # Number of put-backs, for any reason, after which a request fails. With backoff, 16 take about four
-    # minutes, and the queue timeout usually ends the request earlier.
+    # Number of put-backs, for any reason but revocations, after which a request fails. With backoff, 16 take
+    # about four minutes, and the queue timeout usually ends the request earlier.
     max_put_backs: Annotated[int, at_least(1), INTERNAL] = 16
     # Seconds that a request waits while no replica that could serve it is alive, before it is rejected with
     # 503. This covers a replica that reconnects or reports late. It does not cover the start of an engine, so

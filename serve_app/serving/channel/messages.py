@@ -13,7 +13,8 @@ version and the one before, so the parts of an application can be upgraded one b
 - The scheduler's endpoint states its version, and `Hello` the one that the peer has chosen: the highest that
   both support. It applies to the whole connection.
 - Received messages need no translation, because messages only grow: new fields are appended with a default
-  that means "as before". Older readers skip unknown fields.
+  that means "as before". Older readers skip unknown fields of messages. They can read neither a named tuple
+  that has become longer nor a new member of an enumeration.
 - Messages to a peer of the previous version pass through `to_previous_version`. `_AS_BEFORE` converts those
   that it could not read in their new form. New kinds of messages are omitted there, so nothing may depend on
   them.
