@@ -60,7 +60,7 @@ from serve_app.core.accounting.waits import WaitAccount
 from serve_app.core.queueing.fairness import TenantWeights
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.prefill_cost import DecayingRate, PrefillCosts
+from serve_app.core.routing.prefill_cost import DecayingLine, DecayingRate, PrefillCosts
 from serve_app.core.routing.replica import ReplicaReport
 from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, SHARE, settings
@@ -223,27 +223,24 @@ class IterationTime:
 
     def to_double(self) -> float:
         """Return the number of sequences that take as long as everything else in an iteration."""
-        points = self._low.values()
-        if len(points) < 2:
-            return _PRIOR_TO_DOUBLE
-        total = sum(weight for weight, _, _ in points)
-        mean_x = sum(weight * x for weight, x, _ in points) / total
-        mean_y = sum(weight * y for weight, _, y in points) / total
-        spread = sum(weight * (x - mean_x) ** 2 for weight, x, _ in points)
-        slope = sum(weight * (x - mean_x) * (y - mean_y) for weight, x, y in points) / spread
-        if slope <= 0.0:
-            # Noise is larger than the effect.
-            return _PRIOR_TO_DOUBLE
-        return min(max(mean_y / slope - mean_x, _FEWEST_TO_DOUBLE), _MOST_TO_DOUBLE)
+        return self._fit()[1]
 
     def seconds(self, sequences: int) -> float:
         """Return the duration with so many sequences. Needs at least one report."""
-        points = self._low.values()
-        total = sum(weight for weight, _, _ in points)
-        mean_x = sum(weight * x for weight, x, _ in points) / total
-        mean_y = sum(weight * y for weight, _, y in points) / total
-        to_double = self.to_double()
-        return mean_y * (to_double + sequences) / (to_double + mean_x)
+        (weight, x, y, _, _), to_double = self._fit()
+        return y * (to_double + sequences) / (to_double * weight + x)
+
+    def _fit(self) -> tuple[list[float], float]:
+        """Return the sums of the line, and `to_double`."""
+        line = DecayingLine()
+        for reports, mean, low_s in self._low.values():
+            line.add(mean, low_s, reports)
+        weight, x, y, _, _ = line.sums
+        slope = line.slope()
+        if slope is None or slope <= 0.0:
+            # There is one octave, or noise is larger than the effect.
+            return line.sums, _PRIOR_TO_DOUBLE
+        return line.sums, min(max((y / slope - x) / weight, _FEWEST_TO_DOUBLE), _MOST_TO_DOUBLE)
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ from copy import deepcopy
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from serve_app.core.routing.observed import rank_deviations
 from serve_app.core.routing.snapshot import MOST, Amount, Count
@@ -230,6 +230,38 @@ def _is_clear(slow: "ReplicaState", fast: "ReplicaState") -> bool:
     return rank_deviations(slow.speed.answers, fast.speed.answers) > _CLEAR
 
 
+# Weights of points below this share of `sum(weights) * sum(x * x)` are rounding errors.
+_LEAST_SPREAD = 1e-9
+
+
+class DecayingLine(Struct):
+    """A line fitted by least squares, with less weight on older points.
+
+    Attributes:
+        sums: weighted sums of 1, x, y, x * x and x * y.
+    """
+
+    sums: Annotated[list[Amount], Meta(min_length=5, max_length=5)] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, x: float, y: float, weight: float = 1.0, *, decay: float = 1.0) -> None:
+        """Add a point, after the weights of all earlier ones were multiplied by `decay`."""
+        weights, xs, ys, xxs, xys = self.sums
+        # Unrolled, because nearly every first token updates it.
+        self.sums = [
+            weights * decay + weight,
+            xs * decay + weight * x,
+            ys * decay + weight * y,
+            xxs * decay + weight * x * x,
+            xys * decay + weight * x * y,
+        ]
+
+    def slope(self) -> float | None:
+        """Return the slope, or None while all points have about the same x."""
+        weight, x, y, xx, xy = self.sums
+        spread = weight * xx - x * x
+        return (weight * xy - x * y) / spread if spread > _LEAST_SPREAD * weight * xx else None
+
+
 # The prior is between an 8B model on a large GPU and a 70B model on four. Only the ratio of the two numbers
 # affects the order.
 _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
@@ -241,14 +273,9 @@ _LEARNED = 8
 _DECAY = 0.995
 
 
-class PrefillCost(Struct):
-    """One fit, of a pool or of all pools of a model.
+class PrefillCost(DecayingLine, kw_only=True):
+    """One fit of seconds over prompt tokens, of a pool or of all pools of a model."""
 
-    Attributes:
-        sums: weighted sums of 1, x, y, x * x and x * y, with x the tokens and y the seconds.
-    """
-
-    sums: Annotated[list[Amount], Meta(min_length=5, max_length=5)]
     base_s: Annotated[float, Meta(gt=0, le=MOST)]
     per_token_s: Amount
     observations: Count
@@ -260,12 +287,10 @@ class PrefillCost(Struct):
     @classmethod
     def prior(cls) -> "PrefillCost":
         """Return the fit before the first observation."""
-        sums = [0.0] * 5
+        line = DecayingLine()
         for tokens in (64.0, 4096.0):
-            seconds = _PRIOR_BASE_S + _PRIOR_PER_TOKEN_S * tokens
-            for place, value in enumerate((1.0, tokens, seconds, tokens * tokens, tokens * seconds)):
-                sums[place] += _PRIOR_WEIGHT * value
-        return cls(sums, _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S, 0)
+            line.add(tokens, _PRIOR_BASE_S + _PRIOR_PER_TOKEN_S * tokens, _PRIOR_WEIGHT)
+        return cls(line.sums, base_s=_PRIOR_BASE_S, per_token_s=_PRIOR_PER_TOKEN_S, observations=0)
 
     def seconds(self, tokens: float) -> float:
         """Return C_prefill of a prompt of `tokens`; always positive."""
@@ -276,26 +301,11 @@ class PrefillCost(Struct):
         if tokens < 1 or seconds <= 0:
             return
         self.observations += 1
-        x = float(tokens)
-        weight, xs, ys, xxs, xys = self.sums
-        # Unrolled, because nearly every first token updates it.
-        self.sums = [
-            weight * _DECAY + 1.0,
-            xs * _DECAY + x,
-            ys * _DECAY + seconds,
-            xxs * _DECAY + x * x,
-            xys * _DECAY + x * seconds,
-        ]
-        self._fit()
-
-    def _fit(self) -> None:
-        weight, x, y, xx, xy = self.sums
-        spread = weight * xx - x * x
-        if spread <= 0:
-            return
-        slope = (weight * xy - x * y) / spread
-        # More tokens never cost less, and no prompt is free; noise may suggest otherwise for a while.
-        self.per_token_s = max(slope, 1e-9)
+        self.add(float(tokens), seconds, decay=_DECAY)
+        if (slope := self.slope()) is not None:
+            # More tokens never cost less, and no prompt is free; noise may suggest otherwise for a while.
+            self.per_token_s = max(slope, 1e-9)
+        weight, x, y, _, _ = self.sums
         self.base_s = max((y - self.per_token_s * x) / weight, 1e-4)
 
     def __repr__(self) -> str:

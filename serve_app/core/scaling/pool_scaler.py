@@ -30,6 +30,7 @@ from typing import Annotated
 
 from serve_app.core import Scheduler
 from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.prefill_cost import DecayingLine
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import (
     ADVANCED,
@@ -67,32 +68,21 @@ class EngineSpeed:
         return prefill_tokens * self.prefill_token_s + output_tokens * self.output_token_s
 
 
-class DecodeLine:
+class DecodeLine(DecayingLine):
     """TPOT as a linear function of the number of sequences."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, sequences: float, tpot_s: float, weight: float = 1.0) -> None:
         """Add one report of a busy engine."""
-        self._weight = _DECAY * self._weight + weight
-        self._x = _DECAY * self._x + weight * sequences
-        self._y = _DECAY * self._y + weight * tpot_s
-        self._xx = _DECAY * self._xx + weight * sequences * sequences
-        self._xy = _DECAY * self._xy + weight * sequences * tpot_s
+        self.add(sequences, tpot_s, weight, decay=_DECAY)
 
     def tpot_s(self, sequences: float) -> float | None:
         """Return the seconds per token with `sequences` sequences, or None before any report."""
-        if not self._weight:
+        weight, x, y, _, _ = self.sums
+        if not weight:
             return None
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x * mean_x
-        slope = 0.0
-        if spread > 1e-9:
-            slope = (self._xy / self._weight - mean_x * mean_y) / spread
         # More sequences never make a step shorter, and no step has a negative duration.
-        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
-        return mean_y + slope * (sequences - mean_x)
+        slope = min(max(self.slope() or 0.0, 0.0), y / x if x else 0.0)
+        return y / weight + slope * (sequences - x / weight)
 
 
 class PoolSpeed:

@@ -40,6 +40,15 @@ def test_noise_never_makes_a_prompt_free() -> None:
     assert cost.seconds(8_000) >= cost.seconds(1)
 
 
+def test_prompts_of_one_length_leave_the_slope_as_it_was() -> None:
+    """Their points give no slope: what is left of it after thousands of them is rounding errors."""
+    rng, cost = random.Random(1), PrefillCost.prior()
+    for _ in range(9_000):
+        cost.observe(1_000, 0.13 * rng.uniform(0.9, 1.1))
+    assert cost.per_token_s == pytest.approx(1e-4, rel=0.05)
+    assert cost.seconds(1_000) == pytest.approx(0.13, rel=0.05)
+
+
 def test_impossible_observations_are_ignored() -> None:
     cost = PrefillCost.prior()
     cost.observe(0, 1.0)
