@@ -32,7 +32,7 @@ from dataclasses import field
 from typing import Annotated
 
 from serve_app.core.dispatch.backfill import Backfill
-from serve_app.core.outlook.spread import Quantiles, RatioSpread
+from serve_app.core.outlook.spread import Quantiles, RatioSpreads
 from serve_app.core.queueing.expiry import ExpiryHeap
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.core.routing.ledger import ReplicaLedger
@@ -101,21 +101,6 @@ class LatencyTargetSettings:
         """Return the target of a class, or None."""
         target: TargetLimits = getattr(self, priority.value)
         return target.limits
-
-
-class _DispatchTimes:
-    """The distribution of actual over expected times from dispatch to first token."""
-
-    __slots__ = ("_spread",)
-
-    def __init__(self) -> None:
-        self._spread = RatioSpread()
-
-    def learn(self, ratio: float) -> None:
-        self._spread.add(ratio)
-
-    def quantiles(self) -> Quantiles:
-        return self._spread.quantiles() if self._spread.count >= _MIN_OBSERVATIONS else _PRIOR
 
 
 class MissChance:
@@ -239,8 +224,8 @@ class LatencyTargets:
         self._costs = costs
         self._backfill = backfill
         self._by_class = {priority: settings.of(priority) for priority in PriorityClass}
-        # By pool and whether the prefill is long: from dispatch to first token.
-        self._from_dispatch: dict[tuple[str, bool], _DispatchTimes] = {}
+        # Actual over expected times from dispatch to first token, by pool and whether the prefill is long.
+        self._from_dispatch = RatioSpreads(_PRIOR, _MIN_OBSERVATIONS)
         # By class and whether the prefill is long.
         self._chances: dict[tuple[int, bool], MissChance] = {}
         self._late = ExpiryHeap(_latest_at)
@@ -330,9 +315,9 @@ class LatencyTargets:
         if target.is_met is not None or not scheduled.request.spec.streamed:
             return
         if target.sent_s:
-            key = replica.spec.pool, scheduled.prefill_class is not PrefillClass.SHORT
-            times = self._from_dispatch.setdefault(key, _DispatchTimes())
-            times.learn((now - scheduled.dispatched_at) / target.sent_s)
+            ratio = (now - scheduled.dispatched_at) / target.sent_s
+            is_long = scheduled.prefill_class is not PrefillClass.SHORT
+            self._from_dispatch.add(ratio, (replica.spec.pool, is_long))
         self._learn_outcome(scheduled, now, is_met=now <= target.due_at)
 
     def on_end(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -457,5 +442,4 @@ class LatencyTargets:
         return expected_s is None or expected_s <= tpot_s
 
     def _dispatch_ratios(self, pool: str, prefill_class: PrefillClass) -> Quantiles:
-        learned = self._from_dispatch.get((pool, prefill_class is not PrefillClass.SHORT))
-        return _PRIOR if learned is None else learned.quantiles()
+        return self._from_dispatch.quantiles((pool, prefill_class is not PrefillClass.SHORT))

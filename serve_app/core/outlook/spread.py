@@ -5,6 +5,8 @@ depend on the number of observations, and neither a stall nor a burst distorts t
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 _PER_OCTAVE = 8
@@ -81,6 +83,32 @@ class RatioSpread:
 
     def __repr__(self) -> str:
         return f"<RatioSpread of {self.count}>"
+
+
+class RatioSpreads:
+    """Distributions of ratios by key, of which the first with enough observations applies.
+
+    Args:
+        prior: applies before.
+        least: observations that are enough.
+    """
+
+    def __init__(self, prior: Quantiles, least: int) -> None:
+        self._prior, self._least = prior, least
+        self._by_key: defaultdict[Hashable, RatioSpread] = defaultdict(RatioSpread)
+
+    def add(self, ratio: float, *keys: Hashable) -> None:
+        """Add one ratio, which must not be negative, to the distributions of all these keys."""
+        for key in keys:
+            self._by_key[key].add(ratio)
+
+    def quantiles(self, *keys: Hashable) -> Quantiles:
+        """Return the quantiles of the first key with enough observations, from special to general."""
+        known = (self._by_key[key] for key in keys if key in self._by_key)
+        return next((each.quantiles() for each in known if each.count >= self._least), self._prior)
+
+    def __repr__(self) -> str:
+        return f"<RatioSpreads of {len(self._by_key)} keys>"
 
 
 class Margin:

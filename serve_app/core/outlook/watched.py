@@ -42,14 +42,14 @@ that it reaches. The full wait of an expired request is unknown, so it counts as
 
 import heapq
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
 
 from serve_app.core.admission.wait_prediction import DrainRate
 from serve_app.core.dispatch.promotion import ClassFloors, ClassFloorSettings
-from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpread
+from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpreads
 from serve_app.core.queueing.fairness import FairShares
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
@@ -188,8 +188,6 @@ def _service_order(each: tuple[int, float, int, ScheduledRequest]) -> tuple[int,
     return each[0], each[1], each[2]
 
 
-_SpreadKey = tuple[object, ...]
-
 # Prior quantiles, before any observation.
 _PRIOR = Quantiles(0.2, 1.0, 3.0)
 # Observations after which the ratios of a key are used.
@@ -228,7 +226,7 @@ class StartEstimates:
     def __init__(self, overall: DrainRate) -> None:
         self._overall = overall
         self._drains: dict[str, DrainRate] = {}
-        self._spreads: dict[_SpreadKey, RatioSpread] = {}
+        self._spreads = RatioSpreads(_PRIOR, _MIN_OBSERVATIONS)
         self._margins: defaultdict[tuple[int, int], Margin] = defaultdict(Margin)
         self._pending: dict[str, list[_PendingEstimate]] = {}
         # A heap; estimates that were learned or discarded leave it at their time, or when most are such.
@@ -266,7 +264,7 @@ class StartEstimates:
     def time_to_start_s(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float) -> Quantiles:
         """Return the expected time until a request at this position starts, and its interval."""
         octave = _octave(position)
-        ratios = self._ratios(scheduled, octave)
+        ratios = self._spreads.quantiles(*_spread_keys(scheduled, octave))
         margin = self._margins[scheduled.request.priority.rank, octave]
         return Quantiles(
             uncorrected_s * ratios.low / margin.low,
@@ -328,29 +326,17 @@ class StartEstimates:
             return
         octave, actual_s = min(estimate.octave, _MAX_OCTAVE), factor * (now - estimate.at)
         self._margins[estimate.scheduled.request.priority.rank, octave].learn(actual_s, estimate.start)
-        ratio = actual_s / estimate.uncorrected_s
-        for key in _spread_keys(estimate.scheduled, octave):
-            spread = self._spreads.get(key)
-            if spread is None:
-                spread = self._spreads[key] = RatioSpread()
-            spread.add(ratio)
-
-    def _ratios(self, scheduled: ScheduledRequest, octave: int) -> Quantiles:
-        for key in _spread_keys(scheduled, octave):
-            spread = self._spreads.get(key)
-            if spread is not None and spread.count >= _MIN_OBSERVATIONS:
-                return spread.quantiles()
-        return _PRIOR
+        self._spreads.add(actual_s / estimate.uncorrected_s, *_spread_keys(estimate.scheduled, octave))
 
     def __repr__(self) -> str:
-        return f"<StartEstimates of {len(self._pending)} requests, {len(self._spreads)} keys>"
+        return f"<StartEstimates of {len(self._pending)} requests, {self._spreads}>"
 
 
 def _octave(position: int) -> int:
     return min(position.bit_length(), _MAX_OCTAVE)
 
 
-def _spread_keys(scheduled: ScheduledRequest, octave: int) -> tuple[_SpreadKey, ...]:
+def _spread_keys(scheduled: ScheduledRequest, octave: int) -> tuple[Hashable, ...]:
     """Return the keys of a request's ratios, from the most specific to the most general."""
     rank = scheduled.request.priority.rank
     length = scheduled.estimate.expected_prompt_tokens.bit_length()

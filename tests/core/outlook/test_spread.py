@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpread
+from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpread, RatioSpreads
 
 
 def test_quantiles_are_those_of_the_observations() -> None:
@@ -38,6 +38,18 @@ def test_any_number_of_observations_is_counted() -> None:
         spread.add(1.0)
     assert spread.quantiles().middle == pytest.approx(1.0, rel=0.1)
     assert spread.count == 150_000
+
+
+def test_the_most_special_key_with_enough_ratios_applies_and_the_prior_before_any() -> None:
+    prior = Quantiles(0.1, 0.2, 0.3)
+    spreads = RatioSpreads(prior, least=2)
+    spreads.add(1.0, "special", "general")
+    assert spreads.quantiles("special", "general") == prior
+    spreads.add(4.0, "other", "general")
+    general = spreads.quantiles("special", "general")
+    assert general == spreads.quantiles("unknown", "general") != prior
+    spreads.add(1.0, "special", "general")
+    assert spreads.quantiles("special", "general").high < spreads.quantiles("general").high
 
 
 @pytest.mark.parametrize("centre", [0.2, 1.0, 5.0])
