@@ -15,8 +15,8 @@ until then, times a ratio that is learned from earlier targets as a distribution
   from a replica while others have capacity. It never leaves capacity unused, because its tenant could then
   take more than a fair share.
 - **Admission.** A request that asks for it is rejected on arrival if its chance to miss a limit is above
-  `refuse_above`. The chance is learned from the outcomes of earlier targets, by the ratio of the expected
-  TTFT to the limit (`MissChance`). The delay in `Retry-After` is that after which the chance is expected to
+  `refuse_above`. It is the share of earlier targets whose actual TTFT exceeded the expected one by more than
+  this limit does (`MissChance`). The delay in `Retry-After` is that after which the chance is expected to
   be low enough.
 
 Without targets nothing here affects a decision.
@@ -32,7 +32,7 @@ from dataclasses import field
 from typing import Annotated
 
 from serve_app.core.dispatch.backfill import Backfill
-from serve_app.core.outlook.spread import Quantiles, RatioSpreads
+from serve_app.core.outlook.spread import Quantiles, RatioSpread, RatioSpreads
 from serve_app.core.queueing.expiry import ExpiryHeap
 from serve_app.core.request import ScheduledRequest, TargetState
 from serve_app.core.routing.ledger import ReplicaLedger
@@ -51,12 +51,6 @@ _MIN_OBSERVATIONS = 20
 # `admission.wait_prediction`.
 _PROBE_INTERVAL_S = 10.0
 _TELLING = 0.25
-# Bins of the expected share of the limit: half octaves from 1/16 to 16.
-_PER_OCTAVE, _MIN_OCTAVE, _BINS = 2, -4, 16
-_ON_TIME_BINS = -_MIN_OCTAVE * _PER_OCTAVE
-_PRIOR_WEIGHT = 2.0
-# An outcome's weight after n more of its bin is `_DECAY ** n`: about the last hundred count.
-_DECAY = 0.99
 
 
 @settings
@@ -103,60 +97,35 @@ class LatencyTargetSettings:
         return target.limits
 
 
-class MissChance:
+class MissChance(RatioSpread):
     """The chance of a late first token by its expected share of the limit, learned from outcomes.
 
-    Outcomes are counted by half octaves of `expected TTFT / limit`. A chance that would fall with that share
-    is pooled with its neighbours (isotonic regression by pool-adjacent-violators), so it never does. The
-    prior expects the first token exactly when predicted, with the weight of a few outcomes.
+    It is the share of outcomes whose actual over expected TTFT is above the limit over the expected TTFT. The
+    prior expects the first token exactly when predicted, with the weight of two outcomes.
     """
 
+    __slots__ = ("seen_at",)
+
     def __init__(self) -> None:
-        self._weights = [_PRIOR_WEIGHT] * _BINS
-        self._misses = [_PRIOR_WEIGHT * (place >= _ON_TIME_BINS) for place in range(_BINS)]
-        self._chances: list[float] = []
-        self.observations = 0
+        super().__init__()
         self.seen_at = -math.inf
+        for _ in range(2):
+            self.add(1.0)
 
-    def __repr__(self) -> str:
-        return f"<MissChance of {self.observations} outcomes>"
-
-    def learn(self, share: float, now: float, *, missed: bool) -> None:
-        """Count an outcome."""
-        place = _bin(share)
-        self._weights[place] = _DECAY * self._weights[place] + 1.0
-        self._misses[place] = _DECAY * self._misses[place] + missed
-        self.observations += 1
-        self._chances = []
+    def learn(self, ratio: float, share: float, now: float) -> None:
+        """Add an outcome."""
+        self.add(ratio)
         # A likely success says nothing about refusals.
         if self.chance(share) > _TELLING:
             self.seen_at = now
 
     def chance(self, share: float) -> float:
         """Return the chance of a miss."""
-        return self._isotonic()[_bin(share)]
+        return self.above(1.0 / share)
 
     def limit(self, chance: float) -> float:
         """Return the highest expected share of the limit at which the chance is not above another one."""
-        within = sum(each <= chance for each in self._isotonic())
-        return math.exp2(within / _PER_OCTAVE + _MIN_OCTAVE)
-
-    def _isotonic(self) -> list[float]:
-        if not self._chances:
-            pools: list[tuple[float, float, int]] = []
-            for weight, missed in zip(self._weights, self._misses, strict=True):
-                pool = (weight, missed, 1)
-                while pools and pools[-1][1] / pools[-1][0] >= pool[1] / pool[0]:
-                    before = pools.pop()
-                    pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
-                pools.append(pool)
-            self._chances = [missed / weight for weight, missed, places in pools for _ in range(places)]
-        return self._chances
-
-
-def _bin(share: float) -> int:
-    octaves = math.log2(share) if share > 0 else -math.inf
-    return int(min(max((octaves - _MIN_OCTAVE) * _PER_OCTAVE, 0.0), _BINS - 1.0))
+        return 1.0 / self.quantile(1.0 - chance)
 
 
 def _latest_at(scheduled: ScheduledRequest) -> float:
@@ -334,7 +303,9 @@ class LatencyTargets:
             return
         target.is_met = is_met
         if (share := _share(target)) is not None and not scheduled.attempts.put_backs:
-            self._chance_of(scheduled).learn(share, now, missed=not is_met)
+            assert target.expected_s is not None, "it has a share"
+            ratio = (now - scheduled.request.arrived_at) / target.expected_s
+            self._chance_of(scheduled).learn(ratio, share, now)
 
     def on_release(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         """Remove a request that has left its replica."""
@@ -362,7 +333,7 @@ class LatencyTargets:
         None without a limit on it, or if too few outcomes are known.
         """
         target, chance = scheduled.target, self._chance_of(scheduled)
-        if target is None or target.limits.ttft_s is None or chance.observations < _MIN_OBSERVATIONS:
+        if target is None or target.limits.ttft_s is None or chance.count < _MIN_OBSERVATIONS:
             return None
         return target.limits.ttft_s * chance.limit(self._settings.refuse_above)
 

@@ -320,35 +320,47 @@ def test_impossible_targets_change_no_decision() -> None:
 
 # The chance of a miss.
 
-outcomes = st.lists(st.tuples(st.floats(0.01, 40.0), st.booleans()), max_size=200)
 
-
-@given(outcomes, st.floats(0.01, 0.99))
+@given(st.lists(st.floats(0.01, 40.0), max_size=200), st.floats(0.01, 0.99))
 def test_the_chance_never_falls_with_the_expected_share_and_the_limit_separates_it(
-    seen: list[tuple[float, bool]], chance: float
+    ratios: list[float], chance: float
 ) -> None:
     learned = MissChance()
-    for share, missed in seen:
-        learned.learn(share, 0.0, missed=missed)
+    for ratio in ratios:
+        learned.learn(ratio, 1.0, 0.0)
     shares = [2.0 ** (0.1 * place) for place in range(-60, 60)]
     chances = [learned.chance(share) for share in shares]
     assert chances == sorted(chances)
     assert all(0.0 <= each <= 1.0 for each in chances)
     limit = learned.limit(chance)
     for share in shares:
-        if 1 / 16 <= share < 16 and not math.isclose(share, limit):
+        if share > 1 / 16 and not math.isclose(share, limit):
             assert (learned.chance(share) <= chance) == (share < limit)
 
 
 def test_the_chance_follows_what_happens() -> None:
     learned = MissChance()
-    for number in range(400):
-        learned.learn(1.2, float(number), missed=number % 4 == 0)
-        learned.learn(3.0, float(number), missed=number % 4 != 0)
-    assert learned.chance(1.2) == pytest.approx(0.25, abs=0.05)
-    assert learned.chance(3.0) == pytest.approx(0.75, abs=0.05)
-    assert learned.chance(0.05) == 0.0
-    assert learned.limit(0.5) == pytest.approx(math.sqrt(2.0))
+    assert (learned.chance(0.9), learned.chance(1.0)) == (0.0, 1.0)
+    for number in range(800):
+        learned.learn((0.5, 0.5, 1.5, 3.0)[number % 4], 1.0, 0.0)
+    assert learned.chance(0.25) == pytest.approx(0.0)
+    assert learned.chance(0.5) == pytest.approx(0.25, abs=0.02)
+    assert learned.chance(1.0) == pytest.approx(0.5, abs=0.02)
+    assert learned.chance(4.0) == pytest.approx(1.0)
+    assert learned.limit(0.3) == pytest.approx(1 / 1.5, rel=0.1)
+
+
+def test_the_chance_counts_the_time_since_the_arrival() -> None:
+    driver = make_driver()
+    fill(driver)
+    driver.arrive("waits", target=within(3.0))
+    later(driver, 2.0)
+    assert dispatched(driver.feed(FirstToken("f0"))) == [("waits", "r1")]
+    driver.feed(FirstToken("waits"))
+    driver.arrive("next", target=within(3.0))
+    target = driver.find("next").target
+    assert target is not None
+    assert target.chance == pytest.approx(1 / 3, abs=0.01)
 
 
 # The work ahead.

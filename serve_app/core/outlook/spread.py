@@ -54,9 +54,7 @@ class RatioSpread:
 
     def add(self, ratio: float) -> None:
         """Add one ratio, which must not be negative."""
-        octaves = math.log2(ratio) if ratio > 0 else -math.inf
-        place = min(max(octaves - _MIN_OCTAVE, 0.0), _MAX_OCTAVE - _MIN_OCTAVE) * _PER_OCTAVE
-        self._weights[min(int(place), _BINS - 1)] += self._weight
+        self._weights[min(int(_place(ratio)), _BINS - 1)] += self._weight
         self._total += self._weight
         self.count += 1
         self._weight /= _DECAY
@@ -69,10 +67,17 @@ class RatioSpread:
     def quantiles(self) -> Quantiles:
         """Return the 10th percentile, the median and the 90th percentile. Needs at least one ratio."""
         if self._quantiles is None:
-            self._quantiles = Quantiles(self._quantile(_TAIL), self._quantile(0.5), self._quantile(1 - _TAIL))
+            self._quantiles = Quantiles(self.quantile(_TAIL), self.quantile(0.5), self.quantile(1 - _TAIL))
         return self._quantiles
 
-    def _quantile(self, share: float) -> float:
+    def above(self, ratio: float) -> float:
+        """Return the share of ratios above one. Needs at least one ratio. The last bin has no upper end."""
+        place = min(_place(ratio), _BINS - 1.0)
+        bins = self._weights[int(place) :]
+        return (sum(bins) - place % 1 * bins[0]) / sum(self._weights)
+
+    def quantile(self, share: float) -> float:
+        """Return the ratio below which this share of them is. Needs at least one ratio."""
         target, seen = share * self._total, 0.0
         for place, weight in enumerate(self._weights):
             if weight and seen + weight >= target:
@@ -83,6 +88,11 @@ class RatioSpread:
 
     def __repr__(self) -> str:
         return f"<RatioSpread of {self.count}>"
+
+
+def _place(ratio: float) -> float:
+    octaves = math.log2(ratio) if ratio > 0 else -math.inf
+    return min(max(octaves - _MIN_OCTAVE, 0.0), _MAX_OCTAVE - _MIN_OCTAVE) * _PER_OCTAVE
 
 
 class RatioSpreads:
