@@ -171,7 +171,7 @@ class _WorkByTime:
         return total
 
     def _place(self, at: float) -> int:
-        return min(max(1, int(at * self._STEPS_PER_S) + 1), self._PLACES)
+        return int(min(max(1.0, at * self._STEPS_PER_S + 1.0), self._PLACES))
 
 
 class LatencyTargets:

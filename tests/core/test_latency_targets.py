@@ -406,6 +406,16 @@ def test_requests_that_leave_the_queue_or_their_precedence_are_no_work_ahead() -
     assert not any(work._trees.values())
 
 
+def test_a_request_with_a_pace_only_waits_behind_all_work_with_a_target() -> None:
+    driver = overloaded()
+    driver.arrive("paced", target=within(tpot_s=0.5))
+    driver.arrive("patient", target=within(600.0))
+    paced, patient = driver.find("paced").target, driver.find("patient").target
+    assert paced is not None
+    assert patient is not None
+    assert patient.wait_s == paced.wait_s > 0.0
+
+
 def test_an_arrival_does_not_look_at_every_queued_request_with_a_target() -> None:
     calls = {}
     for waiting in (50, 400):
