@@ -47,17 +47,10 @@ def read(page: bytes) -> EngineReading:
 async def describe(pages: ControlPages) -> EngineServer:
     """Return the server's description of itself."""
     page = await pages.text("/metrics")
-    reading, listings = read(page), await pages.models()
-    limits = ReportedLimits(
-        max_model_len=listed_context(listings) or _of_one_model(page, b"context_length") or None,
-        kv_tokens=reading.kv_tokens,
-        max_num_seqs=reading.max_num_seqs,
-    )
+    context = listed_context(await pages.models()) or _of_one_model(page, b"context_length") or None
     return EngineServer(
         kind="Dynamo",
-        models=listings,
-        limits=limits,
-        reading=reading,
+        limits=ReportedLimits(max_model_len=context),
         metrics_path="/metrics",
         reader=read,
     )

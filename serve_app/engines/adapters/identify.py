@@ -5,9 +5,10 @@ metrics or, if metrics are disabled, by a page that only this server has.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from serve_app.engines.adapters import dynamo, llama_cpp, others, sglang, tensorrt_llm, vllm
-from serve_app.engines.adapters.server import ControlPages, EngineServer, Get
+from serve_app.engines.adapters.server import ControlPages, EngineReading, EngineServer, Get
 
 _Describe = Callable[[ControlPages], Awaitable[EngineServer]]
 
@@ -39,17 +40,31 @@ async def identify(get: Get) -> EngineServer:
         EngineError: the server does not answer, rejects the key, or has no model list.
     """
     pages = ControlPages(get)
+    describe = await _adapter(pages)
+    server = await describe(pages)
+    path, limits = server.metrics_path, server.limits
+    reading = server.read(await pages.text(path)) if path else EngineReading()
+    limits = replace(
+        limits,
+        # The load is summed over all engines; what an adapter returns may be derived from one of them.
+        kv_tokens=reading.kv_tokens or limits.kv_tokens,
+        max_num_seqs=limits.max_num_seqs or reading.max_num_seqs,
+    )
+    return replace(server, models=await pages.models(), limits=limits, reading=reading)
+
+
+async def _adapter(pages: ControlPages) -> _Describe:
     entries = await pages.raw_models()
     owners = {str(entry.get("owned_by")) for entry in entries}
     for owner in sorted(owners & _BY_OWNER.keys()):
-        return await _BY_OWNER[owner](pages)
+        return _BY_OWNER[owner]
     metrics = await pages.text("/metrics")
     for name, describe in _BY_METRICS:
         if name in metrics:
-            return await describe(pages)
+            return describe
     if others.OLLAMA_OWNER in owners and await others.is_ollama(pages):
-        return await others.describe_ollama(pages)
+        return others.describe_ollama
     # TGI reports the model name as its owner.
     if owners == {str(entry["id"]) for entry in entries} and await others.is_tgi(pages):
-        return await others.describe_tgi(pages)
-    return await others.describe_unknown(pages)
+        return others.describe_tgi
+    return others.describe_unknown

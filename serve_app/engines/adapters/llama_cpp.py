@@ -14,7 +14,6 @@ from serve_app.engines.adapters.server import (
     count,
     listed_context,
     mean,
-    parse_nothing,
     positive_int,
     total,
 )
@@ -62,17 +61,12 @@ async def describe(pages: ControlPages) -> EngineServer:
     """Return the server's description of itself."""
     props = await pages.json("/props")
     path, reader = await _load_page(pages)
-    reading = reader(await pages.text(path)) if path else EngineReading()
-    limits = ReportedLimits(
-        max_model_len=await _context(pages),
-        max_num_seqs=positive_int(props.get("total_slots")) or reading.max_num_seqs,
-    )
     return EngineServer(
         kind="llama.cpp",
         version=await pages.string_field("/props", "build_info"),
-        models=await pages.models(),
-        limits=limits,
-        reading=reading,
+        limits=ReportedLimits(
+            max_model_len=await _context(pages), max_num_seqs=positive_int(props.get("total_slots"))
+        ),
         metrics_path=path,
         reader=reader,
     )
@@ -83,7 +77,7 @@ async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes],
         return "/metrics", read_metrics
     if _BUSY in (slots := await pages.text(_SLOTS)) or _FREE in slots:
         return _SLOTS, read_slots
-    return None, parse_nothing
+    return None, read_slots
 
 
 async def _context(pages: ControlPages) -> int | None:

@@ -41,15 +41,11 @@ async def describe_tgi(pages: ControlPages) -> EngineServer:
         kv_tokens=positive_int(info.get("max_batch_total_tokens")),
         max_num_seqs=positive_int(info.get("max_batch_size")),
     )
-    answer = await pages.answer("/metrics")
-    reading = read_tgi(answer.body) if answer.status == 200 else EngineReading()
     return EngineServer(
         kind="TGI",
         version=await pages.string_field("/info", "version"),
-        models=await pages.models(),
         limits=limits,
-        reading=reading,
-        metrics_path="/metrics" if answer.status == 200 else None,
+        metrics_path="/metrics" if (await pages.answer("/metrics")).status == 200 else None,
         reader=read_tgi,
     )
 
@@ -70,25 +66,19 @@ async def describe_ollama(pages: ControlPages) -> EngineServer:
         for model in (loaded if isinstance(loaded, list) else ())
         if isinstance(model, dict)
     ]
-    limits = ReportedLimits(max_model_len=min((each for each in contexts if each is not None), default=None))
     return EngineServer(
         kind="Ollama",
         version=await pages.string_field(_OLLAMA_VERSION, "version"),
-        models=await pages.models(),
-        limits=limits,
+        limits=ReportedLimits(
+            max_model_len=min((each for each in contexts if each is not None), default=None)
+        ),
         health_path=_OLLAMA_VERSION,
     )
 
 
 async def describe_unknown(pages: ControlPages) -> EngineServer:
     """Describe a server by its model list only."""
-    listings = await pages.models()
     # A list with several limits is that of a proxy, whose models are not on one engine.
-    contexts = {listing.max_model_len for listing in listings}
+    contexts = {listing.max_model_len for listing in await pages.models()}
     limits = ReportedLimits(max_model_len=contexts.pop() if len(contexts) == 1 else None)
-    return EngineServer(
-        kind="OpenAI-compatible",
-        models=listings,
-        limits=limits,
-        health_path="/v1/models",
-    )
+    return EngineServer(kind="OpenAI-compatible", limits=limits, health_path="/v1/models")

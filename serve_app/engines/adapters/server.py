@@ -272,7 +272,7 @@ _LIMITATIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
-    """A server's description of itself.
+    """A server's description of itself. Adapters return it without models and load, which `identify` adds.
 
     Attributes:
         kind: the software, such as `vLLM`.

@@ -17,7 +17,6 @@ from serve_app.engines.adapters.server import (
     count,
     first_of_each,
     listed_context,
-    parse_nothing,
     positive_int,
     samples,
     total,
@@ -87,18 +86,18 @@ def read_loads(page: bytes) -> EngineReading:
 
 async def describe(pages: ControlPages) -> EngineServer:
     """Return the server's description of itself."""
-    listings = await pages.models()
     info = await _info(pages)
     path, reader = await _load_page(pages)
-    reading = reader(await pages.text(path)) if path else EngineReading()
-    limits = _limits(info, listed_context(listings), reading)
-    version = info.get("version")
+    ranks = positive_int(info.get("dp_size")) or 1
+    capacity, version = positive_int(info.get("max_total_num_tokens")), info.get("version")
     return EngineServer(
         kind="SGLang",
         version=version if isinstance(version, str) else None,
-        models=listings,
-        limits=limits,
-        reading=reading,
+        limits=ReportedLimits(
+            max_model_len=listed_context(await pages.models()) or positive_int(info.get("context_length")),
+            kv_tokens=capacity * ranks if capacity else None,
+            max_num_seqs=_batch(info) or positive_int(info.get("max_running_requests")),
+        ),
         metrics_path=path,
         reader=reader,
     )
@@ -112,7 +111,7 @@ async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes],
     for path in _LOAD_PAGES:
         if await pages.text(path):
             return path, read_loads
-    return None, parse_nothing
+    return None, read_loads
 
 
 async def _info(pages: ControlPages) -> Mapping[str, Any]:
@@ -122,20 +121,13 @@ async def _info(pages: ControlPages) -> Mapping[str, Any]:
     return {}
 
 
-def _limits(info: Mapping[str, Any], context: int | None, reading: EngineReading) -> ReportedLimits:
-    ranks = positive_int(info.get("dp_size")) or 1
+def _batch(info: Mapping[str, Any]) -> int:
+    """Return the maximum batch size, summed over data parallel ranks; 0 if it is not reported."""
     states = info.get("internal_states")
-    batch = sum(
+    return sum(
         positive_int(state.get("effective_max_running_requests_per_dp")) or 0
         for state in (states if isinstance(states, list) else ())
         if isinstance(state, dict)
-    )
-    given = positive_int(info.get("max_running_requests"))
-    capacity = positive_int(info.get("max_total_num_tokens"))
-    return ReportedLimits(
-        max_model_len=context or positive_int(info.get("context_length")),
-        kv_tokens=reading.kv_tokens or (capacity * ranks if capacity else None),
-        max_num_seqs=batch or given,
     )
 
 

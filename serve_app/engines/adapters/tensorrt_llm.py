@@ -14,7 +14,6 @@ from serve_app.engines.adapters.server import (
     count,
     listed_context,
     mean,
-    parse_nothing,
     samples,
     total,
 )
@@ -73,42 +72,23 @@ def read_triton(page: bytes) -> EngineReading:
 
 async def describe(pages: ControlPages) -> EngineServer:
     """Return the description of a `trtllm-serve` server."""
-    has_page = (await pages.answer(_PROMETHEUS)).status == 200
-    reading = read(await pages.text(_PROMETHEUS))
-    listings = await pages.models()
-    limits = _limits(reading, listed_context(listings))
     return EngineServer(
         kind="TensorRT-LLM",
         version=await pages.string_field("/version", "version"),
-        models=listings,
-        limits=limits,
-        reading=reading,
-        metrics_path=_PROMETHEUS if has_page else None,
-        reader=read if has_page else parse_nothing,
+        limits=ReportedLimits(max_model_len=listed_context(await pages.models())),
+        metrics_path=_PROMETHEUS if (await pages.answer(_PROMETHEUS)).status == 200 else None,
+        reader=read,
     )
 
 
 async def describe_triton(pages: ControlPages) -> EngineServer:
     """Return the description of Triton's OpenAI frontend. Only the TensorRT-LLM backend exposes its load."""
-    page = await pages.text("/metrics")
-    has_load = TRITON_REQUESTS in page
-    reading = read_triton(page) if has_load else EngineReading()
-    listings = await pages.models()
-    limits = _limits(reading, listed_context(listings))
     return EngineServer(
         kind="Triton",
-        models=listings,
-        limits=limits,
-        reading=reading,
-        metrics_path="/metrics" if has_load else None,
+        limits=ReportedLimits(max_model_len=listed_context(await pages.models())),
+        metrics_path="/metrics" if TRITON_REQUESTS in await pages.text("/metrics") else None,
         health_path="/health/ready",
-        reader=read_triton if has_load else parse_nothing,
-    )
-
-
-def _limits(reading: EngineReading, context: int | None) -> ReportedLimits:
-    return ReportedLimits(
-        max_model_len=context, kv_tokens=reading.kv_tokens, max_num_seqs=reading.max_num_seqs
+        reader=read_triton,
     )
 
 

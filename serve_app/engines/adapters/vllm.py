@@ -71,19 +71,12 @@ def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int
 
 async def describe(pages: ControlPages) -> EngineServer:
     """Return the server's description of itself."""
-    page = await pages.text("/metrics")
-    # A server with `--disable-log-stats` has no metrics but can serve requests.
-    has_load = RUNNING in page
-    reading = read(page) if has_load else EngineReading()
-    listings = await pages.models()
-    limits = ReportedLimits(max_model_len=listed_context(listings), kv_tokens=reading.kv_tokens)
     return EngineServer(
         kind="vLLM",
         version=await pages.string_field("/version", "version"),
-        models=listings,
-        limits=limits,
-        reading=reading,
-        metrics_path="/metrics" if has_load else None,
+        limits=ReportedLimits(max_model_len=listed_context(await pages.models())),
+        # A server with `--disable-log-stats` has no metrics but can serve requests.
+        metrics_path="/metrics" if RUNNING in await pages.text("/metrics") else None,
         reader=read,
         names_responses=True,
     )

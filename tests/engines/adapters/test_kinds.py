@@ -214,7 +214,7 @@ def test_sglang_before_its_newer_pages_is_read_from_the_older_ones() -> None:
 
 def test_sglang_without_reported_load_has_none() -> None:
     found = described({"/v1/models": models("m", owner="sglang")})
-    assert (found.metrics_path, found.read(b"")) == (None, EngineReading())
+    assert (found.metrics_path, found.reading) == (None, EngineReading())
 
 
 def test_tgi_before_its_first_request_is_idle() -> None:
