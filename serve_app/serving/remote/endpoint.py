@@ -24,10 +24,10 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
-from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, identify
+from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, ReportedLimits, identify
 from serve_app.engines.adapters.server import excerpt
 from serve_app.engines.engine import HangWatch
 from serve_app.engines.model.model import RecentMean
@@ -111,15 +111,11 @@ class EndpointIdentity:
     """Server and limits of one endpoint, as it reports them or as configured.
 
     Attributes:
-        max_model_len: as in `ReplicaSpec`, but None if unknown.
-        kv_tokens, max_num_seqs: as in `ReplicaSpec`.
+        server: with the configured limits in place of those that it reports.
         tpot_s: as in `ReplicaSpec`; the mean over all tokens that the server had generated.
     """
 
     server: EngineServer
-    max_model_len: int | None
-    kv_tokens: int | None
-    max_num_seqs: int | None
     tpot_s: float | None = None
 
     @property
@@ -149,13 +145,12 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
             "use is a route (gateway.routes) and no alias"
         )
     stated = server.limits
-    return EndpointIdentity(
-        server=server,
+    limits = ReportedLimits(
         max_model_len=settings.max_model_len or stated.max_model_len,
         kv_tokens=settings.kv_tokens or stated.kv_tokens,
         max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
-        tpot_s=await _mean_tpot_s(control, server),
     )
+    return EndpointIdentity(server=replace(server, limits=limits), tpot_s=await _mean_tpot_s(control, server))
 
 
 async def unusable_endpoints(settings: RemoteSettings) -> dict[str, str]:
@@ -304,7 +299,7 @@ class Endpoint:
 
     def describe(self) -> dict[str, object]:
         """Return a description of the endpoint, for operators."""
-        identity = self._identity
+        server = self._identity.server if self._identity else None
         return {
             "url": str(self.url),
             "pool": self._shared.pool,
@@ -312,12 +307,10 @@ class Endpoint:
             "state": "serving" if not self.failure else "closed",
             "reason": self.failure,
             "since": self.down_since if self.failure else None,
-            "server": f"{identity.server.kind} {identity.server.version or ''}".strip() if identity else "",
-            "models": [listing.model for listing in identity.server.models] if identity else [],
-            "max_model_len": identity.max_model_len if identity else None,
-            "kv_tokens": identity.kv_tokens if identity else None,
-            "max_num_seqs": identity.max_num_seqs if identity else None,
-            "limitations": list(identity.server.limitations) if identity else [],
+            "server": f"{server.kind} {server.version or ''}".strip() if server else "",
+            "models": [listing.model for listing in server.models] if server else [],
+            **asdict(server.limits if server else ReportedLimits()),
+            "limitations": list(server.limitations) if server else [],
         }
 
     async def _run(self) -> None:
@@ -377,12 +370,13 @@ class Endpoint:
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
 
     def _spec(self, identity: EndpointIdentity) -> ReplicaSpec:
+        limits = identity.server.limits
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self._shared.pool,
-            max_model_len=identity.max_model_len or UNREPORTED_CONTEXT,
-            kv_tokens=identity.kv_tokens,
-            max_num_seqs=identity.max_num_seqs,
+            max_model_len=limits.max_model_len or UNREPORTED_CONTEXT,
+            kv_tokens=limits.kv_tokens,
+            max_num_seqs=limits.max_num_seqs,
             tpot_s=identity.tpot_s,
             adapters=identity.adapters,
             stall_timeout_s=self._shared.settings.hang_timeout_s,

@@ -379,6 +379,24 @@ async def test_only_admins_may_read_and_change(method: str) -> None:
         assert fleet.watcher.describe() == []
 
 
+async def test_a_configured_limit_is_no_limitation(caplog: pytest.LogCaptureFixture) -> None:
+    engine = VllmLike()
+    engine.models = {"data": [{"id": MODEL, "owned_by": "me"}]}
+    engine.metrics_status = 404
+    limits: dict[str, Any] = {"max_model_len": 8_192, "kv_tokens": 100_000, "max_num_seqs": 32}
+    async with serving(engine) as url, watched(url, **limits) as fleet:
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+        described = fleet.watcher.describe()[0]
+    assert {name: described[name] for name in limits} == limits
+    logged = [
+        record.getMessage() for record in caplog.records if "endpoint_limitation" in record.getMessage()
+    ]
+    # Its load, which no setting replaces.
+    assert len(logged) == len(described["limitations"]) == 4  # type: ignore[arg-type]
+    text = f"{described['limitations']} {logged}"
+    assert not [name for name in limits if name in text]
+
+
 async def test_a_provider_without_metrics_is_checked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[float] = []
 
