@@ -301,7 +301,6 @@ class PoolReplica:
             port=self._server.port,
             token=token,
             names_responses=True,
-            max_model_len=spec.max_model_len,
         )
         self._spec = spec
         self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -27,6 +28,7 @@ class ReplicaClient:
     """Reporter of one replica's state to the scheduler.
 
     Args:
+        address: `max_model_len` is set to that of the spec, also after each change.
         locate: finds the scheduler; in production a call on a Ray handle.
         load: returns the replica's current load. If it raises `EngineError`, the scheduler is notified at
             once and sends no requests until the replica registers again. While it hangs or fails otherwise,
@@ -41,7 +43,7 @@ class ReplicaClient:
         load: Callable[[], Awaitable[ReplicaReport]],
         settings: ChannelSettings,
     ) -> None:
-        self._register = Register(spec, address)
+        self._register = _registration(spec, address)
         self._load = load
         self._settings = settings
         self._loop = asyncio.get_running_loop()
@@ -71,7 +73,7 @@ class ReplicaClient:
 
     def change(self, spec: ReplicaSpec) -> None:
         """Register again with changed limits."""
-        self._register = Register(spec, self._register.address)
+        self._register = _registration(spec, self._register.address)
         if self._link is not None and not self._engine_failure:
             self._link.send(self._register)
             self._report = None
@@ -160,3 +162,8 @@ class ReplicaClient:
         self._report, self._reported_at = report, self._loop.time()
         if self._link is not None:
             self._link.send(Report(report))
+
+
+def _registration(spec: ReplicaSpec, address: ReplicaAddress) -> Register:
+    # Gateways compare the length of an answer with the limit at the address, because they have no spec.
+    return Register(spec, replace(address, max_model_len=spec.max_model_len))

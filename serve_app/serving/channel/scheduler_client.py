@@ -36,7 +36,8 @@ class ReplicaAddress:
         path: prefix of an endpoint's API, without a trailing slash.
         api_key: bearer token for an endpoint; empty for none.
         names_responses: its engine accepts names for responses (`request_id` in the body).
-        max_model_len: context limit of its engine, as in `ReplicaSpec`; None if it is unknown.
+        max_model_len: context limit of its engine, as in `ReplicaSpec`: `UNREPORTED_CONTEXT` if the engine
+            reports none. `ReplicaClient` sets it; None in an address that is not registered.
     """
 
     replica_id: str

@@ -365,7 +365,6 @@ class Endpoint:
             path=self.url.path,
             api_key=shared.api_key,
             names_responses=server.names_responses,
-            max_model_len=spec.max_model_len,
         )
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
 

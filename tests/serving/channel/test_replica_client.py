@@ -27,6 +27,15 @@ async def test_a_replica_registers_with_the_next_scheduler(control_plane: Contro
     assert 'ewsjf_scheduler_incarnation{model="m"} 2.0' in await control_plane.live.exposition()
 
 
+async def test_gateways_get_the_context_limit_that_is_registered_last(control_plane: ControlPlane) -> None:
+    gateway = await control_plane.gateway()
+    client, double = await control_plane.replica("s1")
+    await wait_until(lambda: len(gateway.replicas()) == 1)
+    assert gateway.replicas()[0].max_model_len == double.spec.max_model_len
+    client.change(replace(double.spec, max_model_len=2_048))
+    await wait_until(lambda: [address.max_model_len for address in gateway.replicas()] == [2_048])
+
+
 async def test_a_replica_that_leaves_is_gone_at_once(control_plane: ControlPlane) -> None:
     client, _ = await control_plane.replica("s1")
     await client.close()
