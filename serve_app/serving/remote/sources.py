@@ -4,7 +4,7 @@
 - `EndpointSource`: the protocol of all sources; `SourceHealth`: their health.
 - `KubernetesSource`: the endpoints of a Service, or the Pods of a label selector.
 - `InferencePoolSource`: the Pods of an InferencePool.
-- `AddressSource`, `ServiceRecordSource`, `FileSource`: DNS and files, which are polled.
+- `PolledSource`: DNS and files, which are polled.
 
 `EndpointSource`. A source reports all endpoints at once, again after each change. While it cannot be read,
 the last result stays valid, because an outage of discovery must not remove engines that serve.
@@ -20,8 +20,10 @@ The pod needs a service account that may get, list and watch `endpointslices` (g
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
+import math
 import os
 import random
 import socket
@@ -117,11 +119,6 @@ class SourceHealth:
 
 class EndpointSource(Protocol):
     """A source of endpoints."""
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if its result never changes."""
-        ...
 
     def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> Coroutine[Any, Any, None]:
         """Report all endpoints, again after each change; return only if nothing can change.
@@ -349,7 +346,6 @@ class KubernetesSource:
     ports: tuple[int, ...]
     path: str = ""
     api: ApiServer = field(default_factory=ApiServer)
-    is_fixed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "KubernetesSource":
@@ -444,7 +440,6 @@ class InferencePoolSource:
     namespace: str
     path: str = ""
     api: ApiServer = field(default_factory=ApiServer)
-    is_fixed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "InferencePoolSource":
@@ -535,106 +530,65 @@ async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
 _REFRESH_S = 1.0
 
 
-async def poll(
-    health: SourceHealth,
-    find: Callable[[], Awaitable[frozenset[EndpointUrl]]],
-    publish: Callable[[frozenset[EndpointUrl]], None],
-    refresh_s: float,
-) -> None:
-    """Call `find` forever, and report its result whenever it has changed.
-
-    Args:
-        health: receives failures.
-        find: raises `OSError` or `ValueError` if the source cannot be read.
-        refresh_s: time between two calls, in seconds.
-    """
-    found: frozenset[EndpointUrl] | None = None
-    while True:
-        try:
-            now = await find()
-        except (OSError, ValueError) as exc:
-            # The last result stays valid.
-            health.fail(str(exc))
-        else:
-            health.failure = ""
-            if now != found:
-                found = now
-                publish(now)
-        await asyncio.sleep(refresh_s)
-
-
 @dataclass(frozen=True, slots=True)
-class AddressSource:
-    """Each address of a name is an endpoint (A and AAAA, with this machine's resolver)."""
+class PolledSource:
+    """A source that is polled.
 
-    url: EndpointUrl
-    is_fixed: bool = False
-
-    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
-        """Resolve the name periodically."""
-        await poll(health, self._find, publish, refresh_s)
-
-    async def _find(self) -> frozenset[EndpointUrl]:
-        url = self.url
-        # Raises if the name does not exist, so that a broken zone removes no endpoints.
-        found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
-        return frozenset(replace(url, host=str(address[0]), server_name=url.host) for *_, address in found)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceRecordSource:
-    """Each target of a name's SRV records is an endpoint, at the port of its record."""
-
-    url: EndpointUrl
-    is_fixed: bool = False
-    resolver: Resolver | None = None
-
-    async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
-        """Query the records periodically."""
-        await poll(health, self._find, publish, refresh_s)
-
-    async def _find(self) -> frozenset[EndpointUrl]:
-        try:
-            answer = await (self.resolver or Resolver()).resolve(self.url.host, "SRV", search=True)
-        except DNSException as exc:
-            raise OSError(f"{self.url.host} has no SRV records: {exc}") from exc
-        # A target of "." means that the service does not exist (RFC 2782).
-        targets = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]
-        return frozenset(
-            replace(self.url, host=host, port=port) for host, port in targets if host not in ("", ".")
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class FileSource:
-    """URLs in a file, one per line; `#` begins a comment.
-
-    If a line is not a URL, the file is ignored and its last content stays valid.
+    Attributes:
+        find: returns all endpoints; raises `OSError` or `ValueError` if the source cannot be read.
+        longest_s: longest time between two calls of `find`, in seconds.
     """
 
-    path: Path
-    is_fixed: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> "FileSource":
-        """Parse `file:///path`.
-
-        Raises:
-            ValueError: the path is not absolute.
-        """
-        parts = urlsplit(text)
-        if parts.netloc or not parts.path.startswith("/"):
-            raise ValueError(f"a file of endpoints looks like file:///path, got {text!r}")
-        return cls(Path(unquote(parts.path)))
+    find: Callable[[], Awaitable[frozenset[EndpointUrl]]]
+    longest_s: float = math.inf
 
     async def follow(self, publish: Publish, refresh_s: float, health: SourceHealth) -> None:
-        """Read the file periodically."""
-        await poll(health, self._find, publish, min(refresh_s, _REFRESH_S))
+        """Call `find` forever, and report its result whenever it has changed."""
+        found: frozenset[EndpointUrl] | None = None
+        while True:
+            try:
+                now = await self.find()
+            except (OSError, ValueError) as exc:
+                # The last result stays valid.
+                health.fail(str(exc))
+            else:
+                health.failure = ""
+                if now != found:
+                    found = now
+                    publish(now)
+            await asyncio.sleep(min(refresh_s, self.longest_s))
 
-    async def _find(self) -> frozenset[EndpointUrl]:
-        text = await asyncio.to_thread(self.path.read_text, encoding="utf-8")
-        lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
-        return frozenset(EndpointUrl.parse(line) for line in lines if line)
+
+async def addresses(url: EndpointUrl) -> frozenset[EndpointUrl]:
+    """Return an endpoint for each address of a name (A and AAAA, with this machine's resolver)."""
+    # Raises if the name does not exist, so that a broken zone removes no endpoints.
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    return frozenset(replace(url, host=str(address[0]), server_name=url.host) for *_, address in found)
+
+
+async def service_records(url: EndpointUrl, resolver: Resolver | None = None) -> frozenset[EndpointUrl]:
+    """Return an endpoint for each target of a name's SRV records, at the port of its record."""
+    try:
+        answer = await (resolver or Resolver()).resolve(url.host, "SRV", search=True)
+    except DNSException as exc:
+        raise OSError(f"{url.host} has no SRV records: {exc}") from exc
+    # A target of "." means that the service does not exist (RFC 2782).
+    targets = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]
+    return frozenset(replace(url, host=host, port=port) for host, port in targets if host not in ("", "."))
+
+
+def _path(text: str) -> Path:
+    parts = urlsplit(text)
+    if parts.netloc or not parts.path.startswith("/"):
+        raise ValueError(f"a file of endpoints looks like file:///path, got {text!r}")
+    return Path(unquote(parts.path))
+
+
+async def _listed(path: Path) -> frozenset[EndpointUrl]:
+    """Return the URLs in a file, one per line; `#` begins a comment. A line that is no URL is an error."""
+    text = await asyncio.to_thread(path.read_text, encoding="utf-8")
+    lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
+    return frozenset(EndpointUrl.parse(line) for line in lines if line)
 
 
 _FORMS = (
@@ -649,7 +603,6 @@ class FixedSource:
     """One configured URL."""
 
     url: EndpointUrl
-    is_fixed: bool = True
 
     async def follow(
         self,
@@ -671,13 +624,13 @@ def source_of(text: str) -> EndpointSource:
         return FixedSource(EndpointUrl.parse(text))
     kind, _, rest = text.partition("+")
     if kind == "dns":
-        return AddressSource(EndpointUrl.parse(rest))
+        return PolledSource(functools.partial(addresses, EndpointUrl.parse(rest)))
     if kind == "srv":
-        return ServiceRecordSource(EndpointUrl.parse(rest))
+        return PolledSource(functools.partial(service_records, EndpointUrl.parse(rest)))
     if kind == "kubernetes":
         return KubernetesSource.parse(rest)
     if kind == "inferencepool":
         return InferencePoolSource.parse(rest)
     if text.startswith("file://"):
-        return FileSource.parse(text)
+        return PolledSource(functools.partial(_listed, _path(text)), _REFRESH_S)
     raise ValueError(f"endpoints: {text!r} is of no known form; known: {_FORMS}")

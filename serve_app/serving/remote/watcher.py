@@ -26,7 +26,7 @@ from serve_app.serving.deployments import ALL_AT_ONCE_PERCENT, locator
 from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, SourceHealth, source_of
+from serve_app.serving.remote.sources import EndpointUrl, FixedSource, SourceHealth, source_of
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 from serve_app.serving.watchdog import start_watchdog
 
@@ -163,7 +163,7 @@ class EndpointWatcher:
         show: Show,
     ) -> None:
         self._settings = settings
-        self._sources: list[EndpointSource] = [source_of(text) for text in settings.endpoints]
+        self._sources = [source_of(text) for text in settings.endpoints]
         self._health = [SourceHealth(text) for text in settings.endpoints]
         self._found: list[frozenset[EndpointUrl]] = [frozenset() for _ in self._sources]
         self._choices = choices
@@ -195,12 +195,12 @@ class EndpointWatcher:
             EngineError: none can be used in time; the message has the reasons.
         """
         await self._choices.load()
-        for index, source in enumerate(self._sources):
-            self._following.append(asyncio.create_task(self._follow(index, source), name=f"follow {source}"))
+        for index, text in enumerate(self._settings.endpoints):
+            self._following.append(asyncio.create_task(self._follow(index), name=f"follow {text}"))
         await asyncio.sleep(0)
         self._reconcile()
         self._following.append(asyncio.create_task(self._show_states(), name="show the states"))
-        if self._sources and all(source.is_fixed for source in self._sources):
+        if self._sources and all(isinstance(source, FixedSource) for source in self._sources):
             try:
                 await self._wait_for_one()
             except BaseException:
@@ -277,12 +277,12 @@ class EndpointWatcher:
             )
         return url
 
-    async def _follow(self, index: int, source: EndpointSource) -> None:
+    async def _follow(self, index: int) -> None:
         def publish(urls: frozenset[EndpointUrl]) -> None:
             self._found[index] = urls
             self._reconcile()
 
-        await source.follow(publish, self._settings.refresh_s, self._health[index])
+        await self._sources[index].follow(publish, self._settings.refresh_s, self._health[index])
 
     async def _show_states(self) -> None:
         """Show the states when they change, and periodically."""

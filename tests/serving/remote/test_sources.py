@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from dns.asyncresolver import Resolver
 
 from serve_app.serving.remote import sources
 from serve_app.serving.remote.sources import (
-    AddressSource,
     ApiServer,
     EndpointSource,
     EndpointUrl,
+    FixedSource,
     InferencePoolSource,
     KubernetesSource,
-    ServiceRecordSource,
+    PolledSource,
     SourceHealth,
+    service_records,
     source_of,
 )
 from tests.serving.channel.harness import wait_until
@@ -44,7 +46,7 @@ async def followed(
     )
     try:
         yield found_urls
-        assert not task.done() or source.is_fixed
+        assert not task.done() or isinstance(source, FixedSource)
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -79,7 +81,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
-    async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as found_urls:
+    async with followed(source_of("dns+https://engines.test:8443/v1")) as found_urls:
         await wait_until(lambda: len(found_urls) == 1)
         assert found_urls[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
         # A failing DNS zone removes no endpoint.
@@ -94,7 +96,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
 
 async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> None:
     found: list[EndpointUrl] = []
-    source = AddressSource(EndpointUrl.parse("https://localhost:8443"))
+    source = source_of("dns+https://localhost:8443")
     following = asyncio.create_task(source.follow(found.extend, 0.05, SourceHealth("")))
     await wait_until(lambda: bool(found))
     following.cancel()
@@ -131,7 +133,7 @@ async def test_srv_records_state_hosts_and_ports() -> None:
         resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
         server.records = ["0 1 8001 gpu-1.test.", "0 1 8002 gpu-2.test."]
         url = EndpointUrl.parse("http://_vllm._tcp.test")
-        async with followed(ServiceRecordSource(url, resolver=resolver)) as found_urls:
+        async with followed(PolledSource(partial(service_records, url, resolver))) as found_urls:
             await wait_until(lambda: len(found_urls) == 1)
             assert found_urls[-1] == {"http://gpu-1.test:8001", "http://gpu-2.test:8002"}
             server.records = []
