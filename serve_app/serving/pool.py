@@ -17,7 +17,7 @@ import asyncio
 import hmac
 import logging
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
@@ -286,13 +286,7 @@ class PoolReplica:
         spec = ReplicaSpec(
             replica_id=self._replica_id,
             pool=settings.pool,
-            max_model_len=limits.max_model_len,
-            kv_tokens=limits.kv_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            tpot_s=limits.tpot_s,
-            prefill_token_s=limits.prefill_token_s,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            long_prefill_token_threshold=limits.long_prefill_token_threshold,
+            **asdict(limits),
         )
         address = ReplicaAddress(
             replica_id=self._replica_id,

@@ -117,11 +117,7 @@ class EmulatedEngineSettings:
         """
         try:
             return profile.model_settings(
-                max_model_len=self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                kv_tokens=self.kv_tokens,
-                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                **{name: getattr(self, name) for name in _LIMITS},
                 scheduling_policy=self.scheduling_policy,
             )
         except ValueError as error:
