@@ -33,9 +33,8 @@ import yaml
 
 from serve_app.engines.model.hardware import Gpu, ModelArchitecture, find_architecture, find_gpu, load_gpu
 from serve_app.engines.model.roofline import (
-    EngineCapacity,
     EngineSetup,
-    capacity,
+    kv_tokens,
     max_context,
     memory_share,
     min_tensor_parallel,
@@ -494,13 +493,14 @@ class _VllmPool:
     """A pool of vLLM engines whose model and GPU are known.
 
     Attributes:
+        held: tokens that the KV cache holds.
         on: description of the GPUs.
     """
 
     pool: _Pool
     engine: VllmEngineSettings
     setup: EngineSetup
-    held: EngineCapacity
+    held: int
     on: str
 
 
@@ -526,7 +526,7 @@ def _check_vllm(pool: _Pool, gpu: str | None) -> Iterator[str]:
         return
     on = f"{setup.tensor_parallel} x {name}"
     try:
-        held = capacity(setup)
+        held = kv_tokens(setup)
     except SettingsError as exc:
         yield f"{pool.where}.engine.vllm.args: on {on} {exc}"
         return
@@ -551,18 +551,18 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
     """Check that the KV cache holds the context. vLLM would reject it only minutes after the start."""
     setup, held = here.setup, here.held
     wanted = positive_argument(here.engine, "max_model_len", setup.model.max_context_len)
-    if wanted is None or wanted <= held.kv_tokens:
+    if wanted is None or wanted <= held:
         return
     remedies = []
     if (gpus := min_tensor_parallel(setup, wanted)) is not None:
         remedies.append(f"set tensor_parallel_size to {gpus}")
     halved = replace(setup, model=replace(setup.model, kv_bytes=_FP8_BYTES))
-    if setup.model.kv_bytes > _FP8_BYTES and capacity(halved).kv_tokens >= wanted:
+    if setup.model.kv_bytes > _FP8_BYTES and kv_tokens(halved) >= wanted:
         remedies.append("set kv_cache_dtype to fp8")
     remedies.append(f"or lower max_model_len to {max_context(held)}")
     yield (
         f"{here.pool.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
-        f"cache of about {held.kv_tokens:,} tokens that {here.on} have besides the weights, so vLLM will not "
+        f"cache of about {held:,} tokens that {here.on} have besides the weights, so vLLM will not "
         f"start: {', '.join(remedies)}"
     )
 
@@ -571,12 +571,12 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
     """Check `max_num_seqs` for sequences of typical length, which pools of longer ones receive by spill."""
     wanted = positive_argument(here.engine, "max_num_seqs", None)
     usual = typical_tokens(at_most=positive_argument(here.engine, "max_model_len", None))
-    most = max(1, here.held.sequences(usual))
+    most = max(1, here.held // usual)
     if wanted is not None and wanted > most:
         yield (
             f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of typically {usual:,} "
             f"tokens need {wanted * usual:,} tokens of KV cache, but {here.on} have about "
-            f"{here.held.kv_tokens:,} besides the weights: lower it to {most}, or use more GPUs per engine"
+            f"{here.held:,} besides the weights: lower it to {most}, or use more GPUs per engine"
         )
 
 

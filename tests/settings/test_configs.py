@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.engines.model.roofline import capacity, load_profile
+from serve_app.engines.model.roofline import kv_tokens, load_profile, step_time
 from serve_app.request import PriorityClass
 from serve_app.settings.application import ApplicationSettings, load_settings, settings_of
 from serve_app.settings.checking import check_capacity, engine_setup
@@ -70,7 +70,7 @@ def test_engines_on_gpus_start_and_reach_their_own_targets(name: str, card: str)
         assert args.keys() >= {"max_model_len", "max_num_seqs", "max_num_batched_tokens"}, pool.name
         assert math.ceil(pool.resources.num_gpus) == setup.tensor_parallel, pool.name
         # A tenth of slack, because the calculation does not include CUDA graphs.
-        assert args["max_model_len"] <= 0.9 * capacity(setup).kv_tokens, pool.name
+        assert args["max_model_len"] <= 0.9 * kv_tokens(setup), pool.name
 
 
 @pytest.mark.parametrize(("name", "card"), GPU_CONFIGS)
@@ -80,7 +80,7 @@ def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: 
         setup = engine_setup(pool.engine.vllm, card)
         assert setup is not None
         threshold = pool.engine.vllm.args["long_prefill_token_threshold"]
-        chunk = capacity(setup).chunk_tokens
+        chunk = step_time(setup).chunk_tokens()
         # The roofline's decode steps are up to half too short, see gpus.yaml, and so are its chunks.
         assert chunk <= threshold <= 2 * chunk + 64, (pool.name, chunk)
     assert load_profile("llama2-70b-h100-tp4").step_time.chunk_tokens() == 256, "measured"

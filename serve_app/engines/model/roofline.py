@@ -2,7 +2,7 @@
 
 - `EngineProfile`: step times and limits of a model on its GPUs.
 - `step_time`: the roofline: step times of a model on some GPUs, computed from data sheets.
-- `capacity`: the limits of an engine, from a model, a GPU and the engine's arguments.
+- `kv_tokens`: the KV cache of an engine, from a model, a GPU and the engine's arguments.
 
 `EngineProfile`. A profile is a YAML file that states the source of its values; `calibrate` writes them.
 Built-in profiles are in `profile_data`, one folder per model, and are loaded by name (`model-gpu-tpN`).
@@ -34,8 +34,8 @@ peak bandwidth.
 Not modelled: queues, the engine's scheduling, quantised weights, and kernels that are slow at some shapes.
 `gpus.yaml` states which of its values were measured, and their errors.
 
-`capacity`. vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the
-cache cannot hold and that is never reached. `kv_tokens` is within 1 % of what vLLM 0.19 reported for an 8B
+`kv_tokens`. vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the
+cache cannot hold and that is never reached. The result is within 1 % of what vLLM 0.19 reported for an 8B
 model on an RTX 4090. The number of sequences depends on their length; `typical_tokens` is the assumption for
 unknown traffic.
 """
@@ -257,12 +257,11 @@ def roofline_profile(setup: EngineSetup) -> EngineProfile:
     Raises:
         SettingsError: weights and KV cache do not fit into the GPUs' memory.
     """
-    capacity = kv_tokens(setup)
-    longest = min(setup.model.max_context_len, capacity // _ROUND_LEN * _ROUND_LEN)
+    tokens = kv_tokens(setup)
     return EngineProfile(
         step_time=step_time(setup),
-        kv_tokens=capacity,
-        max_model_len=longest,
+        kv_tokens=tokens,
+        max_model_len=min(setup.model.max_context_len, max_context(tokens)),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         gpus=setup.tensor_parallel,
@@ -275,39 +274,14 @@ TYPICAL_TOKENS = 1_400
 _WIDER = (2, 4, 8, 16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCapacity:
-    """Capacity of one engine.
-
-    Attributes:
-        chunk_tokens: largest chunk of a long prefill that does not delay decoding; 0 for no limit.
-    """
-
-    kv_tokens: int
-    chunk_tokens: int
-
-    def sequences(self, tokens: int) -> int:
-        """Return the number of sequences of `tokens` tokens that the KV cache can hold at once."""
-        return self.kv_tokens // tokens
-
-
-def capacity(setup: EngineSetup) -> EngineCapacity:
-    """Return the capacity of an engine without measurements.
-
-    Raises:
-        SettingsError: the weights do not fit; the message states the calculation.
-    """
-    return EngineCapacity(kv_tokens=kv_tokens(setup), chunk_tokens=step_time(setup).chunk_tokens())
-
-
 def typical_tokens(*, at_most: int | None = None) -> int:
     """Return the prompt and output tokens of a typical request, at most the engine's context limit."""
     return TYPICAL_TOKENS if at_most is None else min(TYPICAL_TOKENS, at_most)
 
 
-def max_context(held: EngineCapacity) -> int:
-    """Return the largest `max_model_len` that the engine accepts, rounded down to a multiple of 1,024."""
-    return held.kv_tokens // _ROUND_LEN * _ROUND_LEN
+def max_context(tokens: int) -> int:
+    """Return the largest `max_model_len` for a KV cache of `tokens`, rounded down to a multiple of 1,024."""
+    return tokens // _ROUND_LEN * _ROUND_LEN
 
 
 def min_tensor_parallel(setup: EngineSetup, tokens: int) -> int | None:

@@ -18,7 +18,6 @@ from serve_app.engines.model.hardware import GIB, gpu_names, load_gpu, load_mode
 from serve_app.engines.model.roofline import (
     TYPICAL_TOKENS,
     EngineSetup,
-    capacity,
     kv_tokens,
     load_profile,
     max_context,
@@ -296,10 +295,10 @@ def totals(workload: str) -> np.ndarray:
 
 
 def test_a_70b_model_on_two_cards_of_80_gb_holds_no_long_context_and_on_four_it_does() -> None:
-    held = capacity(large())
-    assert 25_000 < held.kv_tokens < 35_000
-    assert max_context(held) <= held.kv_tokens < max_context(held) + 1_024
-    assert capacity(large(4)).kv_tokens > 400_000
+    held = kv_tokens(large())
+    assert 25_000 < held < 35_000
+    assert max_context(held) <= held < max_context(held) + 1_024
+    assert kv_tokens(large(4)) > 400_000
     assert min_tensor_parallel(large(), 131_072) == 4
     assert min_tensor_parallel(large(), 10**9) is None
 
@@ -309,12 +308,6 @@ def test_gpus_that_cannot_divide_the_heads_are_not_proposed() -> None:
     odd = replace(setup, model=replace(setup.model, heads=6, kv_heads=6, max_context_len=131_072))
     assert min_tensor_parallel(replace(odd, tensor_parallel=1), 10**9) is None
     assert min_tensor_parallel(replace(odd, tensor_parallel=1), 1_024) == 2
-
-
-def test_sequences_share_the_cache() -> None:
-    held = capacity(large())
-    assert held.sequences(1_000) == held.kv_tokens // 1_000
-    assert held.sequences(held.kv_tokens + 1) == 0
 
 
 def test_a_cache_of_half_the_bytes_holds_twice_the_tokens() -> None:
