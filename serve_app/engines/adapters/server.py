@@ -265,7 +265,7 @@ _LIMITATIONS = {
     "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
     "token_gaps": "time per output token: it is measured from streamed responses",
     "max_model_len": "context limit (max_model_len): it is learned from requests that the server rejects",
-    "kv_tokens": "KV cache size (kv_tokens): it is learned if the queue is not exposed either",
+    "kv_tokens": "KV cache size (kv_tokens): only in-flight requests are limited, not their tokens",
     "max_num_seqs": "maximum batch size (max_num_seqs): it is learned while the server is saturated",
 }
 

@@ -2,7 +2,10 @@
 
 - `EngineDriver`: drives the engine model in real time: begins a step, sleeps until it ends, and delivers its
   tokens.
-- `EmulatedAdmission`: served names, vLLM's context limits, and the lengths of answers.
+- `Ticket`: the sequences of one HTTP request, and the event on which its handler waits.
+- `ServedNames`: names of the model and of LoRA adapters.
+- `OutputLengthSampler`: the lengths of answers.
+- `EmulatedAdmission`: converts requests to tickets, by vLLM's context limits.
 - `EngineMetrics`: the metrics of vLLM that the application or its dashboards read.
 
 `EngineDriver`. The model's clock runs `speed_up` times as fast as wall time. A step begins when the previous

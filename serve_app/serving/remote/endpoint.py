@@ -255,13 +255,13 @@ class Endpoint:
         is_rejected: it has answered, but cannot be used.
     """
 
-    def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
+    def __init__(self, url: EndpointUrl, context: EndpointContext) -> None:
         self.url = url
         self.failure = "not identified yet"
         self.down_since = time.time()
-        self._shared = surroundings
-        timeout_s = surroundings.settings.metrics_timeout_s
-        self._control = ControlClient(surroundings.upstream, url, surroundings.api_key, timeout_s)
+        self._context = context
+        timeout_s = context.settings.metrics_timeout_s
+        self._control = ControlClient(context.upstream, url, context.api_key, timeout_s)
         self._damping = FlapDamping()
         self._tpot = RecentMean()
         self._hang = HangWatch()
@@ -283,7 +283,7 @@ class Endpoint:
     @property
     def replica_id(self) -> str:
         """Replica id, independent of the watching process."""
-        return f"{self._shared.pool}/{self.url.authority}{self.url.path}"
+        return f"{self._context.pool}/{self.url.authority}{self.url.path}"
 
     def start(self) -> None:
         """Start watching."""
@@ -302,7 +302,7 @@ class Endpoint:
         server = self._identity.server if self._identity else None
         return {
             "url": str(self.url),
-            "pool": self._shared.pool,
+            "pool": self._context.pool,
             "replica": self.replica_id,
             "state": "serving" if not self.failure else "closed",
             "reason": self.failure,
@@ -332,7 +332,7 @@ class Endpoint:
         Raises:
             EngineError: it does not answer, or cannot be used.
         """
-        found = await identified(self._control, self.url, self._shared.settings)
+        found = await identified(self._control, self.url, self._context.settings)
         before = self._identity
         if before is not None:
             # The first TPOT is only a prior; reports have the current one.
@@ -353,32 +353,32 @@ class Endpoint:
             self._client.change(spec)
 
     def _registered(self, spec: ReplicaSpec, server: EngineServer) -> ReplicaClient:
-        shared = self._shared
+        context = self._context
         address = ReplicaAddress(
             replica_id=self.replica_id,
-            pool=shared.pool,
+            pool=context.pool,
             host=self.url.host,
             port=self.url.port,
             token="",
             scheme=self.url.scheme,
             server_name=self.url.server_name,
             path=self.url.path,
-            api_key=shared.api_key,
+            api_key=context.api_key,
             names_responses=server.names_responses,
         )
-        return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
+        return ReplicaClient(spec, address, context.locate, self._report, context.channel)
 
     def _spec(self, identity: EndpointIdentity) -> ReplicaSpec:
         limits = identity.server.limits
         return ReplicaSpec(
             replica_id=self.replica_id,
-            pool=self._shared.pool,
+            pool=self._context.pool,
             max_model_len=limits.max_model_len or UNREPORTED_CONTEXT,
             kv_tokens=limits.kv_tokens,
             max_num_seqs=limits.max_num_seqs,
             tpot_s=identity.tpot_s,
             adapters=identity.adapters,
-            stall_timeout_s=self._shared.settings.hang_timeout_s,
+            stall_timeout_s=self._context.settings.hang_timeout_s,
         )
 
     async def _report(self) -> ReplicaReport:
@@ -439,7 +439,7 @@ class Endpoint:
             return
         busy = bool(reading.running or reading.waiting)
         hanging_s = self._hang.update(reading.progress, busy=busy, now=now)
-        limit_s = self._shared.settings.hang_timeout_s
+        limit_s = self._context.settings.hang_timeout_s
         if hanging_s > limit_s:
             raise EngineError(
                 f"{self.url} hangs: it has requests and has computed nothing for {hanging_s:.0f} s "

@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.core.routing.snapshot import decoded
-from serve_app.errors import EngineError
+from serve_app.errors import EngineError, SettingsError
 from serve_app.serving._ray import read_record, write_record
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
@@ -169,12 +169,12 @@ class EndpointWatcher:
         self._choices = choices
         self._endpoints: dict[EndpointUrl, Endpoint] = {}
         upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
-        self._shared = EndpointContext(
+        self._context = EndpointContext(
             pool=pool,
             settings=settings,
             api_key=settings.key(),
             upstream=upstream,
-            locate=_shared(locate),
+            locate=_with_one_search(locate),
             channel=channel,
         )
         self._show = show
@@ -182,7 +182,7 @@ class EndpointWatcher:
         self._closing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"<EndpointWatcher {self._shared.pool} {self._serving} of {len(self._endpoints)} serve>"
+        return f"<EndpointWatcher {self._context.pool} {self._serving} of {len(self._endpoints)} serve>"
 
     @property
     def _serving(self) -> int:
@@ -218,7 +218,7 @@ class EndpointWatcher:
             self._drop(url)
         while self._closing:
             await asyncio.wait(self._closing)
-        self._shared.upstream.close()
+        self._context.upstream.close()
 
     def check_health(self) -> None:
         """Raise if a source is no longer followed, or states no longer shown: an internal error."""
@@ -232,7 +232,7 @@ class EndpointWatcher:
         for one in chosen:
             one["added"] = one["url"] in self._choices.added
         taken: list[dict[str, object]] = [
-            {"url": url, "pool": self._shared.pool, "state": "removed", "reason": "removed by an admin"}
+            {"url": url, "pool": self._context.pool, "state": "removed", "reason": "removed by an admin"}
             for url in sorted(self._choices.removed)
         ]
         return [*chosen, *taken]
@@ -243,7 +243,7 @@ class EndpointWatcher:
         down = [each.describe() for each in failing]
         unread = [{"source": each.source, "reason": each.failure} for each in self._health if each.failure]
         return {
-            "pool": self._shared.pool,
+            "pool": self._context.pool,
             "endpoints": len(self._endpoints),
             "down": down,
             "unread_sources": unread,
@@ -255,17 +255,27 @@ class EndpointWatcher:
         An invalid URL, or one without an endpoint to remove, is returned as `error`.
         """
         try:
-            url = str(EndpointUrl.parse(text))
-        except ValueError as exc:
+            url = self._url(text, is_known=action != "add")
+        except (ValueError, SettingsError) as exc:
             return {"error": str(exc)}
-        if action != "add" and url not in map(str, self._endpoints):
-            return {
-                "error": f"pool {self._shared.pool} has no endpoint {url}: GET /admin/endpoints lists them"
-            }
         choose = self._choices.add if action == "add" else self._choices.remove
         choose(url, found=any(str(one) == url for found in self._found for one in found))
         self._reconcile()
         return {"url": url, "persisted": await self._choices.save()}
+
+    def _url(self, text: str, *, is_known: bool) -> str:
+        """Return a URL in its usual form.
+
+        Raises:
+            ValueError: it is not a URL.
+            SettingsError: it must be known, and there is no such endpoint.
+        """
+        url = str(EndpointUrl.parse(text))
+        if is_known and url not in map(str, self._endpoints):
+            raise SettingsError(
+                f"pool {self._context.pool} has no endpoint {url}: GET /admin/endpoints lists them"
+            )
+        return url
 
     async def _follow(self, index: int) -> None:
         def publish(urls: frozenset[EndpointUrl]) -> None:
@@ -300,11 +310,11 @@ class EndpointWatcher:
             servers.setdefault((url.authority, url.path), url)
         wanted = set(servers.values())
         for url in self._endpoints.keys() - wanted:
-            logger.info("event=endpoint_removed pool=%s endpoint=%s", self._shared.pool, url)
+            logger.info("event=endpoint_removed pool=%s endpoint=%s", self._context.pool, url)
             self._drop(url)
         for url in sorted(wanted - self._endpoints.keys()):
-            logger.info("event=endpoint_found pool=%s endpoint=%s", self._shared.pool, url)
-            endpoint = self._endpoints[url] = Endpoint(url, self._shared)
+            logger.info("event=endpoint_found pool=%s endpoint=%s", self._context.pool, url)
+            endpoint = self._endpoints[url] = Endpoint(url, self._context)
             endpoint.start()
 
     def _drop(self, url: EndpointUrl) -> None:
@@ -324,7 +334,7 @@ class EndpointWatcher:
             await asyncio.sleep(_START_POLL_S)
 
 
-def _shared(locate: Locate) -> Locate:
+def _with_one_search(locate: Locate) -> Locate:
     """Share one search among all callers, as some hundred connections may lose the scheduler at once."""
     searching: asyncio.Future[SchedulerEndpoint] | None = None
 
