@@ -49,6 +49,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -141,17 +142,19 @@ async def query_scheduler(model: str, scheduler: SchedulerQueries, query: str, *
 
 
 async def query_all(
-    queries: Mapping[str, SchedulerQueries],
-    query: Query,
+    queries: Mapping[str, SchedulerQueries], query: Query, timeout_s: float = QUERY_TIMEOUT_S
 ) -> list[Mapping[str, Any]]:
-    """Query each model's scheduler; a failed query yields the model's name and the error."""
-    answers: list[Mapping[str, Any]] = []
-    for model, scheduler in queries.items():
+    """Query the schedulers of all models at once; a failed query yields the model's name and the error."""
+
+    async def answer(model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
         try:
-            answers.append(await asyncio.wait_for(query(model, scheduler), QUERY_TIMEOUT_S))
+            return await asyncio.wait_for(query(model, scheduler), timeout_s)
+        except TimeoutError:
+            return {"model": model, "error": f"its scheduler has not responded for {timeout_s:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-            answers.append({"model": model, "error": f"its scheduler does not respond: {error!r}"})
-    return answers
+            return {"model": model, "error": f"its scheduler does not respond: {error!r}"}
+
+    return await asyncio.gather(*map(answer, queries.keys(), queries.values()))
 
 
 KEYS_PATH = "/admin/keys"
@@ -309,14 +312,16 @@ class EndpointAdmin:
         await (self._show(request) if action is None else self._change(action, request, caller))
 
     async def _show(self, request: Request) -> None:
-        endpoints: list[dict[str, object]] = []
-        for (model, pool), watcher in self._watchers.items():
-            try:
-                found = await asyncio.wait_for(watcher.describe(), _WATCHER_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
-                found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
-            endpoints += [{"model": model, **endpoint} for endpoint in found]
-        request.respond_json({"endpoints": endpoints})
+        found = await asyncio.gather(*map(self._describe, self._watchers))
+        request.respond_json({"endpoints": list(chain.from_iterable(found))})
+
+    async def _describe(self, watched: tuple[str, str]) -> list[dict[str, object]]:
+        model, pool = watched
+        try:
+            found = await asyncio.wait_for(self._watchers[watched].describe(), _WATCHER_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
+            found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
+        return [{"model": model, **endpoint} for endpoint in found]
 
     async def _change(self, action: str, request: Request, caller: Caller) -> None:
         change = await self._reader.document(request, EndpointChange, '{"url": "http://host:8000"}')
@@ -381,7 +386,7 @@ class ModeAdmin:
         chosen = self._queries
         if request.exchange.method == "POST":
             chosen = await self._apply_change(request, caller)
-        models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
+        models = await query_all(chosen, _named("mode"))
         request.respond_json({"models": models})
 
     async def _apply_change(self, request: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:

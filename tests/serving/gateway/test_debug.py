@@ -1,11 +1,14 @@
 """Debug endpoints: queue, status and tuner, for every model behind a gateway."""
 
+import asyncio
 import logging
 from typing import Any, NoReturn
 
 import pytest
 
-from tests.serving.gateway.builders import Answers, admin_client
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.admin import PoolWatcher
+from tests.serving.gateway.builders import Answers, FakeDispatcher, admin_client, http_client
 
 OTHER = {"authorization": "Bearer k2"}
 
@@ -27,6 +30,37 @@ async def test_each_scheduler_is_queried_and_an_unreachable_one_is_named(query: 
     assert second["model"] == "b"
     assert "gone" in second["error"]
     assert rejected.json()["error"]["code"] == "not_allowed"
+
+
+async def test_a_scheduler_that_hangs_does_not_delay_the_query_of_the_next() -> None:
+    both_are_queried = asyncio.Barrier(2)
+
+    async def status() -> dict[str, Any]:
+        await both_are_queried.wait()
+        return {}
+
+    async with admin_client({"a": Answers(status=status), "b": Answers(status=status)}) as http:
+        assert (await http.get("/debug/status")).json() == {"models": [{}, {}]}
+
+
+async def test_a_watcher_that_hangs_does_not_delay_the_query_of_the_next() -> None:
+    both_are_queried = asyncio.Barrier(2)
+
+    async def describe() -> list[dict[str, object]]:
+        await both_are_queried.wait()
+        return [{"url": "http://engine"}]
+
+    async def change(*_: str) -> NoReturn:
+        raise NotImplementedError
+
+    settings = GatewaySettings(
+        models=(ServedModel(name="a"),), keys=(ApiKey(tenant="ops", key="k1", admin=True),)
+    )
+    watchers = {("a", pool): PoolWatcher(describe, change) for pool in ("long", "short")}
+    app = Gateway(settings, {"a": FakeDispatcher([])}, "gw", watchers=watchers)
+    async with http_client(app, headers={"authorization": "Bearer k1"}) as http:
+        found = (await http.get("/admin/endpoints")).json()
+    assert found == {"endpoints": [{"model": "a", "url": "http://engine"}] * 2}
 
 
 async def test_the_tuner_of_each_model_can_be_inspected_alone() -> None:

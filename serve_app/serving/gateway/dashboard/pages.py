@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
+from serve_app.serving.gateway.admin import query_all
 from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected, data_event, encode
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.reader import RequestReader
@@ -113,7 +114,9 @@ class Frames:
             await asyncio.sleep(max(0.0, began + self._interval_s - loop.time()))
 
     async def _frame(self) -> bytes:
-        models = await asyncio.gather(*(self._model(name, each) for name, each in self._queries.items()))
+        models = await query_all(
+            self._queries, lambda _, scheduler: scheduler.query("overview"), _RESPONSE_TIMEOUT_S
+        )
         return encode(
             {
                 "at": time.time(),
@@ -123,17 +126,6 @@ class Frames:
                 "batches": await self._batches(),
             }
         )
-
-    async def _model(self, name: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
-        try:
-            found: Mapping[str, Any] = await asyncio.wait_for(
-                scheduler.query("overview"), _RESPONSE_TIMEOUT_S
-            )
-        except TimeoutError:
-            return {"model": name, "error": f"its scheduler has not responded for {_RESPONSE_TIMEOUT_S:g} s"}
-        except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-            return {"model": name, "error": f"its scheduler does not respond: {error!r}"}
-        return found
 
 
 DASHBOARD_PATH = "/dashboard"
