@@ -218,9 +218,13 @@ class BatchApi:
             id=new_id("file-"), owner=owner.tenant, filename="", purpose="batch", created_at=int(time())
         )
         tenant, limit, received = owner.tenant, self._settings.max_stored_bytes, 0
-        # Incomplete files are deleted after a day if this process ends now.
+        # Incomplete files are deleted after a day if this process ends now, or this request is cancelled.
         used = await self._storage(BatchStore.put_upload, record, limit, self._settings.max_files)
-        writer = await self._storage.file_call(self._storage.contents.create, record.id)
+        try:
+            writer = await self._storage.file_call(self._storage.contents.create, record.id)
+        except Exception:
+            await self._storage(BatchStore.delete_file, record.id)
+            raise
 
         def write(data: bytes) -> None:
             checker.feed(data)
