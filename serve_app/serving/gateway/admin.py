@@ -78,6 +78,19 @@ def audit(action: str, caller: Caller, request: Request, **details: object) -> N
     logger.info("event=audit action=%s by=%s client=%s%s", action, by, request.client or "-", text)
 
 
+def admin_route(
+    reader: RequestReader, method: str, path: str, serve: Callable[..., Awaitable[None]], summary: str
+) -> HttpRoute:
+    """Return a route for admins; `serve` receives the request, its caller and the parameters of the path."""
+
+    async def check_and_serve(request: Request, *parameters: str) -> None:
+        caller = reader.authenticate(request)
+        caller.check_admin()
+        await serve(request, caller, *parameters)
+
+    return HttpRoute(method, path, check_and_serve, f"{summary}; for admins")
+
+
 _COLUMNS = ("pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds")
 # Spreadsheets evaluate cells that begin with these; clients may choose the names of tenants.
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
@@ -182,30 +195,23 @@ class KeyAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        listed = "API keys of the file, with what they have used; for admins"
-        yield HttpRoute("GET", KEYS_PATH, self._serve, listed)
-        yield HttpRoute("POST", KEYS_PATH, self._serve, "create an API key; for admins")
-        yield HttpRoute("POST", _KEY, self._serve, "change an API key; for admins")
-        yield HttpRoute("DELETE", _KEY, self._serve, "revoke an API key; for admins")
+        route = partial(admin_route, self._reader)
+        yield route("GET", KEYS_PATH, self._list, "API keys of the file, with what they have used")
+        yield route("POST", KEYS_PATH, self._create, "create an API key")
+        yield route("POST", _KEY, self._change, "change an API key")
+        yield route("DELETE", _KEY, self._revoke, "revoke an API key")
 
-    async def _serve(self, request: Request, key_id: str = "") -> None:
-        """List, create, change or revoke keys."""
-        caller = self._reader.authenticate(request)
-        caller.check_admin()
+    @property
+    def _file(self) -> Path:
         if self._path is None:
             message = (
                 "there is no file of keys: set gateway.keys_file, and create the first key by `ewsjf keys`"
             )
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="no_keys_file", status=409)
-        method = request.exchange.method
-        if method == "DELETE":
-            await self._revoke(self._path, key_id, request, caller)
-        elif method == "POST":
-            await self._write(self._path, key_id, request, caller)
-        else:
-            await self._list(self._path, request)
+        return self._path
 
-    async def _list(self, path: Path, request: Request) -> None:
+    async def _list(self, request: Request, _: Caller) -> None:
+        path = self._file
         keys = await _in_thread(lambda: read_keys(path))
         await self._budgets.read([key.id for key in keys])
         listed = [{**key.shown(), "used": self._used(key.id)} for key in keys]
@@ -215,21 +221,23 @@ class KeyAdmin:
         spent = {period: self._budgets.spent(key_id, period) for period in PERIODS}
         return {period: {"tokens": tokens, "cost": cost} for period, (tokens, cost) in spent.items()}
 
-    async def _write(self, path: Path, key_id: str, request: Request, caller: Caller) -> None:
-        permissions = await self._permissions(request)
-        if key_id:
-            record = await _in_thread(lambda: change_key(path, key_id, **permissions))
-            answer: dict[str, Any] = record.shown()
-        elif not permissions.get("tenant"):
+    async def _create(self, request: Request, caller: Caller) -> None:
+        path, permissions = self._file, await self._permissions(request)
+        if not permissions.get("tenant"):
             message = "a key belongs to a tenant: name one"
             raise RequestRejected(Outcome.REJECTED_INVALID, message, param="tenant")
-        else:
-            record, secret = await _in_thread(lambda: create_key(path, **permissions))
-            answer = {**record.shown(), "secret": secret}
-        audit("key_changed" if key_id else "key_created", caller, request, key=record.id, **permissions)
-        request.respond_json(answer)
+        record, secret = await _in_thread(lambda: create_key(path, **permissions))
+        audit("key_created", caller, request, key=record.id, **permissions)
+        request.respond_json({**record.shown(), "secret": secret})
 
-    async def _revoke(self, path: Path, key_id: str, request: Request, caller: Caller) -> None:
+    async def _change(self, request: Request, caller: Caller, key_id: str) -> None:
+        path, permissions = self._file, await self._permissions(request)
+        record = await _in_thread(lambda: change_key(path, key_id, **permissions))
+        audit("key_changed", caller, request, key=record.id, **permissions)
+        request.respond_json(record.shown())
+
+    async def _revoke(self, request: Request, caller: Caller, key_id: str) -> None:
+        path = self._file
         record = await _in_thread(lambda: revoke_key(path, key_id))
         audit("key_revoked", caller, request, key=record.id, tenant=record.tenant)
         request.respond_json(record.shown())
@@ -262,7 +270,6 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 ENDPOINTS_PATH = "/admin/endpoints"
-_ACTIONS = {"POST": "add", "DELETE": "remove"}
 
 # The caller is interactive; a watcher that takes longer is being replaced.
 _WATCHER_TIMEOUT_S = 5.0
@@ -298,20 +305,13 @@ class EndpointAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        listed = "endpoints of pools with external engines; for admins"
-        yield HttpRoute("GET", ENDPOINTS_PATH, self._serve, listed)
-        added = "add an endpoint, or restore a removed one; for admins"
-        yield HttpRoute("POST", ENDPOINTS_PATH, self._serve, added)
-        yield HttpRoute("DELETE", ENDPOINTS_PATH, self._serve, "remove an endpoint; for admins")
+        route = partial(admin_route, self._reader, path=ENDPOINTS_PATH)
+        yield route("GET", serve=self._show, summary="endpoints of pools with external engines")
+        added = "add an endpoint, or restore a removed one"
+        yield route("POST", serve=partial(self._change, "add"), summary=added)
+        yield route("DELETE", serve=partial(self._change, "remove"), summary="remove an endpoint")
 
-    async def _serve(self, request: Request) -> None:
-        """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
-        caller = self._reader.authenticate(request)
-        caller.check_admin()
-        action = _ACTIONS.get(request.exchange.method)
-        await (self._show(request) if action is None else self._change(action, request, caller))
-
-    async def _show(self, request: Request) -> None:
+    async def _show(self, request: Request, _: Caller) -> None:
         found = await asyncio.gather(*map(self._describe, self._watchers))
         request.respond_json({"endpoints": list(chain.from_iterable(found))})
 
@@ -324,6 +324,7 @@ class EndpointAdmin:
         return [{"model": model, **endpoint} for endpoint in found]
 
     async def _change(self, action: str, request: Request, caller: Caller) -> None:
+        """Add, restore or remove an endpoint. A removed endpoint completes its running requests."""
         change = await self._reader.document(request, EndpointChange, '{"url": "http://host:8000"}')
         model, pool = self._select_pool(change)
         try:
@@ -375,21 +376,14 @@ class ModeAdmin:
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of this API."""
-        share = "share of the traffic that is scheduled; for admins"
-        yield HttpRoute("GET", MODE_PATH, self._serve, share)
-        yield HttpRoute("POST", MODE_PATH, self._serve, f"change the {share}")
+        share = "share of the traffic that is scheduled"
+        yield admin_route(self._reader, "GET", MODE_PATH, self._show, share)
+        yield admin_route(self._reader, "POST", MODE_PATH, self._change, f"change the {share}")
 
-    async def _serve(self, request: Request) -> None:
-        """Return each model's scheduled share and queue times, after applying a requested change."""
-        caller = self._reader.authenticate(request)
-        caller.check_admin()
-        chosen = self._queries
-        if request.exchange.method == "POST":
-            chosen = await self._apply_change(request, caller)
-        models = await query_all(chosen, _named("mode"))
-        request.respond_json({"models": models})
+    async def _show(self, request: Request, _: Caller) -> None:
+        await self._respond(request, self._queries)
 
-    async def _apply_change(self, request: Request, caller: Caller) -> Mapping[str, SchedulerQueries]:
+    async def _change(self, request: Request, caller: Caller) -> None:
         example = '{"active_share": 0.1}, a share from 0 to 1'
         change = await self._reader.document(request, ModeChange, example)
         if change.model is not None and change.model not in self._queries:
@@ -403,7 +397,11 @@ class ModeAdmin:
         for model, scheduler in chosen.items():
             await query_scheduler(model, scheduler, "change_mode", active_share=change.active_share)
             audit("mode_changed", caller, request, model=model, active_share=change.active_share)
-        return chosen
+        await self._respond(request, chosen)
+
+    async def _respond(self, request: Request, chosen: Mapping[str, SchedulerQueries]) -> None:
+        """Return the scheduled share and queue times of these models."""
+        request.respond_json({"models": await query_all(chosen, _named("mode"))})
 
 
 _FROZEN = (
@@ -451,27 +449,27 @@ class DebugPages:
             ("POST", "tuner/freeze", partial(_set_frozen, "frozen by an admin"), "freeze the tuner"),
             ("POST", "tuner/thaw", partial(_set_frozen, ""), "thaw the tuner"),
         )
+        route = partial(admin_route, self._reader)
         for method, name, query, summary in pages:
-            yield HttpRoute(method, f"/debug/{name}", partial(self._show, query), f"{summary}; for admins")
+            yield route(method, f"/debug/{name}", partial(self._show, query), summary)
         recent = (
             "trace of the requests of the last ten minutes, without text; with full=true also tenants, "
-            "outcomes and times; for admins"
+            "outcomes and times"
         )
-        yield HttpRoute("GET", "/debug/capture", self._capture, recent)
-        yield HttpRoute("GET", "/debug/costs.csv", self._cost_table, "`/debug/costs` as CSV; for admins")
-        yield HttpRoute("GET", "/debug/usage.csv", self._usage_table, "usage by API key as CSV; for admins")
-        receipt = "receipt of a request (times and wait causes), until ten minutes after its end; for admins"
-        yield HttpRoute("GET", RECEIPTS_PATH, self._receipt, receipt)
-        program = "where the time of an agent program went, with its last turns; for admins"
-        yield HttpRoute("GET", PROGRAMS_PATH, self._program, program)
+        yield route("GET", "/debug/capture", self._capture, recent)
+        yield route("GET", "/debug/costs.csv", self._cost_table, "`/debug/costs` as CSV")
+        yield route("GET", "/debug/usage.csv", self._usage_table, "usage by API key as CSV")
+        receipt = "receipt of a request (times and wait causes), until ten minutes after its end"
+        yield route("GET", RECEIPTS_PATH, self._receipt, receipt)
+        program = "where the time of an agent program went, with its last turns"
+        yield route("GET", PROGRAMS_PATH, self._program, program)
 
-    async def _receipt(self, request: Request, request_id: str) -> None:
+    async def _receipt(self, request: Request, _: Caller, request_id: str) -> None:
         """Return the receipt of a request of any model.
 
         Raises:
-            RequestRejected: the caller is not an admin, or no scheduler has the request.
+            RequestRejected: no scheduler has the request.
         """
-        self._reader.authenticate(request).check_admin()
         found_by = await query_all(
             self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
@@ -483,13 +481,12 @@ class DebugPages:
         found = max(receipts, key=lambda receipt: receipt.get("outcome") in (None, Outcome.COMPLETED))
         request.respond_json(found)
 
-    async def _program(self, request: Request, name: str) -> None:
+    async def _program(self, request: Request, _: Caller, name: str) -> None:
         """Return where the time of a program went, for each tenant and model that has one with this id.
 
         Raises:
-            RequestRejected: the caller is not an admin, or no scheduler has the program.
+            RequestRejected: no scheduler has the program.
         """
-        self._reader.authenticate(request).check_admin()
         models = await self._complete(lambda _model, scheduler: scheduler.query("program", program=name))
         found = [each for model in models for each in model.get("programs", ())]
         if not found:
@@ -497,8 +494,7 @@ class DebugPages:
             raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
         request.respond_json({"programs": found})
 
-    async def _capture(self, request: Request) -> None:
-        self._reader.authenticate(request).check_admin()
+    async def _capture(self, request: Request, _: Caller) -> None:
         lines = b""
         # Without the argument, schedulers of older releases understand the query.
         chosen = {"full": True} if request.query().get("full") == ["true"] else {}
@@ -507,8 +503,7 @@ class DebugPages:
                 lines += encode({**line, "model": model}) + b"\n"
         request.respond(200, [_JSONL_TYPE], lines)
 
-    async def _cost_table(self, request: Request) -> None:
-        self._reader.authenticate(request).check_admin()
+    async def _cost_table(self, request: Request, _: Caller) -> None:
         models = await self._complete(lambda _model, scheduler: scheduler.query("costs"))
         request.respond(200, [_CSV_TYPE], cost_table(models).encode())
 
@@ -520,8 +515,7 @@ class DebugPages:
             raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         return models
 
-    async def _usage_table(self, request: Request) -> None:
-        self._reader.authenticate(request).check_admin()
+    async def _usage_table(self, request: Request, _: Caller) -> None:
         models = await self._complete(self._usage)
         rows = [row for model in models for row in model["rows"]]
         request.respond(200, [_CSV_TYPE], usage_table(rows).encode())
@@ -536,9 +530,7 @@ class DebugPages:
         price = self._prices.get(row["model"])
         return None if price is None else price.of(tokens_of([row[name] for name in USAGE_COUNTS]))
 
-    async def _show(self, query: Query, request: Request) -> None:
-        caller = self._reader.authenticate(request)
-        caller.check_admin()
+    async def _show(self, query: Query, request: Request, caller: Caller) -> None:
         models = await query_all(self._queries, query)
         if request.exchange.method == "POST":
             audit(request.path.removeprefix("/debug/").replace("/", "_"), caller, request)

@@ -20,8 +20,9 @@ from typing import Any, Self
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
-from serve_app.serving.gateway.admin import query_all
+from serve_app.serving.gateway.admin import admin_route, query_all
 from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected, data_event, encode
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.router import HttpRoute
@@ -181,15 +182,14 @@ class Dashboard:
                 path, summary = DASHBOARD_PATH, "dashboard page (HTML, without data)"
             yield HttpRoute("GET", path, partial(_send_file, _File(each)), summary)
         yield HttpRoute("GET", f"{DASHBOARD_PATH}/", _redirect, "")
-        data = "data of the dashboard as server-sent events; for admins"
-        yield HttpRoute("GET", EVENTS_PATH, self._watch, data)
+        data = "data of the dashboard as server-sent events"
+        yield admin_route(self._reader, "GET", EVENTS_PATH, self._watch, data)
 
     def close(self) -> None:
         """End all streams."""
         self._frames.close()
 
-    async def _watch(self, request: Request) -> None:
-        self._reader.authenticate(request).check_admin()
+    async def _watch(self, request: Request, _: Caller) -> None:
         if self._frames.watchers >= self._max_watchers:
             message = f"{self._max_watchers} dashboard connections are open, the maximum: close one, or retry"
             raise RequestRejected(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
