@@ -30,7 +30,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -241,44 +241,61 @@ LOAD_TIMEOUT_S = 5.0
 SAVE_TIMEOUT_S = 20.0
 
 
+Document = Mapping[str, Any]
+
+
 class StoreCalls:
     """Non-blocking calls to one store."""
 
     def __init__(self, store: StateStore) -> None:
-        self._path = store.path
+        self._store = store
         self._thread = DaemonThreads(1, "learned-state")
         self._running: asyncio.Future[Any] | None = None
 
     def __repr__(self) -> str:
         waits = self._running is not None and not self._running.done()
-        return f"<StoreCalls {self._path}{' waits' if waits else ''}>"
+        return f"<StoreCalls {self._store.path}{' waits' if waits else ''}>"
 
-    async def answer(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """Run a call once earlier ones have returned, and return its result.
+    async def load(self) -> Document | None:
+        """Return the stored document; None if there is none.
 
         Raises:
-            StateError: it did not return in time, or `work` raised it.
+            StateError: the store did not answer in time, or failed.
         """
+        return await self._answer(self._store.load, LOAD_TIMEOUT_S)
+
+    async def save(self, document: Document, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Write a document.
+
+        Raises:
+            StateError: the store did not answer in time, or failed.
+        """
+        await self._answer(lambda: self._store.save(document), timeout_s)
+
+    def reject(self, reason: str) -> None:
+        """Rename a loaded document that cannot be used, without waiting."""
+        self._begin(lambda: self._store.reject(reason))
+
+    async def _answer(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
+        """Run a call once earlier ones have returned, and return its result."""
         before = self._running
         if before is not None:
             await asyncio.wait({before}, timeout=timeout_s)
             if not before.done():
-                raise StateError(f"an earlier call has not returned from {self._path} yet")
-        future = self.begin(work)
+                raise StateError(f"an earlier call has not returned from {self._store.path} yet")
+        future = self._begin(work)
         await asyncio.wait({future}, timeout=timeout_s)
         if not future.done():
-            raise StateError(f"no response from {self._path} within {timeout_s:g} s")
+            raise StateError(f"no response from {self._store.path} within {timeout_s:g} s")
         return future.result()
 
-    def begin(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
+    def _begin(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
         """Start a call without waiting for it."""
         self._running = future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         # An error after the time limit has already been reported as a timeout.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 
-
-Document = Mapping[str, Any]
 
 # Serve ends a replica five seconds after it requested a stop.
 _LAST_SAVE_TIMEOUT_S = 3.0
@@ -304,7 +321,7 @@ class StatePersister:
         interval_s: float,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        self._store, self._snapshot, self._interval_s = store, snapshot, interval_s
+        self._path, self._snapshot, self._interval_s = store.path, snapshot, interval_s
         self._loop = asyncio.get_running_loop()
         self._calls = StoreCalls(store)
         self._is_unreachable = False
@@ -319,7 +336,7 @@ class StatePersister:
         self._saved_at.set_to_current_time()
 
     def __repr__(self) -> str:
-        return f"<StatePersister {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
+        return f"<StatePersister {self._path}{' unreachable' if self._is_unreachable else ''}>"
 
     async def load(self, restore: Callable[[Document], None]) -> bool:
         """Restore the last saved state, if there is one, and return whether the store has answered.
@@ -328,7 +345,7 @@ class StatePersister:
             restore: raises `ValueError` or `OverflowError` for a state that cannot be used, which is renamed.
         """
         try:
-            document = await self._call(self._store.load, LOAD_TIMEOUT_S)
+            document = await self._reached(self._calls.load())
         except StateError as exc:
             self._failed("load", exc)
             return False
@@ -352,7 +369,7 @@ class StatePersister:
             document = self._snapshot()
             if document is None:
                 return
-            await self._call(lambda: self._store.save(document), timeout_s)
+            await self._reached(self._calls.save(document, timeout_s))
         except StateError as exc:
             self._failed("save", exc)
         else:
@@ -367,7 +384,7 @@ class StatePersister:
     def _rejected(self, reason: str) -> None:
         """Rename a loaded state that cannot be used, without waiting."""
         self._failures["restore"].inc()
-        self._calls.begin(lambda: self._store.reject(reason))
+        self._calls.reject(reason)
 
     async def _run(self) -> None:
         while True:
@@ -378,18 +395,14 @@ class StatePersister:
         self._failures[operation].inc()
         if not self._is_unreachable:
             logger.warning(
-                "event=state_unreachable operation=%s path=%s reason=%r", operation, self._store.path, error
+                "event=state_unreachable operation=%s path=%s reason=%r", operation, self._path, error
             )
         self._is_unreachable = True
 
-    async def _call(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """Run a call once earlier ones have returned, and return its result.
-
-        Raises:
-            StateError: it did not return in time, or failed.
-        """
-        answer = await self._calls.answer(work, timeout_s)
+    async def _reached(self, call: Awaitable[Answer]) -> Answer:
+        """Return the result of a call to the store, which has answered after an outage."""
+        answer = await call
         if self._is_unreachable:
-            logger.info("event=state_reachable path=%s", self._store.path)
+            logger.info("event=state_reachable path=%s", self._path)
         self._is_unreachable = False
         return answer

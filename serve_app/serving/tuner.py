@@ -27,14 +27,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.core import SchedulerSettings
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
-from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+from serve_app.serving.state import StateError, StateStore, StoreCalls
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.parameter_loop import ParameterLoop, Result, Work, carry_out
 from serve_app.tuning.rollout import Observation, Retune
@@ -78,7 +77,7 @@ class ParameterTuner:
         queues: RefineAndPruneSettings = _USUAL_QUEUES,
     ) -> None:
         self._model, self._settings, self._queues = model, settings, queues
-        self._state = None if store is None else (store, StoreCalls(store))
+        self._state = None if store is None else StoreCalls(store)
         self.loop: ParameterLoop | None = None
         self._incarnation: int | None = None
         self._worker = worker or self._in_thread
@@ -114,9 +113,8 @@ class ParameterTuner:
         """Read the state of an earlier tuner; call this once, before the first update."""
         if self._state is None:
             return
-        store, calls = self._state
         try:
-            self._saved = await calls.answer(store.load, LOAD_TIMEOUT_S)
+            self._saved = await self._state.load()
         except StateError as error:
             logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
 
@@ -124,10 +122,8 @@ class ParameterTuner:
         """Write the state that a restart needs."""
         if self._state is None or self.loop is None:
             return
-        store, calls = self._state
-        state = self.loop.state()
         try:
-            await calls.answer(lambda: store.save(state), SAVE_TIMEOUT_S)
+            await self._state.save(self.loop.state())
             self._store_is_unreachable = False
         except StateError as error:
             if not self._store_is_unreachable:
@@ -178,8 +174,7 @@ class ParameterTuner:
             return loop, loop.begin(configured, observed.at, state)
         except ValueError as error:
             if state is not None and self._state is not None:
-                store, calls = self._state
-                calls.begin(partial(store.reject, str(error)))
+                self._state.reject(str(error))
             return loop, []
 
     async def _in_thread(self, work: Work) -> Result:
@@ -252,30 +247,6 @@ _PULL_INTERVAL_S = 5.0
 _TRIAL_INTERVAL_S = 1.0
 
 
-class SchedulerCalls(Protocol):
-    """Calls of the scheduler that a tuner uses; they raise without a scheduler."""
-
-    async def observed(self, *, outcomes: bool) -> Observation:
-        """Return the observations since the last pull."""
-        ...
-
-    async def apply_partition(self, update: PartitionUpdate) -> None:
-        """Apply a learned partition."""
-        ...
-
-    async def retune(self, order: Retune) -> None:
-        """Apply tuned values."""
-        ...
-
-    async def freeze_tuning(self, reason: str) -> None:
-        """Reject trials until the tuner is thawed."""
-        ...
-
-    async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        """Store the tuner's state document, for status pages."""
-        ...
-
-
 class TunerActor:
     """Strategic loop and parameter tuner of one model. Must be constructed on a running event loop."""
 
@@ -283,7 +254,7 @@ class TunerActor:
         self,
         model: str,
         settings: TunerSettings,
-        scheduler: SchedulerCalls,
+        scheduler: DeploymentHandle[Any],
         store: StateStore | None = None,
     ) -> None:
         self._model, self._settings, self._scheduler = model, settings, scheduler
@@ -326,7 +297,7 @@ class TunerActor:
         return _TRIAL_INTERVAL_S if is_trying else _PULL_INTERVAL_S
 
     async def _update(self) -> None:
-        observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))
+        observed = await self._ask(self._observed())
         if observed is None:
             return
         for length in observed.lengths:
@@ -339,16 +310,22 @@ class TunerActor:
         if self._parameters is not None:
             await self._tune(self._parameters, observed)
 
+    async def _observed(self) -> Observation:
+        """Return the scheduler's observations since the last pull."""
+        outcomes = self._parameters is not None
+        observed: Observation = await self._scheduler.observed.remote(outcomes=outcomes)
+        return observed
+
     async def _tune(self, parameters: ParameterTuner, observed: Observation) -> None:
         """Execute the parameter tuner's orders, and publish its state."""
         orders = parameters.update(observed)
         if parameters.freeze_due:
-            await self._ask(_confirmed(self._scheduler.freeze_tuning(parameters.freeze_due)))
+            await self._ask(_confirmed(self._scheduler.freeze_tuning, parameters.freeze_due))
         for order in orders:
-            await self._ask(_confirmed(self._scheduler.retune(order)))
+            await self._ask(_confirmed(self._scheduler.retune, order))
         # A new scheduler has no document yet.
         shown = (observed.incarnation, parameters.document())
-        if shown != self._shown and await self._ask(_confirmed(self._scheduler.show_tuner(shown[1]))):
+        if shown != self._shown and await self._ask(_confirmed(self._scheduler.show_tuner, shown[1])):
             self._shown = shown
         if orders or parameters.progress != self._saved_progress:
             self._saved_progress = parameters.progress
@@ -363,7 +340,7 @@ class TunerActor:
             distance=change.distance,
             age_s=self._loop.time() - change.at,
         )
-        if await self._ask(_confirmed(self._scheduler.apply_partition(update))):
+        if await self._ask(_confirmed(self._scheduler.apply_partition, update)):
             self._delivered = (incarnation, change)
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer | None:
@@ -380,9 +357,9 @@ class TunerActor:
         return answer
 
 
-async def _confirmed(call: Awaitable[None]) -> bool:
-    """Return True once the call has returned."""
-    await call
+async def _confirmed(method: DeploymentHandle[Any], argument: object) -> bool:
+    """Call a method of the scheduler, and return True once the call has returned."""
+    await method.remote(argument)
     return True
 
 
@@ -406,7 +383,7 @@ class TunerDeployment:
         # Requests have priority; a search may use the remaining CPU time.
         os.nice(_NICENESS)
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
-        self._tuner = TunerActor(model, settings, _Calls(scheduler), store)
+        self._tuner = TunerActor(model, settings, scheduler, store)
 
     async def check_health(self) -> None:
         """Raise if the tuner must be replaced."""
@@ -415,26 +392,3 @@ class TunerDeployment:
     async def __del__(self) -> None:
         if hasattr(self, "_tuner"):
             self._tuner.stop()
-
-
-class _Calls:
-    """`SchedulerCalls` over the handle of a scheduler."""
-
-    def __init__(self, scheduler: DeploymentHandle[Any]) -> None:
-        self._scheduler = scheduler
-
-    async def observed(self, *, outcomes: bool) -> Observation:
-        observed: Observation = await self._scheduler.observed.remote(outcomes=outcomes)
-        return observed
-
-    async def apply_partition(self, update: PartitionUpdate) -> None:
-        await self._scheduler.apply_partition.remote(update)
-
-    async def retune(self, order: Retune) -> None:
-        await self._scheduler.retune.remote(order)
-
-    async def freeze_tuning(self, reason: str) -> None:
-        await self._scheduler.freeze_tuning.remote(reason)
-
-    async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        await self._scheduler.show_tuner.remote(document)

@@ -27,7 +27,7 @@ from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
 from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointUrl, FixedSource, SourceHealth, source_of
-from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+from serve_app.serving.state import StateError, StateStore, StoreCalls
 from serve_app.serving.watchdog import start_watchdog
 
 logger = logging.getLogger("ray.serve")
@@ -105,7 +105,7 @@ class EndpointChoices:
             logger.warning("event=endpoints_not_saved reason=%r", f"{store.path} has not been loaded yet")
             return False
         try:
-            await self._calls.answer(lambda: store.save(document), SAVE_TIMEOUT_S)
+            await self._calls.save(document)
         except StateError as exc:
             logger.warning("event=endpoints_not_saved reason=%r", str(exc))
             return False
@@ -116,15 +116,14 @@ class EndpointChoices:
             self._chosen.add(url)
 
     async def _restore(self) -> None:
-        document = await self._calls.answer(self._store.load, LOAD_TIMEOUT_S)
+        document = await self._calls.load()
         self._restored = True
         if document is None:
             return
         try:
             stored = decoded(document, _Choices)
         except ValueError as exc:
-            reason = str(exc)
-            self._calls.begin(lambda: self._store.reject(reason))
+            self._calls.reject(str(exc))
         else:
             self.added |= stored.added - self._chosen
             self.removed |= stored.removed - self._chosen

@@ -1,6 +1,6 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,20 +39,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SchedulerHandle:
-    """A scheduler's handle without Ray: a remote call runs the actor's method on the current scheduler."""
-
-    def __init__(self, simulation: ControlPlane) -> None:
-        self._simulation = simulation
-
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=partial(getattr(SchedulerActor, method), self))
-
-    async def _current(self) -> LiveScheduler:
-        return self._simulation.live
-
-
-class SimulatedCalls(actor._Calls):
-    """Tuner calls to the current scheduler.
+    """A scheduler's handle without Ray: a remote call runs the actor's method on the current scheduler.
 
     Attributes:
         is_cut: whether the scheduler cannot be reached.
@@ -61,21 +48,32 @@ class SimulatedCalls(actor._Calls):
     """
 
     def __init__(self, simulation: ControlPlane) -> None:
-        super().__init__(cast("DeploymentHandle[Any]", SchedulerHandle(simulation)))
+        self._simulation = simulation
         self.is_cut = self.loses_an_update = False
         self.updates: list[PartitionUpdate] = []
 
-    async def observed(self, *, outcomes: bool) -> Observation:
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._call, method))
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Awaitable[Any]:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
-        return await super().observed(outcomes=outcomes)
+        call: Awaitable[Any] = getattr(SchedulerActor, method)(self, *args, **options)
+        return self._updated(call, *args) if method == "apply_partition" else call
 
-    async def apply_partition(self, update: PartitionUpdate) -> None:
+    async def _updated(self, call: Awaitable[Any], update: PartitionUpdate) -> None:
         self.updates.append(update)
-        await super().apply_partition(update)
+        await call
         if self.loses_an_update:
             self.loses_an_update = False
             raise ConnectionError("lost")
+
+    async def _current(self) -> LiveScheduler:
+        return self._simulation.live
+
+
+def tuner_of(scheduler: SchedulerHandle, settings: TunerSettings = QUICK) -> TunerActor:
+    return TunerActor("m", settings, cast("DeploymentHandle[Any]", scheduler))
 
 
 @pytest_asyncio.fixture
@@ -87,13 +85,13 @@ async def simulation() -> AsyncIterator[ControlPlane]:
 
 
 @pytest_asyncio.fixture
-async def calls(simulation: ControlPlane) -> SimulatedCalls:
-    return SimulatedCalls(simulation)
+async def scheduler(simulation: ControlPlane) -> SchedulerHandle:
+    return SchedulerHandle(simulation)
 
 
 @pytest_asyncio.fixture
-async def tuner(calls: SimulatedCalls) -> AsyncIterator[TunerActor]:
-    tuner = TunerActor("m", QUICK, calls)
+async def tuner(scheduler: SchedulerHandle) -> AsyncIterator[TunerActor]:
+    tuner = tuner_of(scheduler)
     yield tuner
     tuner.stop()
 
@@ -123,11 +121,11 @@ async def learned(simulation: ControlPlane) -> None:
 
 @pytest.mark.parametrize("is_trying", [False, True])
 async def test_the_interval_is_shorter_during_a_trial_only(
-    simulation: ControlPlane, calls: SimulatedCalls, monkeypatch: pytest.MonkeyPatch, is_trying: bool
+    simulation: ControlPlane, scheduler: SchedulerHandle, monkeypatch: pytest.MonkeyPatch, is_trying: bool
 ) -> None:
     monkeypatch.setattr(actor, "_PULL_INTERVAL_S" if is_trying else "_TRIAL_INTERVAL_S", 1_000.0)
     monkeypatch.setattr(ParameterTuner, "is_trying", is_trying)
-    tuner = TunerActor("m", QUICK, calls)
+    tuner = tuner_of(scheduler)
     await send_request(simulation, await simulation.gateway())
     await learned(simulation)
     tuner.stop()
@@ -174,39 +172,48 @@ async def test_a_dead_tuner_changes_nothing_for_requests(simulation: ControlPlan
 
 
 async def test_tuned_values_a_freeze_and_the_tuners_state_reach_the_scheduler(
-    simulation: ControlPlane, calls: SimulatedCalls
+    simulation: ControlPlane, scheduler: SchedulerHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await calls.retune(Retune(values={"backpressure.target_waiting": 7}))
+    observations: list[Observation] = []
+
+    def update(parameters: ParameterTuner, observed: Observation) -> list[Retune]:
+        observations.append(observed)
+        parameters.freeze_due = "an incident"
+        return [Retune(values={"backpressure.target_waiting": 7})] if len(observations) == 1 else []
+
+    monkeypatch.setattr(ParameterTuner, "update", update)
+    monkeypatch.setattr(ParameterTuner, "document", lambda _: {"decisions": 3})
+    tuner = tuner_of(scheduler, TunerSettings())
+    await wait_until(lambda: len(observations) > 1)
+    tuner.stop()
     assert simulation.live.core.settings.backpressure.target_waiting == 7
-    await calls.show_tuner({"state": "trial in progress"})
-    assert simulation.live.status()["tuner"]["state"] == "trial in progress"
-    await calls.freeze_tuning("an incident")
-    observed = await calls.observed(outcomes=True)
+    assert simulation.live.status()["tuner"]["decisions"] == 3
     # The settings are part of an observation with outcomes.
+    observed = observations[-1]
     assert (observed.frozen, observed.settings) == ("an incident", simulation.live.core.settings)
 
 
 async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
-    simulation: ControlPlane, calls: SimulatedCalls, tuner: TunerActor, caplog: pytest.LogCaptureFixture
+    simulation: ControlPlane, scheduler: SchedulerHandle, tuner: TunerActor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls.is_cut = True
+    scheduler.is_cut = True
     with caplog.at_level(logging.WARNING, "ray.serve"):
         await asyncio.sleep(0.1)
     assert caplog.text.count("event=tuner_scheduler_unreachable model=m") == 1
     await tuner.check_health()
-    calls.is_cut = False
+    scheduler.is_cut = False
     await send_request(simulation, await simulation.gateway())
     await learned(simulation)
 
 
 async def test_an_update_that_got_lost_is_sent_again(
-    simulation: ControlPlane, calls: SimulatedCalls, tuner: TunerActor
+    simulation: ControlPlane, scheduler: SchedulerHandle, tuner: TunerActor
 ) -> None:
-    calls.loses_an_update = True
+    scheduler.loses_an_update = True
     await send_request(simulation, await simulation.gateway())
-    await wait_until(lambda: len(calls.updates) == 2)
+    await wait_until(lambda: len(scheduler.updates) == 2)
     await asyncio.sleep(0.05)
-    lost, again = calls.updates
+    lost, again = scheduler.updates
     assert (lost.partition, lost.reason) == (again.partition, again.reason)
     assert lost.reason == "learned"
 
@@ -222,6 +229,6 @@ async def test_a_tuner_that_cannot_continue_is_unhealthy(
     async def observed(*_: object, outcomes: bool) -> Observation:
         return Observation(incarnation=1, lengths=["long"])  # type: ignore[list-item]
 
-    monkeypatch.setattr(SimulatedCalls, "observed", observed)
+    monkeypatch.setattr(SchedulerActor, "observed", observed)
     with pytest.raises(TypeError):
         await asyncio.wait_for(check_repeatedly(), PATIENCE_S)
