@@ -86,7 +86,11 @@ class _PoolOrder:
 
 
 class ScalingOrders:
-    """Last numbers of every scheduler, in the controller's process."""
+    """Last numbers of every scheduler, in the controller's process.
+
+    A class, because Serve pickles this module's policies by value: each copy would have its own global
+    variables, but a class is created once per process.
+    """
 
     _orders: ClassVar[dict[tuple[str | None, str, str], _PoolOrder]] = {}
 

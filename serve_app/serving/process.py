@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import subprocess
 import threading
@@ -22,7 +23,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
-import msgspec
 import uvloop
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -205,21 +205,9 @@ def _commit() -> str:
         origin = distribution("ewsjf-serve").read_text("direct_url.json")
     except PackageNotFoundError:
         origin = None
-    return _Origin.of(origin).vcs_info.commit_id if origin else ""
-
-
-class _Vcs(msgspec.Struct):
-    commit_id: str = ""
-
-
-class _Origin(msgspec.Struct):
-    """Origin of an installed package (PEP 610)."""
-
-    vcs_info: _Vcs = msgspec.field(default_factory=_Vcs)
-
-    @classmethod
-    def of(cls, text: str) -> "_Origin":
-        return msgspec.json.decode(text, type=cls)
+    # PEP 610: packages that are not installed from a repository have no `vcs_info`.
+    commit: str = json.loads(origin).get("vcs_info", {}).get("commit_id", "") if origin else ""
+    return commit
 
 
 def _resident_bytes() -> int | None:
