@@ -154,7 +154,13 @@ def _installed() -> Iterator[None]:
 
 
 _METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-_METRICS_PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+def otlp_protocol(signal: str) -> tuple[str, str]:
+    """Return the variable that sets the OTLP protocol of a signal, and the protocol; by default HTTP."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    variable = next((name for name in names if os.environ.get(name)), "")
+    return variable, os.environ.get(variable, "http/protobuf")
 
 
 def make_metric_export(gateway_id: str) -> "MetricExport | None":
@@ -172,9 +178,9 @@ def make_metric_export(gateway_id: str) -> "MetricExport | None":
         return None
     if chosen not in ("", "otlp"):
         raise SettingsError(f"OTEL_METRICS_EXPORTER is {chosen!r}: use otlp or none")
-    variable = next((name for name in _METRICS_PROTOCOLS if os.environ.get(name)), "")
-    if variable and os.environ[variable] != "http/protobuf":
-        raise SettingsError(f"{variable} is {os.environ[variable]!r}: metrics are exported by http/protobuf")
+    variable, protocol = otlp_protocol("METRICS")
+    if protocol != "http/protobuf":
+        raise SettingsError(f"{variable} is {protocol!r}: metrics are exported by http/protobuf")
     with _installed():
         from serve_app.serving.gateway.tracing.tracer import OtlpMetrics  # noqa: PLC0415
 

@@ -22,7 +22,6 @@ variables configure. Spans that exceed its queue are dropped if the collector is
 """
 
 import logging
-import os
 import random
 import threading
 import time
@@ -60,11 +59,9 @@ from serve_app.request import Submission, TurnEnd
 from serve_app.serving.gateway.path import Attempt, Request
 from serve_app.serving.gateway.request_log import INSTRUMENTS, Instrument
 from serve_app.serving.gateway.tracing import request_trace
-from serve_app.serving.gateway.tracing.request_trace import TraceParent, trace_parent
+from serve_app.serving.gateway.tracing.request_trace import TraceParent, otlp_protocol, trace_parent
 
 logger = logging.getLogger("ray.serve")
-
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def otlp_exporter() -> SpanExporter:
@@ -74,8 +71,7 @@ def otlp_exporter() -> SpanExporter:
         SettingsError: the configured protocol is not supported.
         ImportError: its package is not installed.
     """
-    variable = next((name for name in _PROTOCOLS if os.environ.get(name)), "")
-    protocol = os.environ.get(variable, "http/protobuf") if variable else "http/protobuf"
+    variable, protocol = otlp_protocol("TRACES")
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
 
@@ -363,9 +359,7 @@ class GatewayTracer:
 
     def close(self, within_s: float) -> None:
         """Export the remaining spans; block for at most `within_s` seconds, even without a collector."""
-        ending = threading.Thread(target=self._provider.shutdown, name="end of tracing", daemon=True)
-        ending.start()
-        ending.join(within_s)
+        _shut_down(self._provider, within_s)
 
 
 class _ChosenIds(RandomIdGenerator):
@@ -430,6 +424,10 @@ class OtlpMetrics:
 
     def close(self, within_s: float) -> None:
         """Export the last measurements; block for at most `within_s` seconds, even without a collector."""
-        ending = threading.Thread(target=self._provider.shutdown, name="end of metrics", daemon=True)
-        ending.start()
-        ending.join(within_s)
+        _shut_down(self._provider, within_s)
+
+
+def _shut_down(provider: TracerProvider | MeterProvider, within_s: float) -> None:
+    ending = threading.Thread(target=provider.shutdown, name="end of telemetry", daemon=True)
+    ending.start()
+    ending.join(within_s)
