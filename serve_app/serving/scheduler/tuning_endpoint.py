@@ -140,7 +140,7 @@ class SchedulingMode:
     @property
     def _next_share(self) -> float:
         """The next step towards the target."""
-        return min(self.target_share, next(step for step in _STEPS if step > self.active_share))
+        return min(self.target_share, next((step for step in _STEPS if step > self.active_share), 1.0))
 
     def _set(self, active_share: float) -> None:
         self._scheduler.feed(ActiveShareChanged(active_share))

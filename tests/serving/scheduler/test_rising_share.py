@@ -37,12 +37,12 @@ class Traffic:
         self.scheduler = FakeScheduler()
         self.mode = SchedulingMode(self.scheduler)
 
-    async def flow(self, seconds: float) -> list[float]:
+    async def flow(self, seconds: float, *, all_bypass: bool = False) -> list[float]:
         """Let time pass, and return the shares that were reached."""
         on_first_token, shares = self.mode.handlers()[FirstToken], [self.mode.active_share]
         for _ in range(round(10 * seconds)):
             self.now += 0.1
-            bypassed = self.rng.random() >= self.mode.active_share
+            bypassed = all_bypass or self.rng.random() >= self.mode.active_share
             tokens = self.rng.choice((100, 4_000))
             took_s = 0.4 * self.rng.lognormvariate(0.0, 0.5) * (1 if tokens == 100 else 4)
             if not bypassed:
@@ -109,3 +109,13 @@ async def test_observation_comes_back_at_once(monkeypatch: pytest.MonkeyPatch) -
     traffic.mode.change(0.0)
     assert traffic.mode.active_share == traffic.mode.target_share == 0.0
     assert await traffic.flow(60.0) == [0.0]
+
+
+async def test_a_share_can_be_set_again_while_bypassed_requests_still_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traffic = Traffic(monkeypatch)
+    traffic.mode.change(1.0)
+    await traffic.flow(5.0, all_bypass=True)
+    traffic.mode.change(1.0)
+    assert traffic.mode.active_share == traffic.mode.target_share == 1.0
