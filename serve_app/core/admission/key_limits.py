@@ -174,6 +174,8 @@ class MinuteWindow:
         if index < len(self._seconds) and self._seconds[index] == second:
             self._amounts[index] -= amount
             self.used -= amount
+            if not self._amounts[index]:
+                del self._seconds[index], self._amounts[index]
 
     def admits_in_s(self, amount: int, limit: int, now: float) -> float:
         """Return the seconds until an amount is within the limit: 0 if it is now, infinity if never."""

@@ -272,7 +272,9 @@ def test_a_window_counts_each_amount_for_the_minute_after_its_second(
 
     for pause_s, age_s, amount, returned in steps:
         now += pause_s
-        assert window.status(LIMIT, now).remaining == max(0, LIMIT - used_at(now))
+        used = [second for second, amount in amounts.items() if amount and second + 61 > now]
+        reset_s = max(used) + 61.0 - now if used else 0.0
+        assert window.status(LIMIT, now) == LimitStatus(LIMIT, max(0, LIMIT - used_at(now)), reset_s)
         now += pause_s
         ends = [now, *(second + 61.0 for second in sorted(amounts) if second + 61 > now)]
         fitting = [end - now for end in ends if used_at(end) + amount <= LIMIT]
@@ -282,6 +284,14 @@ def test_a_window_counts_each_amount_for_the_minute_after_its_second(
         window.subtract(at, min(amount, returned))
         amounts[second] = amounts.get(second, 0) + amount - min(amount, returned)
         assert window.used == used_at(now)
+
+
+def test_a_refunded_amount_does_not_delay_the_reset() -> None:
+    window = MinuteWindow()
+    window.add(0.0, 5, 0.0)
+    window.add(30.0, 5, 30.0)
+    window.subtract(30.0, 5)
+    assert window.status(LIMIT, 31.0) == LimitStatus(LIMIT, 5, 30.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 25), st.integers(1, LIMIT)), min_size=1, max_size=60))
