@@ -1,7 +1,7 @@
-"""A request inside the scheduler, from its admission to its outcome, and the table of these requests."""
+"""A request inside the scheduler, from its admission to its outcome."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from serve_app.core.accounting.wait_causes import WaitTally
@@ -232,46 +232,6 @@ class ScheduledRequest:
         return f"<ScheduledRequest {self.request.request_id} {self.estimate.budget_tokens} tokens {state}>"
 
 
-class RequestTable:
-    """All queued and running requests, by id and by the gateway that holds the client's connection."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, ScheduledRequest] = {}
-        self._by_gateway: dict[str, dict[str, ScheduledRequest]] = {}
-
-    def add(self, scheduled: ScheduledRequest) -> None:
-        """Add a request that is not in the table."""
-        request = scheduled.request
-        self._requests[request.request_id] = scheduled
-        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
-
-    def __getitem__(self, request_id: str) -> ScheduledRequest:
-        """Return the queued or running request with this id."""
-        return self._requests[request_id]
-
-    def get(self, request_id: str) -> ScheduledRequest | None:
-        """Return the request with this id, or None if it is unknown or has ended."""
-        return self._requests.get(request_id)
-
-    def pop(self, request_id: str) -> ScheduledRequest | None:
-        """Remove and return a request, or return None if it is unknown."""
-        scheduled = self._requests.pop(request_id, None)
-        if scheduled is not None:
-            of_gateway = self._by_gateway[scheduled.request.gateway_id]
-            del of_gateway[request_id]
-            if not of_gateway:
-                del self._by_gateway[scheduled.request.gateway_id]
-        return scheduled
-
-    def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:
-        """Return all requests of one gateway."""
-        return list(self._by_gateway.get(gateway_id, {}).values())
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        return iter(self._requests.values())
-
-    def __len__(self) -> int:
-        return len(self._requests)
+def of_gateway(requests: Mapping[str, ScheduledRequest], gateway_id: str) -> list[ScheduledRequest]:
+    """Return the requests whose client is connected to this gateway."""
+    return [each for each in requests.values() if each.request.gateway_id == gateway_id]

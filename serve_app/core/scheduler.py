@@ -48,7 +48,7 @@ from serve_app.core.policies.protocol import PolicyInputs
 from serve_app.core.programs.program_scheduler import ProgramScheduler
 from serve_app.core.queueing.expiry import ExpiryHeap, earliest
 from serve_app.core.queueing.request_queue import RequestQueue
-from serve_app.core.request import RequestTable, ScheduledRequest
+from serve_app.core.request import ScheduledRequest, of_gateway
 from serve_app.core.retuning import checked_retuning
 from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.core.routing.ledger import ContextLearning, ReplicaLedger
@@ -88,7 +88,7 @@ class Scheduler:
         arrived: the work that has arrived so far, for autoscaling.
         waits: attributes waits to their causes.
         programs: binds the turns of programs to the replicas of their contexts, and parks others.
-        requests: all queued and running requests.
+        requests: all queued and running requests, by id.
         ended: the requests that the last call of `handle` concluded, by id.
     """
 
@@ -148,7 +148,7 @@ class Scheduler:
             settings.promotion,
         )
         self._expiry = ExpiryHeap()
-        self.requests = RequestTable()
+        self.requests: dict[str, ScheduledRequest] = {}
         self.ended: dict[str, ScheduledRequest] = {}
         self._sequence = 0
         self._now = now
@@ -348,7 +348,7 @@ class Scheduler:
             self._conclude(scheduled, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
-        for scheduled in self.requests.of_gateway(event.gateway_id):
+        for scheduled in of_gateway(self.requests, event.gateway_id):
             if scheduled.running is None:
                 self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
@@ -516,7 +516,7 @@ class Scheduler:
     # The three states of a request
 
     def _register(self, scheduled: ScheduledRequest) -> None:
-        self.requests.add(scheduled)
+        self.requests[scheduled.request.request_id] = scheduled
         self.admission.keys.on_admission(scheduled, self._now)
 
     def _dequeue(self, scheduled: ScheduledRequest) -> None:
@@ -569,7 +569,7 @@ class Scheduler:
         request, waited = scheduled.request, None
         if scheduled.target is not None:
             self.targets.on_end(scheduled, self._now)
-        if self.requests.pop(request.request_id) is not None:
+        if self.requests.pop(request.request_id, None) is not None:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             if dispatched or scheduled.attempts.generated:
                 self.admission.spending.on_end(scheduled, conclusion.outcome, self._now)

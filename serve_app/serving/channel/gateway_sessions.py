@@ -94,7 +94,7 @@ from serve_app.core.events import (
     ReplicaReported,
     Resumed,
 )
-from serve_app.core.request import RequestTable, ScheduledRequest
+from serve_app.core.request import ScheduledRequest, of_gateway
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters.server import stated_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
@@ -137,7 +137,7 @@ class OrphanDetector:
         is_lost: returns whether a gateway is lost.
     """
 
-    def __init__(self, requests: RequestTable, is_lost: Callable[[str], bool]) -> None:
+    def __init__(self, requests: Mapping[str, ScheduledRequest], is_lost: Callable[[str], bool]) -> None:
         self._requests = requests
         self._is_lost = is_lost
         # Last report of each replica since the last check.
@@ -159,7 +159,7 @@ class OrphanDetector:
         found: list[str] = []
         settled: Counter[str] = Counter()
         orphans: dict[str, list[str]] = defaultdict(list)
-        for scheduled in self._requests:
+        for scheduled in self._requests.values():
             replica_id, request = scheduled.replica_id, scheduled.request
             if replica_id is None:
                 continue
@@ -674,7 +674,7 @@ class GatewaySessions:
         return scheduled if is_own else None
 
     def _ids_of(self, gateway: GatewaySession) -> list[str]:
-        requests = self._scheduler.core.requests.of_gateway(gateway.gateway_id)
+        requests = of_gateway(self._scheduler.core.requests, gateway.gateway_id)
         return [scheduled.request.request_id for scheduled in requests]
 
     def _put_back(self, scheduled: ScheduledRequest, message: PutBack) -> None:

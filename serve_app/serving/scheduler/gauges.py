@@ -206,7 +206,7 @@ def queued_figures(core: Scheduler) -> list[Figures]:
     classes: list[tuple[str, ...]] = [(priority.value,) for priority in PriorityClass]
     for each in (requests, tokens, size):
         each.update(dict.fromkeys(classes, 0.0))
-    for scheduled in core.requests:
+    for scheduled in core.requests.values():
         if scheduled.queued:
             key = classes[scheduled.request.priority.rank]
             shape = scheduled.request.shape

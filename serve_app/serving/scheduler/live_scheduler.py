@@ -334,7 +334,7 @@ class LiveScheduler:
 
     def _waiting(self) -> Counter[PriorityClass]:
         """Return the number of queued requests by class."""
-        return Counter(each.request.priority for each in self.core.requests if each.queued)
+        return Counter(each.request.priority for each in self.core.requests.values() if each.queued)
 
     async def _figures(self) -> list[Figures]:
         core, now, names = self.core, self.now(), self._metrics.names

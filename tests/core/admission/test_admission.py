@@ -52,7 +52,7 @@ def settled() -> ManualDriver:
 
 def finish_oldest(driver: ManualDriver) -> None:
     """Finish the oldest request a second later, so another is dispatched."""
-    running = [scheduled for scheduled in driver.scheduler.requests.of_gateway("g1") if not scheduled.queued]
+    running = [scheduled for scheduled in driver.scheduler.requests.values() if not scheduled.queued]
     oldest = min(running, key=lambda scheduled: scheduled.sequence)
     driver.report(waiting=3, after_s=1.0)
     assert len(dispatched(driver.feed(Finished(oldest.request.request_id, Outcome.COMPLETED)))) == 1

@@ -109,7 +109,7 @@ async def test_a_revoked_request_is_continued_behind_the_gateway(engine: Running
 async def revoked(stack: ServingStack) -> int:
     """Revoke the running request after some tokens; return the number with which it continues."""
     live, events = stack.control_plane.live, list[DispatchFailed]()
-    requests = live.core.requests
+    requests = live.core.requests.values()
     await until(lambda: is_true(any(scheduled.started for scheduled in requests)), 60.0)
     await asyncio.sleep(0.4)
     (scheduled,) = requests
