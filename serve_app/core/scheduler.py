@@ -24,7 +24,6 @@ from typing import Any
 
 from serve_app.core import commands as cmd
 from serve_app.core import events as ev
-from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
 from serve_app.core.accounting.wait_causes import WaitCause
 from serve_app.core.accounting.waits import WaitUpdater, record_attempt, wait_breakdown
 from serve_app.core.admission.admission import Admission
@@ -213,11 +212,6 @@ class Scheduler:
     def find(self, request_id: str) -> ScheduledRequest | None:
         """Return the current state of a request, or None if it is unknown or has ended."""
         return self.requests.get(request_id)
-
-    def queue_snapshot(self, now: float, limit: int = MAX_SUB_QUEUES) -> QueueSnapshot:
-        """Return a snapshot of the queue for operators, with at most `limit` sub-queues."""
-        parts = self.queue, self.dispatcher, self._policy, self.settings.routing.b_short_tokens
-        return take_queue_snapshot(*parts, now, limit)
 
     def __len__(self) -> int:
         """Return the number of queued and running requests."""

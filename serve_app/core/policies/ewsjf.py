@@ -13,8 +13,8 @@ Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1 and Eq 4. The class `EwsjfPa
 import math
 from dataclasses import dataclass
 
-from serve_app.core.policies.length_queues import Partition, QueueMap, prior_partition
-from serve_app.core.policies.protocol import OrderingPolicy, PolicyInputs, QueueBounds
+from serve_app.core.policies.length_queues import LengthQueue, Partition, QueueMap, prior_partition
+from serve_app.core.policies.protocol import OrderingPolicy, PolicyInputs
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.settings import EwsjfSettings, ScoreWeights
 
@@ -79,17 +79,9 @@ class Ewsjf(OrderingPolicy):
         """Return the queue by Dynamic Queue Routing."""
         return self.queues.route(scheduled.prefill_tokens).name
 
-    def queue_bounds(self) -> tuple[QueueBounds, ...]:
+    def queue_bounds(self) -> tuple[LengthQueue, ...]:
         """Return the learned queues and the bubble queues between them."""
-        return tuple(
-            QueueBounds(
-                name=queue.name,
-                min_tokens=queue.min_tokens,
-                max_tokens=queue.max_tokens,
-                bubble=queue.bubble,
-            )
-            for queue in self.queues
-        )
+        return tuple(self.queues)
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """Return the density-weighted score, Eq 1."""

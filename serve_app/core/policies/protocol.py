@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from serve_app.core.policies.length_queues import Partition
+from serve_app.core.policies.length_queues import LengthQueue, Partition
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.settings import EwsjfSettings
@@ -14,22 +14,6 @@ class PolicyInputs:
 
     prefill_costs: PrefillCosts = field(default_factory=PrefillCosts)
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueBounds:
-    """The range of lengths of one length queue.
-
-    Attributes:
-        name: the name that `OrderingPolicy.queue_of` returns.
-        max_tokens: longest prompt in it; inclusive.
-        bubble: whether it is a bubble queue, for lengths in a gap of the learned queues.
-    """
-
-    name: str
-    min_tokens: int
-    max_tokens: int
-    bubble: bool = False
 
 
 class OrderingPolicy:
@@ -60,7 +44,7 @@ class OrderingPolicy:
         """Return the name of the length queue for `scheduled`. Called whenever it is queued."""
         return "all"
 
-    def queue_bounds(self) -> tuple[QueueBounds, ...]:
+    def queue_bounds(self) -> tuple[LengthQueue, ...]:
         """Return the current length queues by rising length, empty if they have no bounds."""
         return ()
 

@@ -7,15 +7,17 @@ watchers report them.
 
 import hashlib
 import secrets
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from itertools import islice
 from time import time
 from typing import Any
 
 from serve_app.core import Scheduler
+from serve_app.core.accounting.waits import current_cause
 from serve_app.core.programs.program_scheduler import programs_document
+from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import plain
@@ -63,10 +65,25 @@ SUB_QUEUES_SHOWN = 60
 _MAX_REPLICAS = 100
 
 
+# Bounds the scheduler's time; more than an operator would read.
+MAX_SUB_QUEUES = 500
+# The first request of a sub-queue, and the number of requests in it.
+_Heads = Iterable[tuple[ScheduledRequest, int]]
+
+
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
-    """Return what is queued, for how long and why, with at most `most` sub-queues."""
-    settings, snapshot = core.settings, core.queue_snapshot(now, most)
-    served = {priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters}
+    """Return what is queued, for how long and why, with at most `most` sub-queues. Changes no state.
+
+    The sub-queues whose heads have waited longest are first. `served` is the service over weight by class and
+    tenant, in the units of the fairness mode.
+    """
+    settings, heads = core.settings, list(core.queue.sub_queue_heads())
+    longest = nsmallest(most, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
+    served = {
+        priority.value: counters
+        for priority, shares in core.queue.shares.items()
+        if (counters := shares.counters())
+    }
     return {
         "model": settings.model,
         "policy": settings.policy,
@@ -77,12 +94,58 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "queue_timeout_s": {
             priority.value: settings.queue_timeout_s.of(priority) for priority in PriorityClass
         },
-        "length_queues": [asdict(each) for each in snapshot.length_queues],
-        "sub_queues": [asdict(each) for each in snapshot.sub_queues],
-        "sub_queues_omitted": snapshot.omitted,
-        "b_short_tokens": snapshot.b_short_tokens,
+        "length_queues": list(_length_queues(core, heads, now)),
+        "sub_queues": [_sub_queue(core, *sub_queue, now) for sub_queue in longest],
+        "sub_queues_omitted": len(heads) - len(longest),
+        "b_short_tokens": settings.routing.b_short_tokens,
         "served": served,
         "settings": plain(settings),
+    }
+
+
+def _length_queues(core: Scheduler, heads: _Heads, now: float) -> Iterator[dict[str, Any]]:
+    """Yield the length queues, summed over all tenants and classes: by rising length, or by name.
+
+    `waiting` does not count requests in backoff or waiting for room for their context. `head` is the
+    sub-queue whose head the policy scores highest.
+    """
+    policy = core.queue.policy
+    bounds = {each.name: each for each in policy.queue_bounds()}
+    by_name: dict[str, list[tuple[ScheduledRequest, int]]] = {name: [] for name in bounds}
+    for head, waiting in sorted(heads, key=lambda each: each[0].length_queue):
+        by_name.setdefault(head.length_queue, []).append((head, waiting))
+    for name, inside in by_name.items():
+        best = max(inside, key=lambda each: (policy.score(each[0], now), -each[0].sequence), default=None)
+        yield {
+            "name": name,
+            "bounds": {bound: getattr(bounds[name], bound) for bound in _BOUNDS} if name in bounds else None,
+            "waiting": sum(waiting for _, waiting in inside),
+            "longest_wait_s": max((now - head.request.arrived_at for head, _ in inside), default=None),
+            "head": None if best is None else _sub_queue(core, *best, now),
+        }
+
+
+_BOUNDS = ("name", "min_tokens", "max_tokens", "bubble")
+
+
+def _sub_queue(core: Scheduler, head: ScheduledRequest, waiting: int, now: float) -> dict[str, Any]:
+    """Return one sub-queue and why its head waits: the cause as in receipts, and the reason in each pool.
+
+    The score of the head is comparable only within one policy.
+    """
+    request = head.request
+    return {
+        "priority": request.priority,
+        "tenant": request.tenant,
+        "pools": head.pools,
+        "length_queue": head.length_queue,
+        "prefill_class": head.prefill_class,
+        "waiting": waiting,
+        "head": request.request_id,
+        "wait_s": now - request.arrived_at,
+        "score": core.queue.policy.score(head, now),
+        "cause": current_cause(head),
+        "reason": core.dispatcher.wait_reasons(head, now),
     }
 
 

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from serve_app.core import Scheduler, SchedulerSettings
-from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale, Revoke
 from serve_app.core.decision_log import RunHeader
 from serve_app.core.events import Arrived, Cancelled, Event, Finished, FirstToken, ReplicaReported, Woke
@@ -37,7 +36,12 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.process import precise_clock
-from serve_app.serving.scheduler.documents import RemoteEndpoints, queue_document, replica_documents
+from serve_app.serving.scheduler.documents import (
+    MAX_SUB_QUEUES,
+    RemoteEndpoints,
+    queue_document,
+    replica_documents,
+)
 from serve_app.serving.scheduler.gauges import (
     Figures,
     core_figures,

@@ -116,11 +116,11 @@ def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty(
     driver.arrive("gap", prompt_tokens=1_000)
     (scheduled,) = driver.scheduler.queue
     assert scheduled.length_queue == "~951-1049"
-    assert len(driver.scheduler.queue_snapshot(driver.now).length_queues) == 3
+    assert len(driver.scheduler.queue.policy.queue_bounds()) == 3
     assert dispatched(driver.feed(FirstToken("f0"))) == [("gap", "r1")]
     for number in range(6):
         driver.arrive(f"later{number}", prompt_tokens=50)
         driver.feed(FirstToken(f"later{number}"))
         if number < 3:
             driver.feed(FirstToken(f"f{number}"))
-    assert len(driver.scheduler.queue_snapshot(driver.now).length_queues) == 2
+    assert len(driver.scheduler.queue.policy.queue_bounds()) == 2

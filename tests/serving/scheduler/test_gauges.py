@@ -8,6 +8,7 @@ from serve_app.core.commands import Dispatch
 from serve_app.core.request import PredictedWait
 from serve_app.errors import Outcome
 from serve_app.request import Usage
+from serve_app.serving.scheduler.documents import queue_document
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
     Names,
@@ -38,8 +39,8 @@ def test_heads_are_blocked_by_the_causes_in_their_receipts(
     page = SchedulerMetrics("m").exposition(figures)
     assert f'ewsjf_blocked_heads{{cause="{cause}",model="m",pool="only"}}' in page
     assert current_cause(driver.find("r1")) == cause
-    (view,) = driver.scheduler.queue_snapshot(driver.now, 10).sub_queues
-    assert view.cause == cause
+    (shown,) = queue_document(driver.scheduler, driver.now, 10)["sub_queues"]
+    assert shown["cause"] == cause
 
 
 def test_names_from_traffic_are_bounded() -> None:
