@@ -200,7 +200,7 @@ class Scheduler:
         routing, start = self._routing.next_at(), self._slow_starts.next_at()
         if not self.queue.waiting:
             return earliest(report, outage, routing, start)
-        timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
+        timeout, backoff = self._expiry.next_at(), self.queue.next_backoff_end()
         prefill, programs = self._prefills.next_at(), self.programs.next_at()
         return earliest(timeout, backoff, report, outage, routing, start, prefill, programs)
 

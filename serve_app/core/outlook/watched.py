@@ -76,7 +76,7 @@ def expected_order(
     by_tenant: defaultdict[tuple[str, PriorityClass], defaultdict[str, list[_Ranked]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for waiting in queue.backoff:
+    for waiting in queue.backoff.values():
         returned[waiting.pools[0]].append(waiting)
     for waiting in list(queue.parked.values()):
         home, request = waiting.pools[0], waiting.request

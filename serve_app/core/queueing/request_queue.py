@@ -3,7 +3,6 @@
 - `RequestQueue`: queued requests by priority class, tenant and sub-queue.
 - `SubQueue`: requests that the same replicas can serve, in the policy's order.
 - `HeadGroups`: decide whether any of many heads may fit a replica, without examining each.
-- `BackoffRequests`: requests in backoff, which are in no sub-queue.
 
 `RequestQueue`. There is a sub-queue for each length queue, pool preference, prefill class and destination,
 because requests of one length queue may be restricted to different replicas. The head of a sub-queue
@@ -309,42 +308,6 @@ def _backoff_until(scheduled: ScheduledRequest) -> float:
     return scheduled.attempts.backoff_until
 
 
-class BackoffRequests:
-    """Requests in backoff, by its end. They count as queued, but are in no sub-queue."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, ScheduledRequest] = {}
-        self._ends = ExpiryHeap(_backoff_until)
-
-    def add(self, scheduled: ScheduledRequest) -> None:
-        """Add a queued request until its `backoff_until`."""
-        self._requests[scheduled.request.request_id] = scheduled
-        self._ends.add(scheduled)
-
-    def remove(self, scheduled: ScheduledRequest) -> bool:
-        """Remove a request. Return whether it was present."""
-        return self._requests.pop(scheduled.request.request_id, None) is not None
-
-    def pop_due(self, now: float) -> Iterator[ScheduledRequest]:
-        """Remove and yield the requests whose backoff has ended."""
-        for scheduled in self._ends.pop_expired(now):
-            if self.remove(scheduled):
-                yield scheduled
-
-    def next_at(self) -> float | None:
-        """Return the next end of a backoff, or None."""
-        return self._ends.next_at()
-
-    def __contains__(self, scheduled: ScheduledRequest) -> bool:
-        return scheduled.request.request_id in self._requests
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        return iter(list(self._requests.values()))
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
 @dataclass(slots=True)
 class HeadQuery:
     """A query for heads.
@@ -372,6 +335,7 @@ class RequestQueue:
         waiting_by_key: queued requests by the id of their API key.
         work: queued work by pool preference.
         restricted: queued requests that only some replicas of their pools can serve.
+        backoff: requests in backoff, by id. They are in no sub-queue.
         parked: requests that wait for room for their context, by id. They are in no sub-queue.
         with_targets: number of queued requests with a latency target.
     """
@@ -397,7 +361,8 @@ class RequestQueue:
         self._put_backs: dict[str, ScheduledRequest] = {}
         self._insertions = 0
         self._now = 0.0
-        self.backoff = BackoffRequests()
+        self.backoff: dict[str, ScheduledRequest] = {}
+        self._backoff_ends = ExpiryHeap(_backoff_until)
         self.parked: dict[str, ScheduledRequest] = {}
         self.groups = HeadGroups()
         self.waits = WaitAccounts()
@@ -458,9 +423,15 @@ class RequestQueue:
             del tenants[request.tenant]
             self.shares[request.priority].on_idle(request.tenant)
 
+    def next_backoff_end(self) -> float | None:
+        """Return the next end of a backoff, or None."""
+        return self._backoff_ends.next_at()
+
     def end_backoffs(self, now: float) -> None:
         """Move the requests whose backoff has ended to their sub-queues."""
-        for scheduled in self.backoff.pop_due(now):
+        for scheduled in self._backoff_ends.pop_expired(now):
+            if self.backoff.pop(scheduled.request.request_id, None) is None:
+                continue
             scheduled.attempts = replace(scheduled.attempts, backoff_until=0.0)
             tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
             self._insert_or_hold(scheduled, tenant)
@@ -616,7 +587,7 @@ class RequestQueue:
         for scheduled in requests:
             name = scheduled.length_queue = self.policy.queue_of(scheduled)
             self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
-            if scheduled in self.backoff or scheduled.parked:
+            if scheduled.request.request_id in self.backoff or scheduled.parked:
                 continue
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
@@ -648,7 +619,8 @@ class RequestQueue:
 
     def _insert_or_hold(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
         if scheduled.attempts.backoff_until:
-            self.backoff.add(scheduled)
+            self.backoff[scheduled.request.request_id] = scheduled
+            self._backoff_ends.add(scheduled)
         elif scheduled.parked:
             self.parked[scheduled.request.request_id] = scheduled
         else:
@@ -674,9 +646,10 @@ class RequestQueue:
         self._sub_queue_of[request.request_id] = sub_queue
 
     def _detach(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        if self.backoff.remove(scheduled) or self.parked.pop(scheduled.request.request_id, None) is not None:
+        request_id = scheduled.request.request_id
+        if self.backoff.pop(request_id, None) or self.parked.pop(request_id, None):
             return
-        sub_queue = self._sub_queue_of.pop(scheduled.request.request_id)
+        sub_queue = self._sub_queue_of.pop(request_id)
         sub_queue.remove(scheduled)
         if not sub_queue:
             del tenant.sub_queues[sub_queue.key]
@@ -784,7 +757,7 @@ class RequestQueue:
     def __iter__(self) -> Iterator[ScheduledRequest]:
         for sub_queue in self.sub_queues():
             yield from sub_queue
-        yield from self.backoff
+        yield from self.backoff.values()
         yield from self.parked.values()
 
     def __len__(self) -> int:
