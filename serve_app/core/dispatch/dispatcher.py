@@ -60,7 +60,7 @@ from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.request_queue import HeadGroup, HeadQuery, RequestQueue
 from serve_app.core.request import NO_ATTEMPTS, ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
-from serve_app.core.routing.prefix import PrefixAffinity, PrefixQuery
+from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import PrefillClass, ReplicaState, Running
 from serve_app.core.settings import SchedulerSettings
 from serve_app.request import ANYWHERE, PriorityClass, Request
@@ -259,11 +259,8 @@ class Placement:
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             return self._admissible(head, replica_id, prefill_tokens, query, now)
 
-        prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens)
-        found = self._affinity.choose(by_load, prompt, admissible)
-        if found is None:
-            return None
-        return self._placed(head, found.replica, found.prefill_tokens, query)
+        found = self._affinity.choose(by_load, head.request, estimate.expected_prompt_tokens, admissible)
+        return None if found is None else self._placed(head, *found, query)
 
     def _by_target(self, head: ScheduledRequest, usual: Running, query: CapacityQuery, now: float) -> Running:
         """Return the usual replica, or the best of those on which all latency targets are met."""

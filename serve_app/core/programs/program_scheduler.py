@@ -459,8 +459,8 @@ class ProgramScheduler:
             }
             if len(rooms) > 1 and prefix:
                 _, matches = self._affinity.index.better_than("", prefix, _MOST_MATCHES)
-                most = max((each.blocks for each in matches if each.replica_id in rooms), default=0)
-                longest = [each.replica_id for each in matches if each.blocks == most]
+                most = max((blocks for name, blocks in matches if name in rooms), default=0)
+                longest = [name for name, blocks in matches if blocks == most]
                 rooms = {name: rooms[name] for name in longest if name in rooms} or rooms
             if rooms:
                 return self._ledger[max(rooms, key=rooms.__getitem__)]

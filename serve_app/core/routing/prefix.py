@@ -190,14 +190,6 @@ class ReplicaCache:
 _ANY = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """A replica, and the number of leading blocks of a prompt that it has."""
-
-    replica_id: str
-    blocks: int
-
-
 class PrefixIndex:
     """The cached blocks of all replicas, at most `max_blocks` of at most 330 bytes each."""
 
@@ -257,21 +249,21 @@ class PrefixIndex:
 
     def better_than(
         self, replica_id: str, prefix: Sequence[int], at_most: int
-    ) -> tuple[int, list[PrefixMatch]]:
+    ) -> tuple[int, list[tuple[str, int]]]:
         """Return the number of leading blocks on this replica, and up to `at_most` replicas that have more.
 
-        The longest matches are first. The order of equals depends on the prompt, so that prompts with a
-        common start do not all go to one replica.
+        Each comes with its number of leading blocks. The longest matches are first. The order of equals
+        depends on the prompt, so that prompts with a common start do not all go to one replica.
         """
         cache = self._caches.get(replica_id)
         held = self._held(prefix, cache.bit) if cache is not None else 0
         start = prefix[-1] % (len(self._by_slot) or 1) if prefix else 0
-        found: list[PrefixMatch] = []
+        found: list[tuple[str, int]] = []
         others = _ANY
         while len(found) < at_most and (blocks := self._held(prefix, others)) > held:
             level = self._holders[prefix[blocks - 1]] & others
             others &= ~level
-            matches = (PrefixMatch(self._by_slot[slot], blocks) for slot in _bits(level, start))
+            matches = ((self._by_slot[slot], blocks) for slot in _bits(level, start))
             found.extend(islice(matches, at_most - len(found)))
         return held, found
 
@@ -335,22 +327,6 @@ class AffinitySettings:
     enabled: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixQuery:
-    """A prompt to be placed, with its expected prompt tokens."""
-
-    request: Request
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPlacement:
-    """A replica, and the tokens of the prompt that remain to be computed there."""
-
-    replica: ReplicaState
-    prefill_tokens: int
-
-
 class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
@@ -404,31 +380,31 @@ class PrefixAffinity:
         return prompt_tokens - self._left(request, prompt_tokens, held)
 
     def choose(
-        self, by_load: ReplicaState | None, query: PrefixQuery, admissible: ReplicaFilter
-    ) -> PrefixPlacement | None:
+        self, by_load: ReplicaState | None, request: Request, prompt_tokens: int, admissible: ReplicaFilter
+    ) -> tuple[ReplicaState, int] | None:
         """Return the replica selected by load, or one with sufficiently more of the prompt cached.
+
+        With it comes the number of prompt tokens that remain to be computed there.
 
         Args:
             by_load: None if no replica may accept the whole prompt. Then the first admissible replica that
                 has a part of it cached is returned.
         """
-        request, prompt_tokens = query.request, query.prompt_tokens
         if not request.submission.prefix:
-            return None if by_load is None else PrefixPlacement(by_load, prompt_tokens)
+            return None if by_load is None else (by_load, prompt_tokens)
         name = "" if by_load is None else by_load.spec.replica_id
         held, more = self.index.better_than(name, request.submission.prefix, _MAX_CANDIDATES)
-        best = None if by_load is None else PrefixPlacement(by_load, self._left(request, prompt_tokens, held))
-        least = math.inf if best is None else cost(best.replica, best.prefill_tokens)
-        for match in more:
-            left = self._left(request, prompt_tokens, match.blocks)
-            replica = admissible(match.replica_id, left)
+        best = None if by_load is None else (by_load, self._left(request, prompt_tokens, held))
+        least = math.inf if best is None else cost(*best)
+        for replica_id, blocks in more:
+            left = self._left(request, prompt_tokens, blocks)
+            replica = admissible(replica_id, left)
             if replica is None:
                 continue
-            placement = PrefixPlacement(replica, left)
             if by_load is None:
-                return placement
+                return replica, left
             if (figure := cost(replica, left)) < least:
-                best, least = placement, figure
+                best, least = (replica, left), figure
         return best
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:

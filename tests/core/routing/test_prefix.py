@@ -15,13 +15,11 @@ from serve_app.core.routing.prefix import (
     AffinitySettings,
     PrefixAffinity,
     PrefixIndex,
-    PrefixMatch,
-    PrefixQuery,
     ReplicaFilter,
     cached_tokens,
 )
 from serve_app.core.routing.replica_state import ReplicaState, Running
-from serve_app.request import PromptShape
+from serve_app.request import PromptShape, Request
 from tests.builders import report, request, spec
 
 blocks = st.integers(0, 200)
@@ -68,7 +66,7 @@ def prefix_index(*joined: str, capacity_tokens: int = 10_000, max_blocks: int = 
 def matches(index: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
     """Return the number of leading blocks on each replica, most first."""
     _, found = index.better_than("nobody", prefix, len(REPLICAS) + 1)
-    return {one.replica_id: one.blocks for one in found}
+    return dict(found)
 
 
 def test_replicas_that_hold_more_are_listed_longest_match_first() -> None:
@@ -76,10 +74,10 @@ def test_replicas_that_hold_more_are_listed_longest_match_first() -> None:
     index.add("s1", chain("abbb"))
     index.add("s2", chain("ab"))
     index.add("s3", chain("a"))
-    assert index.better_than("s3", chain("abbb"), 8) == (1, [PrefixMatch("s1", 4), PrefixMatch("s2", 2)])
-    assert index.better_than("s3", chain("abbb"), 1) == (1, [PrefixMatch("s1", 4)])
+    assert index.better_than("s3", chain("abbb"), 8) == (1, [("s1", 4), ("s2", 2)])
+    assert index.better_than("s3", chain("abbb"), 1) == (1, [("s1", 4)])
     assert index.better_than("s1", chain("abbb"), 8) == (4, [])
-    assert index.better_than("nobody", chain("abbb"), 1) == (0, [PrefixMatch("s1", 4)])
+    assert index.better_than("nobody", chain("abbb"), 1) == (0, [("s1", 4)])
 
 
 def test_prompts_that_share_their_beginning_are_offered_different_replicas() -> None:
@@ -88,7 +86,7 @@ def test_prompts_that_share_their_beginning_are_offered_different_replicas() -> 
         index.add(replica_id, chain("aaaa"))
     index.join("new", 10_000)
     prompts = [(*chain("aaaa"), number) for number in range(100, 130)]
-    first = {index.better_than("new", prompt, 1)[1][0].replica_id for prompt in prompts}
+    first = {index.better_than("new", prompt, 1)[1][0][0] for prompt in prompts}
     assert first == set(REPLICAS)
 
 
@@ -233,9 +231,7 @@ class Histories(RuleBasedStateMachine):
             for replica_id in self.capacity:
                 held, more = self.index.better_than(replica_id, prompt, len(REPLICAS))
                 assert held == match.get(replica_id, 0)
-                assert {one.replica_id: one.blocks for one in more} == {
-                    other: blocks for other, blocks in match.items() if blocks > held
-                }
+                assert dict(more) == {other: blocks for other, blocks in match.items() if blocks > held}
 
 
 TestHistories = Histories.TestCase
@@ -246,9 +242,8 @@ TestHistories = Histories.TestCase
 SESSION = tuple(range(1, 9))  # eight blocks, 1,024 tokens
 
 
-def prompt(prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100) -> PrefixQuery:
-    made = request(prompt_tokens=prompt_tokens, prefix=prefix)
-    return PrefixQuery(made, prompt_tokens)
+def prompt(prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100) -> Request:
+    return request(prompt_tokens=prompt_tokens, prefix=prefix)
 
 
 class NoBackpressure:
@@ -277,7 +272,7 @@ class Fleet:
             self.affinity.join(joined)
 
     def on_dispatch(self, replica_id: str, prefix: tuple[int, ...] = SESSION) -> None:
-        self.affinity.on_dispatch(replica_id, prompt(prefix).request)
+        self.affinity.on_dispatch(replica_id, prompt(prefix))
 
     def busy(self, replica_id: str, requests: int, *, prefill_tokens: int = 0) -> None:
         for _ in range(requests):
@@ -287,17 +282,19 @@ class Fleet:
         return self.ledger[replica_id]
 
     def choose(
-        self, by_load: str | None, asked: PrefixQuery, admissible: ReplicaFilter | None = None
+        self, by_load: str | None, asked: Request, admissible: ReplicaFilter | None = None
     ) -> str | None:
         state = None if by_load is None else self.ledger[by_load]
-        placed = self.affinity.choose(state, asked, admissible or self.admissible)
-        return None if placed is None else placed.replica.spec.replica_id
+        placed = self.affinity.choose(state, asked, 1_100, admissible or self.admissible)
+        return None if placed is None else placed[0].spec.replica_id
 
-    def left_on(self, replica_id: str, asked: PrefixQuery) -> int:
+    def left_on(self, replica_id: str, asked: Request, prompt_tokens: int = 1_100) -> int:
         """Return the tokens to compute there if no other replica is available."""
-        placed = self.affinity.choose(self.ledger[replica_id], asked, lambda _id, _tokens: None)
+        placed = self.affinity.choose(
+            self.ledger[replica_id], asked, prompt_tokens, lambda _id, _tokens: None
+        )
         assert placed is not None
-        return placed.prefill_tokens
+        return placed[1]
 
 
 def test_without_a_match_the_load_decides() -> None:
@@ -367,7 +364,7 @@ def test_cached_blocks_are_counted_where_most_of_them_are() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s1", SESSION[:2])
     fleet.on_dispatch("s2")
-    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 1_024
+    assert fleet.affinity.cached_tokens(prompt(), 1_100) == 1_024
     assert fleet.left_on("s1", prompt()) == 1_100 - 256
 
 
@@ -376,7 +373,7 @@ def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: f
     affinity = PrefixAffinity(AffinitySettings(), lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = request(
-        prompt_tokens=4_000, prefix=prompt().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
+        prompt_tokens=4_000, prefix=prompt().submission.prefix, shape=PromptShape(text_bytes=4_400)
     )
     affinity.on_dispatch("s1", text)
     assert affinity.cached_tokens(text, 2_200) == cached
@@ -386,7 +383,7 @@ def test_a_lost_replica_has_no_cached_prefixes() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
     fleet.affinity.lose("s2")
-    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 0
+    assert fleet.affinity.cached_tokens(prompt(), 1_100) == 0
     assert fleet.choose("s1", prompt()) == "s1"
 
 
@@ -396,9 +393,9 @@ def test_at_least_one_prompt_token_is_always_computed(held: list[int], prompt_to
     for number, blocks in enumerate(held):
         fleet.on_dispatch(f"s{number}", SESSION[:blocks])
     asked = prompt(prompt_tokens=prompt_tokens)
-    least = min(fleet.left_on(f"s{number}", asked) for number in range(3))
+    least = min(fleet.left_on(f"s{number}", asked, prompt_tokens) for number in range(3))
     assert 1 <= least <= prompt_tokens
-    assert fleet.affinity.cached_tokens(asked.request, prompt_tokens) == prompt_tokens - least
+    assert fleet.affinity.cached_tokens(asked, prompt_tokens) == prompt_tokens - least
 
 
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=5))
