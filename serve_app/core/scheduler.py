@@ -55,7 +55,7 @@ from serve_app.core.routing.pools import ArrivedWork, PoolRouter
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import ReplicaState, Running
-from serve_app.core.routing.request_routing import Rejections, RequestRouting, Rerouting
+from serve_app.core.routing.request_routing import Rejections, RequestRouting
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
@@ -136,8 +136,9 @@ class Scheduler:
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, self._backpressure)
         self.admission = Admission(settings, self.queue, slots, self.targets, now)
-        self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
-        self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
+        self._routing = RequestRouting(
+            self.router, self.admission, self.queue, self.ledger, settings.no_replica_grace_s
+        )
         self.programs = ProgramScheduler(
             settings.programs,
             self.queue,
@@ -392,14 +393,14 @@ class Scheduler:
     def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
         if learned:
             self._commands += learned
-            self._reject_all(self._rerouting.all_waiting(now))
+            self._reject_all(self._routing.all_waiting(now))
 
     # Events about replicas
 
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self._reject_all(self._rerouting.on_fleet_change(now))
+        self._reject_all(self._routing.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
@@ -407,7 +408,7 @@ class Scheduler:
         self._backfill.on_loss(self.ledger)
         for scheduled in self.programs.on_replica_loss(event.replica_id):
             self.queue.bind(scheduled, None)
-        self._reject_all(self._rerouting.on_fleet_change(now))
+        self._reject_all(self._routing.on_fleet_change(now))
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         state = self.ledger.get(event.replica_id)
@@ -432,7 +433,7 @@ class Scheduler:
         self._prefills.end_assumed(now)
         self.admission.predictor.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
-            self._reject_all(self._rerouting.all_waiting(now))
+            self._reject_all(self._routing.all_waiting(now))
             self._routing.discard_ended(now)
         if not self.queue.waiting:
             return

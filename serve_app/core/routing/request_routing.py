@@ -1,11 +1,8 @@
-"""Request routing, and the rerouting of queued requests.
+"""Request routing: the pools that may serve a request, or its rejection, on arrival and while it is queued.
 
-- `RequestRouting`: the pools that may serve a request, or its rejection.
-- `Rerouting`: other pools for queued requests, or their rejection, when the inputs of routing have changed.
-
-`RequestRouting`. Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request
-refers to state on one replica, such as an earlier response, and no other replica can serve it. It waits for
-that replica alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting
+Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
+on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
+alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting
 replica and a failover of the scheduler. After that it is rejected, because the state is lost with the
 replica. The period begins with the loss for a request that ran there, and otherwise when the replica is first
 found missing.
@@ -13,15 +10,16 @@ found missing.
 A request for a LoRA adapter goes to pools with a replica that lists the adapter. If there is none, it waits
 for the same grace period, and is then rejected as a request for an unknown model.
 
-`Rerouting`. The inputs are the context limits and outages of pools, `B_short`, and, for requests that only
-some replicas can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no
-difference, so no request is routed again for it.
+Queued requests are routed again when the inputs of routing have changed. The inputs are the context limits
+and outages of pools, `B_short`, and, for requests that only some replicas can serve, each replica that joins
+or leaves. In a fleet of identical replicas one more makes no difference, so no request is routed again for
+it.
 """
 
 import math
 from collections.abc import Iterator
 
-from serve_app.core.admission.admission import Admission, Outages, too_long
+from serve_app.core.admission.admission import Admission, too_long
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate
@@ -32,20 +30,29 @@ from serve_app.request import Destination, Request
 
 Route = tuple[tuple[str, ...], Conclusion | None]
 """The pools of a request, the home pool first, and its rejection if it may not wait for them."""
+Rejections = Iterator[tuple[ScheduledRequest, Conclusion]]
+"""Yields queued requests that no pool can serve any more; the caller removes each."""
 
 
 class RequestRouting:
     """Routes requests. `grace_s` is how long they wait for a missing replica or adapter."""
 
     def __init__(
-        self, router: PoolRouter, admission: Admission, ledger: ReplicaLedger, grace_s: float
+        self,
+        router: PoolRouter,
+        admission: Admission,
+        queue: RequestQueue,
+        ledger: ReplicaLedger,
+        grace_s: float,
     ) -> None:
         self._router = router
         self._admission = admission
+        self._queue = queue
         self._ledger = ledger
         self._grace_s = grace_s
         # Required replicas and adapters that no connected replica provides, by the time of detection.
         self._missing_since: dict[Destination, float] = {}
+        self._routed_by = self._inputs()
 
     def __repr__(self) -> str:
         return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
@@ -80,6 +87,22 @@ class RequestRouting:
             scheduled.request, scheduled.estimate, now, scheduled.attempts.above_tokens, lost_at
         )
 
+    def all_waiting(self, now: float) -> Rejections:
+        """Route all queued requests again, and yield the rejected ones."""
+        self._routed_by = self._inputs()
+        for scheduled in list(self._queue):
+            pools, rejection = self.route_again(scheduled, now)
+            if rejection:
+                yield scheduled, rejection
+            elif pools != scheduled.pools:
+                self._queue.reroute(scheduled, pools)
+
+    def on_fleet_change(self, now: float) -> Rejections:
+        """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
+        self._admission.outages.observe(self._ledger.has_alive, now)
+        if self._queue.restricted or self._inputs() != self._routed_by:
+            yield from self.all_waiting(now)
+
     def next_at(self) -> float | None:
         """Return the next end of a grace period for missing replicas, or None if there is none."""
         return min(self._missing_since.values()) + self._grace_s if self._missing_since else None
@@ -94,6 +117,9 @@ class RequestRouting:
         ended = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
         for missing in ended:
             del self._missing_since[missing]
+
+    def _inputs(self) -> tuple[int, int]:
+        return self._ledger.contexts.changes, self._admission.outages.changes
 
     def _route_bound(
         self,
@@ -171,42 +197,3 @@ def _lost_response(replica_id: str) -> Conclusion:
         f"the response that this request refers to was stored on replica {replica_id}, which is no longer "
         "available: send the whole conversation",
     )
-
-
-Rejections = Iterator[tuple[ScheduledRequest, Conclusion]]
-"""Yields queued requests that no pool can serve any more; the caller removes each."""
-
-
-class Rerouting:
-    """Routes the queued requests of one model again."""
-
-    def __init__(
-        self, queue: RequestQueue, routing: RequestRouting, ledger: ReplicaLedger, outages: Outages
-    ) -> None:
-        self._queue = queue
-        self._routing = routing
-        self._ledger = ledger
-        self._outages = outages
-        self._routed_by = self._inputs()
-
-    def __repr__(self) -> str:
-        return f"<Rerouting {self._ledger.contexts}>"
-
-    def all_waiting(self, now: float) -> Rejections:
-        """Route all queued requests, and yield the rejected ones."""
-        self._routed_by = self._inputs()
-        for scheduled in list(self._queue):
-            pools, rejection = self._routing.route_again(scheduled, now)
-            if rejection:
-                yield scheduled, rejection
-            elif pools != scheduled.pools:
-                self._queue.reroute(scheduled, pools)
-
-    def on_fleet_change(self, now: float) -> Rejections:
-        """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
-        self._outages.observe(self._ledger.has_alive, now)
-        if self._queue.restricted or self._inputs() != self._routed_by:
-            yield from self.all_waiting(now)
-
-    def _inputs(self) -> tuple[int, int]:
-        return self._ledger.contexts.changes, self._outages.changes
