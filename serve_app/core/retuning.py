@@ -7,8 +7,10 @@ resubmit their requests.
 """
 
 from dataclasses import fields, replace
+from operator import attrgetter
 
 from serve_app.core.settings import SchedulerSettings
+from serve_app.core.settings_base import changed
 
 RETUNABLE = (
     "ewsjf.weights",
@@ -30,25 +32,14 @@ def checked_retuning(current: SchedulerSettings, new: SchedulerSettings) -> Sche
     # Isolation cannot be enabled or disabled, because queued requests have no prefill class, or one that
     # would not be used.
     isolation = new.isolation if (was > 0) is (will > 0) else current.isolation
-    allowed = replace(
-        current,
-        ewsjf=replace(current.ewsjf, weights=new.ewsjf.weights),
-        isolation=isolation,
-        delay_bound=new.delay_bound,
-        backpressure=replace(
-            current.backpressure,
-            target_waiting=new.backpressure.target_waiting,
-            tpot_gate_s=new.backpressure.tpot_gate_s,
-            max_prefill_backlog_s=new.backpressure.max_prefill_backlog_s,
-        ),
-        engine_priority=replace(current.engine_priority, target_waiting=new.engine_priority.target_waiting),
-    )
+    allowed = current
+    for path in RETUNABLE:
+        allowed = changed(allowed, path, attrgetter(path)(new))
+    allowed = replace(allowed, isolation=isolation)
     if allowed != new:
-        changed = [
-            each.name for each in fields(new) if getattr(allowed, each.name) != getattr(new, each.name)
-        ]
+        fixed = [each.name for each in fields(new) if getattr(allowed, each.name) != getattr(new, each.name)]
         raise ValueError(
-            f"{', '.join(changed)} cannot change in a running scheduler; "
+            f"{', '.join(fixed)} cannot change in a running scheduler; "
             f"retunable settings: {', '.join(RETUNABLE)}"
         )
     return new

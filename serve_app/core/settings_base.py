@@ -297,6 +297,13 @@ def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collec
         raise SettingsError(f"user_config: {'; '.join(str(exc).splitlines())}") from exc
 
 
+def changed(settings: Settings, path: str, value: object) -> Settings:
+    """Return a copy with another value under a dotted path, which must exist."""
+    name, _, rest = path.partition(".")
+    new = changed(getattr(settings, name), rest, value) if rest else value
+    return replace(settings, **{name: new})  # type: ignore[type-var]
+
+
 class _Invalid:
     """Placeholder for an invalid value; its reason is among the errors."""
 

@@ -49,6 +49,7 @@ from typing import Any, TypeVar
 from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import Ewsjf
+from serve_app.core.settings_base import changed
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.workloads import plain_stream
@@ -81,7 +82,7 @@ def with_value(settings: Settings, path: str, value: object) -> Settings:
     # Raises with the path if there is no such setting.
     value_at(settings, path)
     try:
-        return _changed(settings, path, value)
+        return changed(settings, path, value)
     except ValueError as error:
         raise SettingsError(f"{path} cannot be {value}: {error}") from error
 
@@ -91,12 +92,6 @@ def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
     for path, value in values.items():
         settings = with_value(settings, path, value)
     return settings
-
-
-def _changed(settings: Settings, path: str, value: object) -> Settings:
-    name, _, rest = path.partition(".")
-    new = _changed(getattr(settings, name), rest, value) if rest else value
-    return replace(settings, **{name: new})  # type: ignore[type-var]
 
 
 Values = Mapping[str, float]
