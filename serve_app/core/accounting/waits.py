@@ -85,24 +85,6 @@ class WaitAccount:
         state: index of the sum for what its requests wait for now.
     """
 
-    __slots__ = (
-        "_newcomers",
-        "_since",
-        "_sums",
-        "_taken_by_tenant",
-        "_tenants",
-        "destination",
-        "is_resident",
-        "key",
-        "pool",
-        "pools",
-        "prefill_class",
-        "priority",
-        "state",
-        "tokens",
-        "waiting",
-    )
-
     def __init__(self, key: WaitAccountKey, now: int) -> None:
         self.key = key
         self.priority, self.pools, self.prefill_class, bits, self.destination, self.is_resident = key

@@ -215,18 +215,6 @@ class ReplicaContexts:
         admitted: tokens of the turns that were admitted and not dispatched yet.
     """
 
-    __slots__ = (
-        "_idle",
-        "_idle_tokens",
-        "_left",
-        "_retained",
-        "_retained_count",
-        "_valid_until",
-        "active",
-        "admitted",
-        "capacity",
-    )
-
     def __init__(self) -> None:
         # Least recently used first.
         self._idle: OrderedDict[Conversation, _Idle] = OrderedDict()

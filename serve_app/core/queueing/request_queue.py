@@ -88,18 +88,6 @@ class HeadGroup:
             ones there.
     """
 
-    __slots__ = (
-        "_by_starvation",
-        "_by_tokens",
-        "_heads",
-        "cached",
-        "pools",
-        "prefill_class",
-        "priority",
-        "restricted",
-        "tenants",
-    )
-
     def __init__(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> None:
         self.priority = priority
         self.pools = pools

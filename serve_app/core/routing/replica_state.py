@@ -102,19 +102,6 @@ class KvForecast:
         shared_tokens: tokens of common prefixes that its requests count more than once, as last reported.
     """
 
-    __slots__ = (
-        "_advanced_at",
-        "_base",
-        "_members",
-        "_points",
-        "_slope",
-        "_uses",
-        "_variance",
-        "active",
-        "clock",
-        "shared_tokens",
-    )
-
     def __init__(self) -> None:
         self.clock = 0.0
         self.active = False

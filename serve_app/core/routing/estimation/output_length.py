@@ -88,19 +88,6 @@ class LengthCurve:
         observed: all answers, without decay.
     """
 
-    __slots__ = (
-        "_cut",
-        "_deaths",
-        "_ended",
-        "_fresh_for",
-        "_integral",
-        "_quantile",
-        "_scale",
-        "_survival",
-        "ended",
-        "observed",
-    )
-
     def __init__(self) -> None:
         self._ended = [0.0] * _BUCKETS
         self._cut = [0.0] * _BUCKETS
