@@ -38,18 +38,14 @@ _LIKELY_CHUNK_TOKENS = 2048
 
 
 class TenantTotals(dict[tuple[str, PriorityClass, str], float]):
-    """Seconds by pool, class and tenant: at most `max_sums` sums, and those of `OTHERS`."""
-
-    def __init__(self, max_sums: int = _MAX_TENANTS) -> None:
-        super().__init__()
-        self._max_sums = max_sums
+    """Seconds by pool, class and tenant: at most `_MAX_TENANTS` sums, and those of `OTHERS`."""
 
     def add(self, pool: str, request: Request, seconds: float) -> None:
         """Add seconds to the sum of a request's class and tenant in a pool. Zero creates no entry."""
         if not seconds:
             return
         key = pool, request.priority, request.tenant
-        if key not in self and len(self) >= self._max_sums:
+        if key not in self and len(self) >= _MAX_TENANTS:
             key = pool, request.priority, OTHERS
         self[key] = self.get(key, 0.0) + seconds
 

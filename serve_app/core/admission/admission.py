@@ -502,7 +502,8 @@ class Admission:
         """
         self.retry_reservations.expire(now)
         claimed = self.retry_reservations.claim(scheduled.request, now)
-        scheduled.claimed = claimed and self._queue.promotes_claimed
+        # A policy in order of arrival does not need precedence, because no later request passes them.
+        scheduled.claimed = claimed and self._queue.policy.promotes
         if scheduled.target is not None:
             scheduled.target.is_promised = claimed
         tokens_ahead = self._queue.work_ahead(scheduled.request)

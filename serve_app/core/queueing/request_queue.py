@@ -426,14 +426,6 @@ class RequestQueue:
             self.waits.remove(scheduled, now)
             self.waits.add(scheduled)
 
-    @property
-    def promotes_claimed(self) -> bool:
-        """True if requests that claimed a retry reservation are served before others.
-
-        A policy in order of arrival does not need this, because no later request passes them.
-        """
-        return self.policy.promotes
-
     def turns(self, query: HeadQuery, now: float) -> Iterator[list[ScheduledRequest]]:
         """Yield the heads of each turn in the order of scores. Turns follow the tenants' shares."""
         priority, tenants = query.priority, self._tenants[query.priority]

@@ -272,11 +272,6 @@ class HangDetector:
         """Reset a replica that has joined, except for outstanding first tokens. None disables detection."""
         self.hangs, self._limit_s, self._no_progress_since = False, limit_s, None
 
-    @property
-    def outstanding(self) -> int:
-        """Number of first tokens that are outstanding."""
-        return self._outstanding
-
     def on_dispatch(self, now: float) -> None:
         """Count a dispatched request whose first token will be reported."""
         self._outstanding += 1

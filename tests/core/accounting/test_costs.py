@@ -3,6 +3,7 @@
 import pytest
 
 from serve_app.core import events as ev
+from serve_app.core.accounting import costs
 from serve_app.core.accounting.costs import OTHERS, TenantTotals
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.routing import prefill_cost
@@ -138,8 +139,9 @@ def test_a_resumed_request_is_charged_from_its_resumption() -> None:
 
 
 @pytest.mark.parametrize("tenants", [3, 100])
-def test_further_tenants_are_summed_together(tenants: int) -> None:
-    totals = TenantTotals(max_sums=2)
+def test_further_tenants_are_summed_together(tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_MAX_TENANTS", 2)
+    totals = TenantTotals()
     totals.add("short", request("idle", tenant="idle"), 0.0)
     for number in (*range(tenants), 0):
         totals.add("short", request(f"r{number}", tenant=f"t{number}"), 1.0)
