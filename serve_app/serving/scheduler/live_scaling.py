@@ -9,7 +9,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from msgspec import Struct
@@ -41,15 +41,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """Type and location of a failure. The message is excluded, because it may contain changing values."""
-
-    kind: type[Exception]
-    file: str
-    line: int | None
-
-
 class ScalingState(Struct):
     """Learned start times of engines by pool."""
 
@@ -76,7 +67,8 @@ class LiveScaling(Collector):
         self._changes = counters(registry, "ewsjf_scaling_decisions", text, labels)
         self._begin_counts()
         # Last failure; None if the last decision succeeded.
-        self._fault: _Fault | None = None
+        # Type and location of the last failure. Its message may contain changing values.
+        self._fault: tuple[type[Exception], str, int | None] | None = None
 
     def __repr__(self) -> str:
         return f"<LiveScaling {self._scaler}>"
@@ -172,7 +164,7 @@ class LiveScaling(Collector):
         """Count a failure, and log it unless it repeats the last one."""
         self._failures.inc()
         frames = traceback.extract_tb(error.__traceback__)
-        fault = _Fault(type(error), frames[-1].filename, frames[-1].lineno)
+        fault = type(error), frames[-1].filename, frames[-1].lineno
         if fault != self._fault:
             logger.exception(
                 "event=scaling_failed model=%s reason=%r action='the last decision stays in effect'",

@@ -26,7 +26,7 @@ is no timer.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -62,38 +62,32 @@ class QueueWatch:
         count: Callable[[Iterable[CalibrationError]], None],
     ) -> None:
         self._now, self._send, self._count = now, send, count
-        self._watched = WatchedRequests(core)
+        self.watched = WatchedRequests(core)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._update_is_due_at = 0.0
         self._stopped = False
 
     def __repr__(self) -> str:
-        return f"<QueueWatch {self._watched}>"
+        return f"<QueueWatch {self.watched}>"
 
     def watch(self, request_id: str) -> None:
         """Send updates of a request while it waits."""
-        if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
+        if not self._stopped and self.watched.watch(request_id, self._now()) and self._timer is None:
             self._timer = self._loop.call_at(self._update_is_due_at, self._update)
-
-    def expected(
-        self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
-    ) -> Outlook | None:
-        """Return the outlook of a waiting request, watched or not; see `WatchedRequests.expected`."""
-        return self._watched.expected(scheduled, order, now)
 
     def handlers(self) -> Mapping[type, Callable[..., None]]:
         """Return the handlers that learn from requests and record the errors of their estimates."""
         return {Dispatch: self._on_dispatch, Conclude: self._on_conclusion}
 
     def _on_dispatch(self, entry: Entry, _command: Dispatch, scheduled: ScheduledRequest) -> None:
-        if self._watched:
-            self._count(self._watched.on_dispatch(scheduled, entry.now))
+        if self.watched:
+            self._count(self.watched.on_dispatch(scheduled, entry.now))
 
     def _on_conclusion(self, entry: Entry, command: Conclude, _scheduled: ScheduledRequest) -> None:
-        if self._watched:
+        if self.watched:
             outcome = command.conclusion.outcome
-            self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))
+            self._count(self.watched.on_conclusion(command.request_id, outcome, entry.now))
 
     def stop(self) -> None:
         """Send no further updates."""
@@ -102,7 +96,7 @@ class QueueWatch:
             self._timer.cancel()
 
     def _update(self) -> None:
-        self._continue(self._watched.updates(self._now()), 0.0)
+        self._continue(self.watched.updates(self._now()), 0.0)
 
     def _continue(self, look: Iterator[list[Outlook]], took_s: float) -> None:
         """Run one part of an update, and schedule the next part or the next update."""
@@ -122,7 +116,7 @@ class QueueWatch:
             self._timer = self._loop.call_soon(self._continue, look, took_s)
             return
         self._update_is_due_at = self._loop.time() + max(_INTERVAL_S, took_s / _MAX_SHARE)
-        self._timer = self._loop.call_at(self._update_is_due_at, self._update) if self._watched else None
+        self._timer = self._loop.call_at(self._update_is_due_at, self._update) if self.watched else None
 
 
 def _as_message(outlook: Outlook) -> RequestOutlook:
@@ -237,7 +231,7 @@ class Receipts:
         home, core = scheduled.pools[0], self._core
         orders = await run_in_parts(expected_order(core.queue, core.settings.class_floors, now))
         order = orders.get(home, ())
-        outlook = self._outlook.expected(scheduled, order, now)
+        outlook = self._outlook.watched.expected(scheduled, order, now)
         start = outlook.start if outlook is not None else None
         return {
             "current_cause": cause.value,

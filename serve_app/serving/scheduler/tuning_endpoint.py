@@ -83,7 +83,7 @@ def _mode(active_share: float) -> str:
 
 
 class ModeScheduler(Protocol):
-    """Interface of the live scheduler that this module uses."""
+    """Interface of the live scheduler that the mode uses."""
 
     core: Scheduler
     end_reason: str
@@ -285,17 +285,11 @@ class LearnedQueues:
         }
 
 
-class TunedScheduler(Protocol):
+class TunedScheduler(ModeScheduler, Protocol):
     """Interface of the live scheduler that the endpoint uses."""
 
-    core: Scheduler
-    end_reason: str
     mode: SchedulingMode
     history: RequestHistory
-
-    def feed(self, event: Event) -> None:
-        """Handle an event in the core."""
-        ...
 
     def now(self) -> float:
         """Return the time on the scheduler's clock."""

@@ -100,13 +100,13 @@ async def test_targets_and_queue_updates_of_requests_that_left_are_forgotten() -
         for _ in range(3):
             leaving = [post(fleet, "leaves", later, stream=True) for _ in range(count)]
             # Some may be in the engine.
-            await wait_until(lambda: len(live._outlook._watched) > count / 2)
+            await wait_until(lambda: len(live._outlook.watched) > count / 2)
             await wait_until(lambda: fleet.control_plane.open_requests() == len(staying) + count)
             for each in leaving:
                 each.cancel()
             await wait_until(lambda: fleet.control_plane.open_requests() == len(staying))
         assert 0 < queue.with_targets <= len(staying)
-        assert len(live._outlook._watched) == 0
+        assert len(live._outlook.watched) == 0
         assert all(len(heap._heap) <= 65 for heap in (fleet.core._expiry, targets._late))
         engine.gate.set()
         assert {each.status_code for each in await gathered(*staying)} == {200}
