@@ -58,7 +58,8 @@ _LENGTH = _COUNTS + len(PriorityClass)
 _SMALL_TOKENS_BITS = 12
 
 WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination, bool]
-"""Class, pools, prefill class, number of bits of its tokens, destination, and whether that is its home."""
+"""Class, pools, prefill class, number of bits of its tokens, destination, and whether that is the replica
+with the context of its program."""
 
 
 def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:

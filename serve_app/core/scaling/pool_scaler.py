@@ -359,7 +359,7 @@ class PoolNeed:
     """The need of one pool.
 
     Attributes:
-        needed: the same before rounding and bounds.
+        needed: the need before rounding, delays and bounds.
         least: replicas that it has in any case.
     """
 

@@ -464,7 +464,6 @@ class RequestHistory:
     def _on_first_token(self, entry: Entry) -> None:
         assert isinstance(entry.event, FirstToken)
         known = self._open.get(entry.event.request_id)
-        # A gateway that reconnects may repeat a first token; only the first report counts.
         if known is not None and known.last is not None and known.last.first_token_at is None:
             known.last.first_token_at = entry.now
 
@@ -626,7 +625,6 @@ class RecentActivity:
 
     def _on_first_token(self, entry: Entry) -> None:
         scheduled, now = entry.scheduled, entry.now
-        # A gateway that reconnects may repeat a first token; only the first report counts.
         if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
             firsts, priority = self._slot(now).first_tokens, scheduled.request.priority
             if priority not in firsts:

@@ -180,7 +180,6 @@ class SchedulingMode:
 
     def _on_first_token(self, entry: Entry) -> None:
         scheduled = entry.scheduled
-        # A gateway that reconnects may repeat a first token.
         running = None if scheduled is None else scheduled.running
         if scheduled is not None and running is not None and running.started_at == entry.now:
             window, waited_s = self._windows[-1], entry.now - scheduled.request.arrived_at
