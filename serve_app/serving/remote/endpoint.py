@@ -201,11 +201,6 @@ class FlapDamping:
     def __repr__(self) -> str:
         return f"<FlapDamping hold {self._hold_s:g} s>"
 
-    @property
-    def hold_s(self) -> float:
-        """Time for which it must answer before it receives requests."""
-        return self._hold_s
-
     def on_failure(self, now: float) -> None:
         """Record a failure."""
         self._answers_since = None
