@@ -27,7 +27,7 @@ _SHOWN = frozenset(
             "QueueRejection",
             "_Condition",
         ),
-        *("SettingsError", "ServeAppError", "KeysFileError", "PortError", "StateError"),
+        *("SettingsError", "ServeAppError", "KeysFileError", "UnknownKeyError", "PortError", "StateError"),
         *("EngineError", "EndpointUnreachableError", "ApiError", "ApplicationError"),
         *("ArgumentTypeError", "TraceError", "RecordingError"),
     }

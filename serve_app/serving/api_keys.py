@@ -53,6 +53,10 @@ class KeysFileError(SettingsError):
     """A key file cannot be read or written; the message has the position of the error."""
 
 
+class UnknownKeyError(KeysFileError):
+    """A key file has no key with this id."""
+
+
 def new_secret() -> tuple[str, str]:
     """Return a new id, and a secret that contains it."""
     key_id = secrets.token_hex(_ID_BYTES)
@@ -314,7 +318,7 @@ def revoke_key(path: Path, key_id: str) -> KeyRecord:
 def _changed(path: Path, key_id: str, change: Callable[[KeyRecord], KeyRecord]) -> KeyRecord:
     def changed(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
         if key_id not in {key.id for key in keys}:
-            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
+            raise UnknownKeyError(f"{path} has no key {key_id}: `keys list` shows its keys")
         return [change(key) if key.id == key_id else key for key in keys]
 
     read_keys(path)

@@ -58,7 +58,15 @@ import msgspec
 
 from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.errors import Outcome
-from serve_app.serving.api_keys import KeyRecord, KeysFileError, change_key, create_key, read_keys, revoke_key
+from serve_app.serving.api_keys import (
+    KeyRecord,
+    KeysFileError,
+    UnknownKeyError,
+    change_key,
+    create_key,
+    read_keys,
+    revoke_key,
+)
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient, SchedulerQueries
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode
 from serve_app.serving.gateway.keys import PERIODS, Budgets, Caller, tokens_of
@@ -173,7 +181,7 @@ async def query_all(
 KEYS_PATH = "/admin/keys"
 _KEY = KEYS_PATH + "/{key_id}"
 
-_FIXED = frozenset({"id", "hash", "created_at", "revoked_at", "status"})
+_FIXED = frozenset({"id", "hash", "created_at", "revoked_at"})
 _PERMISSIONS = frozenset(KeyRecord.__struct_fields__) - _FIXED
 
 T = TypeVar("T")
@@ -261,7 +269,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(work)
     except KeysFileError as error:
-        is_missing = "has no key" in str(error)
+        is_missing = isinstance(error, UnknownKeyError)
         raise RequestRejected(
             Outcome.REJECTED_INVALID, str(error), code="keys_file", status=404 if is_missing else 409
         ) from error
