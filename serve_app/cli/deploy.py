@@ -29,7 +29,7 @@ from serve_app.cli.serve.supervisor import Console
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.serving.access import ray_token
 from serve_app.serving.remote.endpoint import unusable_endpoints
-from serve_app.settings.application import settings_of
+from serve_app.settings.application import find_application, settings_of
 from serve_app.settings.checking import CheckResult, check_file
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class _Deployment:
 
     def _check_models(self, before: Mapping[str, Any]) -> None:
         """Raise if no running model is in the new configuration, which is probably another application's."""
-        running = list(settings_of(before["applications"][0].get("args", {})).served_names())
+        running = list(settings_of(find_application(before)[1].get("args", {})).served_names())
         wanted = list(self._settings.served_names())
         if not set(running) & set(wanted):
             raise SettingsError(

@@ -2,8 +2,8 @@
 
 A file states each fact once, such as a model's names and its pools. The `Config` classes hold what the file
 states. `resolve` derives the `Settings` classes from them, which hold the complete settings of each
-component. `load_settings` is the only place where YAML becomes typed settings. `http_address` returns the
-address on which an application listens, from the content of its configuration.
+component. `load_settings` is the only place where YAML becomes typed settings. `find_application` and
+`http_address` return an application and its listen address from the content of its configuration.
 """
 
 import math
@@ -572,7 +572,7 @@ IMPORT_PATH = "serve_app.app:build_app"
 
 
 def load_settings(path: Path) -> ApplicationSettings:
-    """Load the settings of the one application in a Ray Serve configuration file.
+    """Load the settings of this project's application in a Ray Serve configuration file.
 
     Raises:
         SettingsError: the file is not such a configuration, or has an unknown key or an invalid value.
@@ -581,13 +581,33 @@ def load_settings(path: Path) -> ApplicationSettings:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as exc:
         raise SettingsError(f"cannot read {path}: {exc}") from exc
-    applications = content.get("applications", []) if isinstance(content, Mapping) else []
-    ours = [entry for entry in applications if entry.get("import_path") == IMPORT_PATH]
-    if len(ours) != 1:
+    try:
+        _, application = find_application(content)
+    except SettingsError as exc:
+        raise SettingsError(f"{path} {exc}") from exc
+    return settings_of(application.get("args", {}))
+
+
+def find_application(content: object) -> tuple[int, Mapping[str, Any]]:
+    """Return the index and content of this project's application in a Ray Serve configuration.
+
+    It is the one with this project's import path, or the only one, which may extend it.
+
+    Raises:
+        SettingsError: there is none, or several have that import path.
+    """
+    applications = content.get("applications") if isinstance(content, Mapping) else None
+    entries = applications if isinstance(applications, list) else []
+    found = [
+        (number, entry)
+        for number, entry in enumerate(entries)
+        if isinstance(entry, Mapping) and (len(entries) == 1 or entry.get("import_path") == IMPORT_PATH)
+    ]
+    if len(found) != 1:
         raise SettingsError(
-            f"{path} must have exactly one application with import_path {IMPORT_PATH}, got {len(ours)}"
+            f"must have exactly one application with import_path {IMPORT_PATH}, got {len(found)}"
         )
-    return settings_of(ours[0].get("args", {}))
+    return found[0]
 
 
 def settings_of(args: object) -> ApplicationSettings:

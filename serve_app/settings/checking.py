@@ -49,6 +49,7 @@ from serve_app.settings.application import (
     IMPORT_PATH,
     ApplicationSettings,
     PoolSettings,
+    find_application,
     http_address,
     settings_of,
     with_port,
@@ -830,10 +831,11 @@ def check_file(
     if not isinstance(document.content, Mapping):
         return found
     found.content = document.content = with_port(document.content, port)
-    number, application = _find_application(document.content)
-    if application is None:
-        return found
-    where: tuple[str | int, ...] = ("applications", number, "args")
+    try:
+        number, application = find_application(document.content)
+    except SettingsError:
+        return found  # check_serve_keys reports it
+    where: tuple[Step, ...] = ("applications", number, "args")
     try:
         found.settings = settings_of(application.get("args", {}))
     except SettingsError as exc:
@@ -906,15 +908,3 @@ def _machine_mistakes(
 ) -> Iterator[Mistake]:
     for path, sentence in check_machine(document.content, settings, own_ports):
         yield Mistake(sentence, document.line(path))
-
-
-def _find_application(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
-    """Return the application with this project's import path, or the only one, which may extend it."""
-    applications = content.get("applications")
-    if isinstance(applications, list):
-        if len(applications) == 1 and isinstance(applications[0], Mapping):
-            return 0, applications[0]
-        for number, application in enumerate(applications):
-            if isinstance(application, Mapping) and application.get("import_path") == IMPORT_PATH:
-                return number, application
-    return 0, None

@@ -83,6 +83,35 @@ def test_the_file_is_the_one_that_a_configuration_names(
 
 
 @pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("serve_app.app:build_app", "an_extension:build_app"),
+        ("applications:", "applications:\n  - {name: other, import_path: other:app}"),
+    ],
+)
+def test_the_application_may_have_an_extension_or_others_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, instead: str
+) -> None:
+    path, config = tmp_path / "keys.json", tmp_path / "app.yaml"
+    created(capsys, path, "--name", "night")
+    config.write_text(CONFIG.format(path=path).replace(text, instead))
+    assert main(["keys", "list", "--config", str(config)]) == 0
+    assert "night" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "applications", ["null", "[1]", "[]", "{}", "[{import_path: a:a}, {import_path: b:b}]"]
+)
+def test_a_file_without_an_application_of_this_project_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], applications: str
+) -> None:
+    config = tmp_path / "app.yaml"
+    config.write_text(f"applications: {applications}")
+    assert main(["keys", "list", "--config", str(config)]) == 2
+    assert f"{config} must have exactly one application" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["create", "--file", "FILE"], "pass --tenant"),

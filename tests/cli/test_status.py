@@ -415,9 +415,12 @@ def test_a_silent_program_on_the_port_is_named(show: Show) -> None:
     assert re.search(rf"but its port is in use by \S.*\(process {os.getpid()}\)", message)
 
 
+@pytest.mark.parametrize("import_path", ["serve_app.app:build_app", "an_extension:build_app"])
 def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Show
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Show, import_path: str
 ) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(templates.EMULATED.read_text().replace("serve_app.app:build_app", import_path))
     logs = tmp_path / "ray/session_latest/logs"
     logs.mkdir(parents=True)
     (logs / "worker-1-01000000-1.err").write_text(
@@ -425,7 +428,7 @@ def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
         "(EngineCore_DP0 pid=7) ERROR 11-22 21:00:00 [core.py:1] ValueError: weights are missing\n"
     )
     with running(has_no_replica) as url:
-        runs(monkeypatch, instance(url, tmp_path, str(templates.EMULATED)))
+        runs(monkeypatch, instance(url, tmp_path, str(config)))
         code, output, _ = show("--url", url)
     assert code == 1
     assert "first error of its engine: ValueError: weights are missing" in output

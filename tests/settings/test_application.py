@@ -196,7 +196,7 @@ def test_a_file_of_another_shape_is_rejected_without_a_crash(args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["applications: []", "- 1", "applications: [{import_path: other:app}]", "a: ["]
+    "text", ["applications: []", "- 1", "applications: [{import_path: a:a}, {import_path: b:b}]", "a: ["]
 )
 def test_a_file_without_our_application_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"

@@ -8,6 +8,7 @@ from ray.serve import Application, Deployment
 from ray.serve.deployment import deployment_to_schema
 
 from serve_app.serving._ray import deployments_of, own_version
+from serve_app.settings.application import find_application
 
 # Options of a deployment that belong to a process: Serve replaces it if one differs.
 _OF_A_PROCESS = (
@@ -91,5 +92,5 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 def _application(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of the application, and its other keys."""
-    ours = dict(content["applications"][0])
+    ours = dict(find_application(content)[1])
     return {**ours.pop("args", {}), **ours}

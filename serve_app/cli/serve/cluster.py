@@ -44,6 +44,7 @@ from serve_app.serving._ray import (
     stop_ray_helpers,
     write_record,
 )
+from serve_app.settings.application import find_application
 
 # Application keys that this module handles. With others, Serve deploys the file itself in a separate process,
 # which takes some seconds longer.
@@ -68,7 +69,7 @@ class Cluster:
     def __init__(self, job: HostJob, content: Mapping[str, Any]) -> None:
         self._job = job
         self._schema = ServeDeploySchema.model_validate(content)
-        self._application = self._schema.applications[0]
+        self._application = self._schema.applications[find_application(content)[0]]
         self.content: dict[str, Any] = self._schema.model_dump(mode="json", exclude_unset=True)
         self._began_at = time.monotonic()
         self._ready_at = time.monotonic()
@@ -305,7 +306,7 @@ class Cluster:
 
 def build(content: Mapping[str, Any]) -> Application:
     """Build the application of a configuration from its import path."""
-    ours = content["applications"][0]
+    _, ours = find_application(content)
     module, _, name = ours["import_path"].partition(":")
     application: Application = getattr(importlib.import_module(module), name)(ours.get("args", {}))
     return application

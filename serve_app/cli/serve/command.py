@@ -35,7 +35,7 @@ from serve_app.serving.access import (
     write_admin_key,
     write_ray_token,
 )
-from serve_app.settings.application import DEFAULT_PORT, ApplicationSettings, http_address
+from serve_app.settings.application import DEFAULT_PORT, ApplicationSettings, find_application, http_address
 from serve_app.settings.checking import check_file
 
 SHORT_CONTEXT = 8_192
@@ -380,7 +380,7 @@ def local_url(content: Mapping[str, Any]) -> str:
     """Return the URL at which programs on this machine reach the application."""
     host, port = http_address(content)
     scheme = "https" if (content.get("http_options") or {}).get("ssl_certfile") else "http"
-    prefix = content["applications"][0].get("route_prefix") or "/"
+    prefix = find_application(content)[1].get("route_prefix") or "/"
     return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}{prefix.rstrip('/')}"
 
 

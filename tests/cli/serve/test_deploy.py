@@ -22,17 +22,25 @@ from experiments.common.application import free_port
 from experiments.common.processes import titled
 from serve_app.cli import main
 from serve_app.cli.deploy import _Deployment
+from serve_app.cli.serve import cluster
 from serve_app.cli.serve.changes import (
     CHANGED,
     REPLACED,
     STARTED,
     STOPPED,
     UNCHANGED,
+    change,
     differences,
     effects,
 )
+from serve_app.cli.serve.cluster import Cluster, build
+from serve_app.cli.serve.command import local_url
 from serve_app.cli.serve.instance import instance_folder
+from serve_app.cli.serve.processes import HostJob
+from serve_app.errors import ServeAppError
+from serve_app.serving._ray import deployments_of
 from serve_app.serving.access import read_admin_key
+from serve_app.settings.application import IMPORT_PATH
 from serve_app.settings.checking import check_file
 from tests.cli.serve.application import ROOT, Terminal, configuration, terminal
 from tests.cli.serve.test_serve import END_S, LONG, stream
@@ -296,11 +304,25 @@ def test_settings_that_differ_are_named_without_values(before: Any, after: Any, 
     assert list(differences(before, after)) == paths
 
 
+def test_the_application_is_found_behind_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"name": "ours", "route_prefix": "/llm", "import_path": IMPORT_PATH, "args": ARGS}
+    other = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
+    content = {"applications": [other, ours]}
+    application = build(content)
+    assert deployments_of(application).keys() == built(ARGS).keys()
+    assert local_url(content) == "http://127.0.0.1:8000/llm"
+    changed = {"applications": [other | {"name": "x"}, ours | {"args": {**ARGS, "state_uri": "/state"}}]}
+    assert change(content, application, changed, application).settings == ("state_uri",)
+    monkeypatch.setattr(cluster, "connect", lambda _: {"other": None})
+    with pytest.raises(ServeAppError, match="no application 'ours' runs at auto"):
+        Cluster(HostJob(config="c", folder=str(tmp_path), url=""), content).connect_to("auto")
+
+
 def test_gateways_of_a_previous_release_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "configs/local.yaml"
-    cluster = Mock(rejected_settings=Mock(side_effect=AttributeError("rejected_settings")))
+    previous = Mock(rejected_settings=Mock(side_effect=AttributeError("rejected_settings")))
     _Deployment(config, check_file(config, on_this_machine=False), None, "auto", None)._check_gateways(
-        cluster
+        previous
     )
     assert "warning: gateways do not report" in capsys.readouterr().err
 
