@@ -11,12 +11,13 @@
 - `check_capacity`: the capacity of vLLM engines, against the context and sequences that a configuration
   requires. The values are computed by `roofline.capacity`, not measured. So the results are warnings, and
   there are none if the model, the GPU or the memory of an argument is not known.
-- `check_machine`: free ports, cores, GPUs and memory.
+- `check_machine`: cores, GPUs and memory, besides the free port.
 """
 
 import asyncio
 import contextlib
 import difflib
+import errno
 import os
 import re
 import shutil
@@ -308,7 +309,10 @@ _HUB_STEPS = 2
 def check_engines(settings: ApplicationSettings, *, on_this_machine: bool) -> Iterator[str]:
     """Yield a sentence for each engine that cannot start, beginning with the path of the setting."""
     seen: set[str] = set()
-    for where, engine in _vllm_engines(settings):
+    for path, pool in _pools(settings):
+        where, engine = f"{path}.engine.vllm", pool.engine.vllm
+        if engine is None:
+            continue
         if on_this_machine:
             yield from _check_model(where, engine)
         for sentence in _check_args(where, engine):
@@ -320,35 +324,34 @@ def check_engines(settings: ApplicationSettings, *, on_this_machine: bool) -> It
 
 def check_endpoints(settings: ApplicationSettings, *, probe: bool) -> Iterator[str]:
     """Yield a sentence for each endpoint in two pools of a model and, with `probe`, for each unusable one."""
-    for number, model in enumerate(settings.models):
-        first_pool: dict[str, str] = {}
-        for place, pool in enumerate(model.pools):
-            remote, failures = pool.engine.remote, dict[str, str]()
-            if remote is None:
-                continue
-            where = f"models[{number}].pools[{place}].engine.remote"
-            if probe:
-                try:
-                    failures = asyncio.run(unusable_endpoints(remote))
-                except EngineError as exc:
-                    yield f"{where}.api_key_env: {exc}"
-            for index, text in enumerate(remote.endpoints):
-                source = source_of(text)
-                url = str(source.url) if isinstance(source, FixedSource) else text
-                if (other := first_pool.setdefault(url, pool.name)) != pool.name:
-                    yield (
-                        f"{where}.endpoints[{index}]: {text} is an endpoint of pool {other} too, so its "
-                        "capacity would count twice: remove it from one of the pools"
-                    )
-                if url in failures:
-                    yield f"{where}.endpoints[{index}]: {failures[url]}"
+    first_pool: dict[tuple[str, str], str] = {}
+    for path, pool in _pools(settings):
+        remote, failures = pool.engine.remote, dict[str, str]()
+        if remote is None:
+            continue
+        where, model = f"{path}.engine.remote", path.partition(".")[0]
+        if probe:
+            try:
+                failures = asyncio.run(unusable_endpoints(remote))
+            except EngineError as exc:
+                yield f"{where}.api_key_env: {exc}"
+        for index, text in enumerate(remote.endpoints):
+            source = source_of(text)
+            url = str(source.url) if isinstance(source, FixedSource) else text
+            if (other := first_pool.setdefault((model, url), pool.name)) != pool.name:
+                yield (
+                    f"{where}.endpoints[{index}]: {text} is an endpoint of pool {other} too, so its "
+                    "capacity would count twice: remove it from one of the pools"
+                )
+            if url in failures:
+                yield f"{where}.endpoints[{index}]: {failures[url]}"
 
 
-def _vllm_engines(settings: ApplicationSettings) -> Iterator[tuple[str, VllmEngineSettings]]:
+def _pools(settings: ApplicationSettings) -> Iterator[tuple[str, PoolSettings]]:
+    """Yield each pool with the path of its settings."""
     for number, model in enumerate(settings.models):
         for place, pool in enumerate(model.pools):
-            if pool.engine.vllm is not None:
-                yield f"models[{number}].pools[{place}].engine.vllm", pool.engine.vllm
+            yield f"models[{number}].pools[{place}]", pool
 
 
 def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
@@ -482,23 +485,17 @@ def _batch(name: str, gpu: Gpu) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
-    """A pool, and the path of its settings."""
-
-    where: str
-    settings: PoolSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _VllmPool:
     """A pool of vLLM engines whose model and GPU are known.
 
     Attributes:
+        where: path of the pool's settings.
         held: tokens that the KV cache holds.
         on: description of the GPUs.
     """
 
-    pool: _Pool
+    where: str
+    pool: PoolSettings
     engine: VllmEngineSettings
     setup: EngineSetup
     held: int
@@ -511,38 +508,30 @@ def check_capacity(settings: ApplicationSettings, gpu: str | None = None) -> Ite
     Args:
         gpu: GPU of pools without `resources.accelerator_type`; None if not known.
     """
-    for number, model in enumerate(settings.models):
-        for place, pool in enumerate(model.pools):
-            if pool.engine.vllm is not None:
-                here = _Pool(where=f"models[{number}].pools[{place}]", settings=pool)
-                yield from _check_vllm(here, pool.resources.accelerator_type or gpu)
-
-
-def _check_vllm(pool: _Pool, gpu: str | None) -> Iterator[str]:
-    engine = pool.settings.engine.vllm
-    assert engine is not None, "see check_capacity"
-    name = find_gpu(gpu) if gpu is not None and pool.settings.resources.num_gpus else None
-    setup = engine_setup(engine, name) if name is not None else None
-    if setup is None:
-        return
-    on = f"{setup.tensor_parallel} x {name}"
-    try:
-        held = kv_tokens(setup)
-    except SettingsError as exc:
-        yield f"{pool.where}.engine.vllm.args: on {on} {exc}"
-        return
-    here = _VllmPool(pool=pool, engine=engine, setup=setup, held=held, on=on)
-    yield from _check_sharing(here)
-    yield from _check_context(here)
-    yield from _check_sequences(here)
+    for where, pool in _pools(settings):
+        engine, given = pool.engine.vllm, pool.resources.accelerator_type or gpu
+        name = find_gpu(given) if given is not None and pool.resources.num_gpus else None
+        setup = engine_setup(engine, name) if engine is not None and name is not None else None
+        if engine is None or setup is None:
+            continue
+        on = f"{setup.tensor_parallel} x {name}"
+        try:
+            held = kv_tokens(setup)
+        except SettingsError as exc:
+            yield f"{where}.engine.vllm.args: on {on} {exc}"
+            continue
+        here = _VllmPool(where=where, pool=pool, engine=engine, setup=setup, held=held, on=on)
+        yield from _check_sharing(here)
+        yield from _check_context(here)
+        yield from _check_sequences(here)
 
 
 def _check_sharing(here: _VllmPool) -> Iterator[str]:
     """Check that engines with fractions of `num_gpus` use no more memory than that share."""
-    share, claimed = here.pool.settings.resources.num_gpus, memory_share(here.setup)
+    share, claimed = here.pool.resources.num_gpus, memory_share(here.setup)
     if share < 1 and claimed > share:
         yield (
-            f"{here.pool.where}.resources.num_gpus: an engine with {share:g} of a GPU uses about "
+            f"{here.where}.resources.num_gpus: an engine with {share:g} of a GPU uses about "
             f"{claimed:.0%} of its memory ({here.on}), so engines that share a GPU may not fit: lower "
             "gpu_memory_utilization or kv_cache_memory_bytes, or raise num_gpus"
         )
@@ -562,7 +551,7 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
         remedies.append("set kv_cache_dtype to fp8")
     remedies.append(f"or lower max_model_len to {max_context(held)}")
     yield (
-        f"{here.pool.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
+        f"{here.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
         f"cache of about {held:,} tokens that {here.on} have besides the weights, so vLLM will not "
         f"start: {', '.join(remedies)}"
     )
@@ -575,7 +564,7 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
     most = max(1, here.held // usual)
     if wanted is not None and wanted > most:
         yield (
-            f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of typically {usual:,} "
+            f"{here.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of typically {usual:,} "
             f"tokens need {wanted * usual:,} tokens of KV cache, but {here.on} have about "
             f"{here.held:,} besides the weights: lower it to {most}, or use more GPUs per engine"
         )
@@ -587,37 +576,21 @@ _CPUS_PER_MODEL = 0.2
 _VLLM_PROCESSES_GIB = 2.5
 _GIB = 2**30
 
-Found = tuple[tuple[Step, ...], str]
-
 
 def check_machine(
-    content: Mapping[str, Any], settings: ApplicationSettings, own_ports: Container[int] = ()
-) -> Iterator[Found]:
-    """Yield what is missing, each with the path of the setting that requires it."""
-    is_running = _port_of(content) in own_ports
+    document: Document, args: tuple[Step, ...], settings: ApplicationSettings, *, is_running: bool
+) -> Iterator[Mistake]:
+    """Yield what is missing. `args` is the path of the application's arguments in the document."""
+    yield from _check_cpus(document, settings)
+    yield from _check_gpus(document, args, settings)
+    yield from _check_nodes(document, args, settings)
     if not is_running:
-        yield from check_port(content)
-    yield from _check_cpus(settings)
-    yield from _check_gpus(settings)
-    yield from _check_nodes(settings)
-    if not is_running:
-        yield from _check_memory(settings)
+        yield from _check_memory(document, args, settings)
 
 
-def _port_of(content: Mapping[str, Any]) -> int | None:
-    try:
-        return http_address(content)[1]
-    except (TypeError, ValueError):
-        return None  # check_serve_keys reports it
-
-
-def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
+def _check_port(document: Document, host: str, port: int) -> Iterator[Mistake]:
     """Check that the application's port is free."""
-    try:
-        host, port = http_address(content)
-    except (TypeError, ValueError):
-        return  # check_serve_keys reports it
-    where = ("http_options", "port")
+    at_host, at_port = (document.line(("http_options", key)) for key in ("host", "port"))
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -626,25 +599,18 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
     except OverflowError:
         return  # check_serve_keys reports the port
     except (socket.gaierror, TypeError, UnicodeError) as exc:
-        yield ("http_options", "host"), f"http_options.host {host!r} is not an address of this machine: {exc}"
+        yield Mistake(f"http_options.host {host!r} is not an address of this machine: {exc}", at_host)
     except PermissionError:
-        yield where, f"http_options.port {port} needs root privileges: choose a port above 1023"
+        yield Mistake(f"http_options.port {port} needs root privileges: choose a port above 1023", at_port)
     except OSError as exc:
-        if is_taken(exc):
-            yield (
-                where,
-                (
-                    f"http_options.port {port} is in use{listening_process(port)}: stop that program, or "
-                    "choose another port, such as with `serve --port`"
-                ),
+        if exc.errno == errno.EADDRINUSE:
+            yield Mistake(
+                f"http_options.port {port} is in use{listening_process(port)}: stop that program, or choose "
+                "another port, such as with `serve --port`",
+                at_port,
             )
         else:
-            yield ("http_options", "host"), f"cannot listen on http_options.host {host!r}: {exc.strerror}"
-
-
-def is_taken(error: OSError) -> bool:
-    """Return whether an address is already in use."""
-    return error.errno in {98, 48}  # EADDRINUSE of Linux and of macOS
+            yield Mistake(f"cannot listen on http_options.host {host!r}: {exc.strerror}", at_host)
 
 
 def listening_process(port: int) -> str:
@@ -659,47 +625,45 @@ def listening_process(port: int) -> str:
     return ""
 
 
-def _check_cpus(settings: ApplicationSettings) -> Iterator[Found]:
+def _check_cpus(document: Document, settings: ApplicationSettings) -> Iterator[Mistake]:
     there = os.cpu_count() or 1
     needed = settings.gateways.initial_replicas * settings.gateways.num_cpus
     needed += _CPUS_PER_MODEL * len(settings.models)
     needed += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
     if needed > there + 1e-9:
-        yield (
-            ("applications",),
-            (
-                f"the deployments reserve {needed:g} CPU cores, but this machine has {there}: lower num_cpus "
-                "of pools (resources.num_cpus) or gateways; it reserves cores but enforces no limit"
-            ),
+        yield Mistake(
+            f"the deployments reserve {needed:g} CPU cores, but this machine has {there}: lower num_cpus "
+            "of pools (resources.num_cpus) or gateways; it reserves cores but enforces no limit",
+            document.line(("applications",)),
         )
 
 
-def _check_gpus(settings: ApplicationSettings) -> Iterator[Found]:
+def _check_gpus(
+    document: Document, args: tuple[Step, ...], settings: ApplicationSettings
+) -> Iterator[Mistake]:
     needed = sum(pool.gpus_per_replica * _replicas(pool) for _, pool in _pools(settings))
     if not needed:
         return
     there = gpu_names()
     if needed > len(there) + 1e-9:
         first = next(where for where, pool in _pools(settings) if pool.gpus_per_replica)
-        yield (
-            (*first, "resources", "num_gpus"),
-            (
-                f"the pools need {needed:g} GPUs, but this machine has {len(there) or 'none'}: use fewer "
-                "replicas, fractions of num_gpus, or a cluster (`--address`)"
-            ),
+        yield Mistake(
+            f"the pools need {needed:g} GPUs, but this machine has {len(there) or 'none'}: use fewer "
+            "replicas, fractions of num_gpus, or a cluster (`--address`)",
+            document.line((*args, *_steps(f"{first}.resources.num_gpus"))),
         )
 
 
-def _check_nodes(settings: ApplicationSettings) -> Iterator[Found]:
+def _check_nodes(
+    document: Document, args: tuple[Step, ...], settings: ApplicationSettings
+) -> Iterator[Mistake]:
     for where, pool in _pools(settings):
         bundles = len(pool.resources.placement_bundles)
         if bundles > 1 and pool.resources.placement_strategy == "STRICT_SPREAD":
-            yield (
-                (*where, "resources", "advanced", "placement_strategy"),
-                (
-                    f"STRICT_SPREAD needs {bundles} nodes per replica, but this is one machine: use a "
-                    "cluster (`--address`)"
-                ),
+            yield Mistake(
+                f"STRICT_SPREAD needs {bundles} nodes per replica, but this is one machine: use a "
+                "cluster (`--address`)",
+                document.line((*args, *_steps(f"{where}.resources.advanced.placement_strategy"))),
             )
 
 
@@ -723,7 +687,9 @@ def single_gpu_name() -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _check_memory(settings: ApplicationSettings) -> Iterator[Found]:
+def _check_memory(
+    document: Document, args: tuple[Step, ...], settings: ApplicationSettings
+) -> Iterator[Mistake]:
     """Check the memory of engines without a GPU. Engines with one use little memory of the host."""
     needed, unlimited = 0.0, None
     for where, pool in _pools(settings):
@@ -737,21 +703,16 @@ def _check_memory(settings: ApplicationSettings) -> Iterator[Found]:
             needed += _replicas(pool) * (kv_gib + _weights_gib(engine) + _VLLM_PROCESSES_GIB)
     there = psutil.virtual_memory().total / _GIB
     if unlimited is not None:
-        path = (*unlimited, "engine", "vllm", "env")
-        yield (
-            path,
-            (
-                'engines without a GPU need env: {VLLM_CPU_KVCACHE_SPACE: "1"} (GiB of KV cache): '
-                f"by default vLLM takes most of the {there:.0f} GiB of this machine"
-            ),
+        yield Mistake(
+            'engines without a GPU need env: {VLLM_CPU_KVCACHE_SPACE: "1"} (GiB of KV cache): '
+            f"by default vLLM takes most of the {there:.0f} GiB of this machine",
+            document.line((*args, *_steps(f"{unlimited}.engine.vllm.env"))),
         )
     if needed > there:
-        yield (
-            ("applications",),
-            (
-                f"vLLM engines need about {needed:.0f} GiB of memory, but this machine has {there:.0f}: use "
-                "fewer engines, a smaller model or less VLLM_CPU_KVCACHE_SPACE"
-            ),
+        yield Mistake(
+            f"vLLM engines need about {needed:.0f} GiB of memory, but this machine has {there:.0f}: use "
+            "fewer engines, a smaller model or less VLLM_CPU_KVCACHE_SPACE",
+            document.line(("applications",)),
         )
 
 
@@ -768,12 +729,6 @@ def _weights_gib(engine: VllmEngineSettings) -> float:
     stored = sum(each.stat().st_size for each in folder.glob("*.safetensors")) if folder.is_dir() else 0
     # Weights are usually stored with two bytes each.
     return stored * (2 if engine.args.get("dtype") == "float32" else 1) / _GIB
-
-
-def _pools(settings: ApplicationSettings) -> Iterator[tuple[tuple[Step, ...], PoolSettings]]:
-    for number, model in enumerate(settings.models):
-        for place, pool in enumerate(model.pools):
-            yield ("applications", 0, "args", "models", number, "pools", place), pool
 
 
 def _replicas(pool: PoolSettings) -> int:
@@ -848,12 +803,18 @@ def check_file(
             *check_endpoints(found.settings, probe=probe),
         )
     ]
-    found.mistakes += _exposure(document, found.settings)
+    address = None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):  # check_serve_keys reports these
+        address = http_address(document.content)
+        found.mistakes += _exposure(document, found.settings, address[0])
     gpu = gpu or (single_gpu_name() if on_this_machine else None)
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, gpu)]
     if on_this_machine:
         found.warnings += [document.mistake(where, sentence) for sentence in _budgets(found.settings)]
-        found.mistakes += _machine_mistakes(document, found.settings, own_ports)
+        is_running = address is not None and address[1] in own_ports
+        if address is not None and not is_running:
+            found.mistakes += _check_port(document, *address)
+        found.mistakes += check_machine(document, where, found.settings, is_running=is_running)
         sentences = (*_state(found.settings), *_tracing(found.settings))
         found.mistakes += [document.mistake(where, sentence) for sentence in sentences]
     return found
@@ -892,19 +853,8 @@ def _tracing(settings: ApplicationSettings) -> Iterator[str]:
         yield str(exc)
 
 
-def _exposure(document: Document, settings: ApplicationSettings) -> Iterator[Mistake]:
-    try:
-        host, _ = http_address(document.content)
-    except (TypeError, ValueError):
-        return  # check_serve_keys reports it
+def _exposure(document: Document, settings: ApplicationSettings, host: str) -> Iterator[Mistake]:
     try:
         settings.gateway.check_exposure(host)
     except SettingsError as exc:
         yield Mistake(str(exc), document.line(("http_options", "host")))
-
-
-def _machine_mistakes(
-    document: Document, settings: ApplicationSettings, own_ports: Container[int]
-) -> Iterator[Mistake]:
-    for path, sentence in check_machine(document.content, settings, own_ports):
-        yield Mistake(sentence, document.line(path))

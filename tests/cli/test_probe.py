@@ -108,7 +108,8 @@ def test_two_models_may_have_the_same_endpoint(tmp_path: Path) -> None:
     """A provider has one address for all its models."""
     content = yaml.safe_load(CONFIG)
     models = content["applications"][0]["args"]["models"]
-    models.append({**models[0], "name": "another"})
+    (first,) = models[0]["pools"]
+    models.append({**models[0], "name": "another", "pools": [{**first, "name": "another"}]})
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     assert main(["check", "--skip-machine-checks", str(path)]) == 0

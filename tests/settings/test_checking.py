@@ -197,6 +197,12 @@ def test_what_this_machine_cannot_do_is_named(
     assert any(words in line for line in lines), lines
 
 
+def test_http_options_that_are_no_mapping_are_a_mistake_with_a_line(check: Check) -> None:
+    text = local(http_options="http_options: 8000\ncontroller_options")
+    place = f"CONFIG:{line_of(text, 'http_options: 8000')}"
+    assert check(text) == (2, [f"{place}: http_options must be a mapping of settings, got 8000"])
+
+
 def test_a_model_folder_that_is_not_there(check: Check) -> None:
     text = local().replace(
         EMULATED, "vllm: {model: ./nothere, args: {max_model_len: 2048}, env: {VLLM_CPU_KVCACHE_SPACE: '1'}}"
@@ -218,6 +224,16 @@ def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Pa
     path = tmp_path / "elsewhere.yaml"
     path.write_text(text)
     assert check_file(path, on_this_machine=False).mistakes == []
+
+
+def test_a_mistake_of_the_machine_has_its_line_beside_another_application(check: Check) -> None:
+    text = local(
+        applications="applications:\n  - {name: other, import_path: other:app} #",
+        resources="resources: {num_gpus: 99} #",
+    )
+    status, lines = check(text)
+    assert status == 2
+    assert lines[0].startswith(f"CONFIG:{line_of(text, 'num_gpus: 99')}: the pools need 99 GPUs")
 
 
 def test_another_machine_is_not_checked(tmp_path: Path) -> None:
