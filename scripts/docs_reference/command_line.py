@@ -33,7 +33,7 @@ def _section(entry: CommandEntry) -> str:
     command = entry.load()
     parser = argparse.ArgumentParser(prog=f"ewsjf {entry.name}", add_help=False)
     command.configure(parser)
-    parts = [f"## {entry.name}", sentence(entry.summary), *_example(command.example)]
+    parts = [f"## {entry.name}", sentence(entry.summary), *_example(command.EXAMPLE)]
     for group in parser._action_groups:  # noqa: SLF001 - argparse names no public way to its groups
         if actions := group._group_actions:  # noqa: SLF001 - same
             title = (group.title or "options").capitalize()

@@ -2,7 +2,7 @@
 
 Importing all modules takes most of a second, which is too long for a completion after the Tab key.
 
-In reading order: `command` (the parts of a command), `application` (the client of a running application),
+In reading order: `command` (helpers of all commands), `application` (the client of a running application),
 `serve` (a folder), and the commands, each in a module named as in `COMMANDS`; `report` is a folder, too.
 `simulate` and `plan` share `workload_arguments`, and `templates` has the configurations of `init`.
 """
@@ -15,16 +15,21 @@ import sys
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import serve_app
-from serve_app.cli.command import Command, CommandParser, program, warn
+from serve_app.cli.command import CommandParser, program, warn
 from serve_app.errors import ServeAppError
 
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
     """Entry of the command table.
+
+    The module of a command defines `EXAMPLE`, which ends its `--help`; `configure`, which adds its arguments
+    to a parser; and `run`, which returns the exit status for the parsed ones. A `ServeAppError` or
+    `ValueError` of `run` is printed as one line.
 
     Attributes:
         summary: one line for the list of commands, which is printed without importing their modules.
@@ -37,13 +42,12 @@ class CommandEntry:
 
     @property
     def module(self) -> str:
-        """Module that defines the command as `COMMAND`."""
+        """Name of the command's module."""
         return f"{__name__}.{self.module_path or self.name}"
 
-    def load(self) -> Command:
-        """Import and return the command."""
-        command: Command = importlib.import_module(self.module).COMMAND
-        return command
+    def load(self) -> ModuleType:
+        """Import and return the command's module."""
+        return importlib.import_module(self.module)
 
 
 COMMANDS: tuple[CommandEntry, ...] = (
@@ -69,7 +73,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
     CommandEntry("completion", "print a completion script for a shell"),
 )
-"""All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and add it here."""
+"""All sub-commands. To add one, write its module, and add it here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,9 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(words)
-    command: Command = args.command
     try:
-        status = command.run(args)
+        status: int = args.command.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the output, such as `head`, has left.
@@ -162,7 +165,7 @@ class _EntryParser(CommandParser):
         if self.entry is None:
             return
         command, self.entry = self.entry.load(), None
-        self.epilog = re.sub(r"(?m)^  ewsjf ", f"  {program()} ", command.example)
+        self.epilog = re.sub(r"(?m)^  ewsjf ", f"  {program()} ", command.EXAMPLE)
         command.configure(self)
         self.set_defaults(command=command)
 

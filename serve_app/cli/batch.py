@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.cli.application import ApplicationClient, FileForm, UnreachableError, add_address
-from serve_app.cli.command import Command, print_result, program, progress_bar, warn, writing
+from serve_app.cli.command import print_result, program, progress_bar, warn, writing
 from serve_app.errors import ServeAppError
 from serve_app.lab.tables import documents_table
 
@@ -29,7 +29,17 @@ class BatchCommandError(ServeAppError):
     """A file cannot be read, or a batch is not in the required state."""
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = (
+    "example:\n"
+    "  ewsjf batch submit requests.jsonl --wait --out out/results.jsonl\n"
+    "  ewsjf batch submit requests.jsonl --window 6h\n"
+    "  ewsjf batch list\n"
+    "  ewsjf batch cancel batch_3f9a2c17b0de"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "action",
         choices=("submit", "list", "show", "cancel", "fetch"),
@@ -58,7 +68,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     client = ApplicationClient(args)
     if args.action == "list":
         _list(client, as_json=args.json)
@@ -208,14 +219,3 @@ def _line(batch: Batch) -> str:
 
 def _time(seconds: int | None) -> str:
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
-
-
-COMMAND = Command(
-    example="example:\n"
-    "  ewsjf batch submit requests.jsonl --wait --out out/results.jsonl\n"
-    "  ewsjf batch submit requests.jsonl --window 6h\n"
-    "  ewsjf batch list\n"
-    "  ewsjf batch cancel batch_3f9a2c17b0de",
-    configure=_configure,
-    run=_run,
-)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, add_whole, print_result, progress_bar, warn, write_json, writing
+from serve_app.cli.command import add_whole, print_result, progress_bar, warn, write_json, writing
 from serve_app.engines.model.roofline import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration import (
@@ -23,7 +23,7 @@ from serve_app.lab.calibration import (
 )
 from serve_app.lab.tables import table_text
 
-_EXAMPLE = """example:
+EXAMPLE = """example:
   ewsjf calibrate --measurements result.json --kv-tokens 41408 --max-model-len 16384 \\
       --out out/my-model-my-gpu-tp1.yaml
 
@@ -38,7 +38,8 @@ _MIN_UNSEEN = 10
 _LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpus")
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "--measurements",
         type=Path,
@@ -62,7 +63,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_whole(limits, "--gpus", "GPUs per engine", metavar="N")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     _check_outputs(args)
     measurements = read_measurements(args.measurements)
     _report_skipped(measurements)
@@ -177,6 +179,3 @@ def _table(accuracy: dict[str, Accuracy]) -> str:
         for name, value in asdict(found.measured).items():
             rows.append((metric, name, f"{value:.4f}", f"{replayed[name]:.4f}", f"{errors[name]:+.2%}"))
     return table_text(("", "", "measured s", "replayed s", "error"), rows, text_columns=2, key_columns=2)
-
-
-COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from serve_app.cli.application import ApplicationClient, add_address
-from serve_app.cli.command import Command, print_result, program, writing
+from serve_app.cli.command import print_result, program, writing
 from serve_app.errors import ServeAppError
 
 
@@ -12,14 +12,19 @@ class CaptureError(ServeAppError):
     """There is nothing to capture."""
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf capture --out out/captured.jsonl"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "--out", type=Path, required=True, help="file to write, in Mooncake's format (JSON lines)"
     )
     add_address(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     lines = ApplicationClient(args).response("/debug/capture").body
     count = lines.count(b"\n")
     if not count:
@@ -32,10 +37,3 @@ def _run(args: argparse.Namespace) -> int:
         f"{count:,} requests in {args.out}; replay them with: {program()} simulate --trace {args.out}"
     )
     return 0
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf capture --out out/captured.jsonl",
-    configure=_configure,
-    run=_run,
-)

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.cli.command import Command, print_result, program, warn
+from serve_app.cli.command import print_result, program, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.engines.model.hardware import find_gpu, gpu_names
 from serve_app.settings.application import http_address
@@ -19,7 +19,11 @@ def print_findings(config: Path, found: CheckResult) -> None:
         warn(replace(warning, message=f"warning: {warning.message}").located(config))
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf check configs/local.yaml\n  ewsjf check --probe configs/remote.yaml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations to check")
     parser.add_argument(
         "--skip-machine-checks",
@@ -47,7 +51,8 @@ def _known_gpu(name: str) -> str:
     return found
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     status, running = 0, {each.port: each for each in running_instances()}
     for config in args.configs:
         found = check_file(
@@ -75,10 +80,3 @@ def _run(args: argparse.Namespace) -> int:
         if instance is not None:
             print_result(f"Its application runs: apply changes with `{program()} deploy {config}`.")
     return status
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf check configs/local.yaml\n  ewsjf check --probe configs/remote.yaml",
-    configure=_configure,
-    run=_run,
-)

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -33,20 +33,6 @@ MAX_PORT = 65_535
 
 # Window for the estimate of the remaining time. It must include several of the slowest steps.
 _SPEED_OVER_S = 1_800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A sub-command. Its name and summary are in the command table.
-
-    Attributes:
-        example: shown at the end of its `--help`.
-        run: runs it and returns the exit status. A `ServeAppError` or `ValueError` is printed as one line.
-    """
-
-    example: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -15,7 +15,7 @@ import psutil
 import yaml
 
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, positive_float, print_result
+from serve_app.cli.command import positive_float, print_result
 from serve_app.cli.serve.command import engine_kinds
 from serve_app.cli.serve.instance import (
     Instance,
@@ -43,7 +43,11 @@ _IN_PLACE_TIMEOUT_S, _PROCESS_TIMEOUT_S, _ENGINE_TIMEOUT_S = 30.0, 120.0, 1_800.
 _OF_A_TERMINAL = frozenset({"PATH", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "PWD", "OLDPWD"})
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf deploy configs/local.yaml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("config", type=Path, help="the changed configuration")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="application on this machine to change, if several run")
@@ -60,7 +64,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     config: Path = args.config
     if args.address is not None:
         instance = None
@@ -125,7 +130,7 @@ class _Deployment:
         address: str | None,
         timeout_s: float | None,
     ) -> None:
-        assert checked.settings is not None, "see `_run`"
+        assert checked.settings is not None, "see `run`"
         self._config = config
         self._instance = instance
         self._address = instance.ray_address if instance else address or ""
@@ -311,10 +316,3 @@ class _Deployment:
                     models=tuple(self._settings.served_names()),
                 )
             )
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf deploy configs/local.yaml",
-    configure=_configure,
-    run=_run,
-)

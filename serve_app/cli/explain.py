@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from serve_app.cli.application import ApplicationClient, add_address
-from serve_app.cli.command import Command, print_result
+from serve_app.cli.command import print_result
 from serve_app.lab.tables import documents_table, table_text
 
-_EXAMPLE = """example:
+EXAMPLE = """example:
   ewsjf explain hdt8aikd-195
   ewsjf explain --program my-agent
 """
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "request_id", nargs="?", help="`x-request-id` or `id` of the response, or the client's own id"
@@ -30,7 +31,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     client = ApplicationClient(args)
     if args.program is not None:
         document = client.document(f"/debug/programs/{_quoted(args.program)}", "programs")
@@ -227,6 +229,3 @@ def _shares(heading: str, unit: str, parts: Iterable[tuple[str, float]], whole: 
 def _bar(part: float, whole: float) -> str:
     share = max(0.0, part) / whole if whole > 0 else 0.0
     return f"{'#' * round(share * _BAR):<{_BAR}} {share:4.0%}"
-
-
-COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serve_app.cli import templates
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, print_result, program, warn, writing
+from serve_app.cli.command import print_result, program, warn, writing
 from serve_app.cli.serve.command import ListenAddress, Servers, configuration, discover_servers
 from serve_app.engines.vllm.library import is_installed
 from serve_app.errors import ServeAppError, SettingsError
@@ -18,7 +18,11 @@ _PATH = Path("ewsjf.yaml")
 _START = re.compile("^#   scripts/serve.*", re.MULTILINE)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf init out/ewsjf.yaml --emulated"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "path", nargs="?", type=Path, default=_PATH, help="file to write (default: %(default)s)"
     )
@@ -36,7 +40,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-env", help="with --servers: environment variable with their API key")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     path: Path = args.path
     if path.is_dir():
         raise SettingsError(f"{path} is a directory: choose a file in it")
@@ -89,10 +94,3 @@ def _report(path: Path, found: CheckResult, *, is_example: bool) -> None:
     else:
         when = "next, once they are met" if found.mistakes else "next"
         print_result(f"{when}: {program()} serve {path}")
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf init out/ewsjf.yaml --emulated",
-    configure=_configure,
-    run=_run,
-)

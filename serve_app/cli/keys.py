@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from serve_app.cli.application import ApplicationClient, add_address
-from serve_app.cli.command import Command, add_number, positive_float, positive_int, print_result, warn
+from serve_app.cli.command import add_number, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
 from serve_app.errors import SettingsError
 from serve_app.lab.tables import documents_table, table_text
@@ -87,7 +87,17 @@ _TARGETS = {
 }
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = (
+    "example:\n"
+    "  ewsjf keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
+    "  ewsjf keys list --file /etc/ewsjf/keys.json\n"
+    "  ewsjf keys revoke 3f9a2c17b0de --file /etc/ewsjf/keys.json\n"
+    "  ewsjf keys usage --csv --since 2026-01-01"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("action", choices=_ACTIONS, help="create, list, revoke or usage")
     parser.add_argument("id", nargs="?", help="id of the key to revoke")
     place = parser.add_mutually_exclusive_group()
@@ -141,7 +151,8 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if args.action == "usage":
         return show_usage(args)
     path = _path(args)
@@ -237,14 +248,3 @@ def _day(text: str) -> str:
         return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).date().isoformat()
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a day such as 2026-01-31, got {text!r}") from None
-
-
-COMMAND = Command(
-    example="example:\n"
-    "  ewsjf keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
-    "  ewsjf keys list --file /etc/ewsjf/keys.json\n"
-    "  ewsjf keys revoke 3f9a2c17b0de --file /etc/ewsjf/keys.json\n"
-    "  ewsjf keys usage --csv --since 2026-01-01",
-    configure=_configure,
-    run=_run,
-)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from serve_app.cli.application import ApplicationClient, add_address
-from serve_app.cli.command import Command, print_result
+from serve_app.cli.command import print_result
 from serve_app.errors import ServeAppError
 from serve_app.lab.tables import documents_table
 
@@ -25,7 +25,11 @@ def _share(text: str) -> float:
     return share
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf mode active --share 10%"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "mode",
         nargs="?",
@@ -43,7 +47,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if args.share is not None and args.mode != "active":
         raise ServeAppError("--share needs `mode active`")
     client = ApplicationClient(args)
@@ -90,10 +95,3 @@ def _rows(window: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _clock(at: float | None) -> str:
     return "now" if at is None else f"{datetime.fromtimestamp(at, UTC).astimezone():%m-%d %H:%M:%S}"
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf mode active --share 10%",
-    configure=_configure,
-    run=_run,
-)

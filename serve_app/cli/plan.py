@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app.cli.command import (
-    Command,
     add_jobs,
     add_number,
     add_settings,
@@ -153,13 +152,14 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(positive_int(number) for number in text.split(","))
 
 
-_EXAMPLE = """example:
+EXAMPLE = """example:
   ewsjf plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
       --slo-ttft-s 2 --slo-tpot-s 0.08 --config out/plan.yaml
 """
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     options, demand = fleet_options(args), demand_of(args)
     effort = Effort(
         seeds=range(args.seeds), max_simulated_replicas=args.max_simulated_replicas, jobs=args.jobs
@@ -227,6 +227,3 @@ def _warnings(plan: Plan, seeds: int) -> Iterator[str]:
         yield "the worst-case fleet meets the limits at none of the simulated sizes"
     if seeds < 3:
         yield f"--seeds {seeds}: fewer than three seeds give no useful confidence interval"
-
-
-COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)

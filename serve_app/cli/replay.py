@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from serve_app.cli.command import Command, ProgressCallback, print_result, progress_bar, write_json
+from serve_app.cli.command import ProgressCallback, print_result, progress_bar, write_json
 from serve_app.core.decision_log import DecisionLogError, LoggedRun, read_runs, replay
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 
-_EXAMPLE = """example:
+EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy fcfs,ewsjf --requests 2000 --log out/decisions.jsonl
   ewsjf replay out/decisions.jsonl
 
@@ -15,12 +15,14 @@ A live scheduler writes such a log if its model has `decision_log: {path: ...}`.
 """
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("log", type=Path, help="file of `simulate --log`, or of a model's `decision_log`")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result of the comparison")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     try:
         lines = args.log.read_text(encoding="utf-8").splitlines()
     except OSError as exc:
@@ -54,6 +56,3 @@ def _compared(run: LoggedRun, advance: ProgressCallback) -> dict[str, object]:
 def _named(run: object) -> str:
     assert isinstance(run, dict)
     return ", ".join(f"{key} {value}" for key, value in run.items())
-
-
-COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

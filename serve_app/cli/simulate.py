@@ -8,7 +8,6 @@ from pathlib import Path
 
 from serve_app.cli import workload_arguments as arguments
 from serve_app.cli.command import (
-    Command,
     arguments_as_json,
     print_result,
     progress_bar,
@@ -38,7 +37,8 @@ from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads import notes_on
 from serve_app.tuning.strategic_loop import PAPER, LearnedPartitions, StrategicSettings
 
-_EXAMPLE = """example:
+configure = arguments.configure
+EXAMPLE = """example:
   ewsjf simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
       --requests 10000 --seeds 5 --json out/policies.json
 """
@@ -48,7 +48,8 @@ _EXAMPLE = """example:
 _LEARNED = LearnedPartitions(by_policy={"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)})
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if args.first_seed < 0:
         raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
     runs = _placed(arguments.runs(args, _LEARNED), args)
@@ -169,6 +170,3 @@ def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str,
     given = arguments_as_json(args, omit={"jobs", "api_key"})
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace.provenance(), given, seeds)
-
-
-COMMAND = Command(example=_EXAMPLE, configure=arguments.configure, run=_run)

@@ -20,7 +20,7 @@ from serve_app.cli.application import (
     add_address,
     request,
 )
-from serve_app.cli.command import Command, add_whole, print_result, program
+from serve_app.cli.command import add_whole, print_result, program
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.errors import ServeAppError
@@ -138,7 +138,11 @@ _MAX_COSTS = 10
 _MAX_PROGRAMS = 15
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf status --url http://127.0.0.1:8000"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     add_address(parser)
     add_whole(parser, "--sub-queues", "maximum number of sub-queues to show", 15)
     tuner = parser.add_mutually_exclusive_group()
@@ -151,7 +155,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the application's documents as JSON")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     client = ApplicationClient(args)
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
@@ -337,10 +342,3 @@ def _twin(twin: Document) -> str:
 def _titled(title: str, columns: str, rows: Sequence[Document], *, text_columns: int) -> str:
     """Return a titled table. Columns with text come first."""
     return f"\n{title}\n{documents_table(columns, rows, text_columns=text_columns, key_columns=2)}"
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf status --url http://127.0.0.1:8000",
-    configure=_configure,
-    run=_run,
-)

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from serve_app.cli.command import Command, positive_float, print_result
+from serve_app.cli.command import positive_float, print_result
 from serve_app.cli.serve.instance import choose_instance, running_instances
 from serve_app.cli.serve.processes import Draining, HostMessage, Stop
 
@@ -18,7 +18,11 @@ _DRAIN_S = 600.0
 _RETRY_AFTER_S = 30.0
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf stop --url http://127.0.0.1:8000"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="application on this machine to stop, if several run")
     where.add_argument(
@@ -33,7 +37,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if args.address is not None:
         _drain_cluster(args.address, args.drain_s)
         return 0
@@ -62,10 +67,3 @@ def _drain_cluster(address: str, drain_s: float) -> None:
 def _print_progress(message: HostMessage) -> None:
     if isinstance(message, Draining) and message.open_requests:
         print_result(f"{message.open_requests} requests in flight, {message.remaining_s:.0f} s left")
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf stop --url http://127.0.0.1:8000",
-    configure=_configure,
-    run=_run,
-)

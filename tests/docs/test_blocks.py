@@ -236,7 +236,7 @@ def shown_commands() -> Iterator[tuple[str, str]]:
             for command in shell.commands(block.text):
                 yield block.place, command.replace("\\\n", " ")
     for own in cli.COMMANDS:
-        for command in own.load().example.replace("\\\n", " ").splitlines():
+        for command in own.load().EXAMPLE.replace("\\\n", " ").splitlines():
             yield f"{own.name} --help", command.strip()
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.cli.application import ApplicationClient, ApplicationError, add_address
-from serve_app.cli.command import Command, add_number, add_whole, print_result, progress_bar, warn, write_text
+from serve_app.cli.command import add_number, add_whole, print_result, progress_bar, warn, write_text
 from serve_app.cli.report.page import as_html, as_text
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
@@ -416,7 +416,7 @@ def _expected(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-_EXAMPLE = """example:
+EXAMPLE = """example:
   ewsjf mode observe                       # then wait ten minutes
   ewsjf report --html out/observed.html --json > out/observed.json
   ewsjf mode active                        # then wait ten minutes
@@ -428,7 +428,8 @@ predicts what scheduling changes, if the twin's error is small. Exit status 1: t
 _MAX_MINUTES = 10
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     add_number(
         parser, "--minutes", "length of the window, at most 10; it begins at the last change of the mode", 10
     )
@@ -449,7 +450,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if args.minutes > _MAX_MINUTES:
         raise SettingsError(f"--minutes must be at most {_MAX_MINUTES}, got {args.minutes:g}")
     earlier = None if args.compare is None else _earlier(args.compare)
@@ -514,6 +516,3 @@ def _short_at(queue: Mapping[str, Any], status: Mapping[str, Any], recording: Re
         return int(queue["b_short_tokens"])
     lengths = [record.prompt_tokens for record in recording.records if not is_batch(record)]
     return max(1, statistics.median_low(lengths or [1]))
-
-
-COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -22,7 +22,7 @@ import yaml
 from serve_app.cli import templates
 from serve_app.cli.application import ConnectionFailedError, request
 from serve_app.cli.check import print_findings
-from serve_app.cli.command import Command, port_number, print_result, program, warn, write_text
+from serve_app.cli.command import port_number, print_result, program, warn, write_text
 from serve_app.cli.serve.instance import environment, instance_folder, register, running_instances, unregister
 from serve_app.cli.serve.processes import HostJob
 from serve_app.cli.serve.supervisor import Console, LaunchParameters, Supervisor
@@ -424,7 +424,11 @@ def default_config() -> Path:
     return _OF_A_CLONE if _OF_A_CLONE.is_file() else templates.EMULATED
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+EXAMPLE = "example:\n  ewsjf serve configs/local.yaml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument(
         "config",
         nargs="?",
@@ -459,7 +463,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     # As the first process of a container, this one would ignore SIGTERM until the supervisor handles it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = args.config or default_config()
@@ -495,10 +500,3 @@ def _write_config_for(args: argparse.Namespace) -> Path:
         config, configuration(servers, ListenAddress(host=host, port=port, start=start, insecure=insecure))
     )
     return config
-
-
-COMMAND = Command(
-    example="example:\n  ewsjf serve configs/local.yaml",
-    configure=_configure,
-    run=_run,
-)
