@@ -89,7 +89,7 @@ from serve_app.tuning.engine_fit import (
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.search_space import SearchSpace, TpeOptimiser, Tunable, Values
 from serve_app.tuning.strategic_loop import RefineAndPruneSettings, refine_and_prune
-from serve_app.tuning.study import Budget, Finding, PlayWindow, StudySettings, WindowResult, run_study
+from serve_app.tuning.study import Budget, Finding, PlayWindow, Study, StudySettings, WindowResult
 
 # Maximum age relative to the latest arrival: ten minutes are long enough for a mix of tenants, and short
 # enough to be current.
@@ -578,11 +578,6 @@ def search_twin(
     plan: TwinPlan, settings: StudySettings, play: PlayWindow, budget: Budget, kind: SearchKind
 ) -> Finding:
     """Compare the incumbent of a twin with the candidates of a search."""
-    return run_study(
-        [plan.space.current, *preset_candidates(plan.tunable, plan.space)],
-        settings,
-        play,
-        budget,
-        optimiser=TpeOptimiser(plan.space, seed=plan.settings.seed) if kind == "tpe" else None,
-        independent_windows=plan.independent_windows,
-    )
+    first = [plan.space.current, *preset_candidates(plan.tunable, plan.space)]
+    optimiser = TpeOptimiser(plan.space, seed=plan.settings.seed) if kind == "tpe" else None
+    return Study(settings, play, budget, plan.independent_windows).run(first, optimiser)

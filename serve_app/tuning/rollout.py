@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,50 +29,15 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.snapshot import Amount, Number
-from serve_app.core.settings_base import (
-    FINITE_NOT_NEGATIVE,
-    FINITE_POSITIVE,
-    at_least,
-    settings,
-)
 from serve_app.errors import SettingsError
 from serve_app.tuning.search_space import SearchSpace, Values
-from serve_app.tuning.study import RewardOf, Trial, Verdict
+from serve_app.tuning.study import RewardOf, RolloutSettings, Trial, Verdict
 
 _MAX_AUDITS = 1_000
 # Validity of a candidate's values, in slices. A slice may end slightly late: the driver calls periodically.
 _VALID_SLICES = 1.5
 # Length of the pause after harm, in normal cool-downs, because the next candidate comes from the same twin.
 _HARM_COOL_DOWNS = 3.0
-
-Mode = Literal["off", "advise", "on"]
-
-
-@settings
-class RolloutSettings:
-    """Settings for trying candidates in production.
-
-    Attributes:
-        mode: `off` accepts no candidate; `advise` records what it would try without changing anything; `on`
-            tries it.
-        slice_s, settle_s, judge_limit_s, pairs: see `study.Trial`.
-        cool_down_s: seconds without trials after one.
-    """
-
-    mode: Mode = "on"
-    slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
-    settle_s: Annotated[float, FINITE_NOT_NEGATIVE] = 10.0
-    judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
-    pairs: Annotated[int, at_least(2).hint("one pair gives no evidence")] = 12
-    cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
-
-    def __post_init__(self) -> None:
-        if self.settle_s >= self.slice_s:
-            raise ValueError(
-                f"slice_s must be above settle_s ({self.settle_s:g}), got {self.slice_s}: the first settle_s "
-                "seconds of a slice are not measured"
-            )
-
 
 NO_OUTCOMES = msgspec.msgpack.encode([])
 
@@ -224,14 +189,7 @@ class Rollout:
         if self._settings.mode == "advise":
             self._cool_down_until = now + self._settings.cool_down_s
             return self._note(now, DecisionKind.ADVISED, reason, candidate)
-        given = self._settings
-        self.target = candidate
-        self._trial = Trial(
-            pairs=given.pairs,
-            slice_s=given.slice_s,
-            settle_s=given.settle_s,
-            judge_limit_s=given.judge_limit_s,
-        )
+        self.target, self._trial = candidate, Trial(self._settings)
         self._trial.advance(now)
         return self._note(now, DecisionKind.STARTED, reason, candidate)
 
@@ -347,31 +305,21 @@ class Rollout:
             ValueError: it is for another space or settings, or exceeds the bounds. Nothing of it is used
                 then.
         """
-        if self._typed(state.configured) != self._configured:
+        found = state.incumbent
+        if set(found) != set(self._space.names):
+            raise ValueError(
+                f"learned state: it has the parameters {', '.join(sorted(found))}, but those to tune are "
+                f"{', '.join(self._space.names)}; delete it to start over"
+            )
+        if state.configured != self._configured:
             raise ValueError("learned state: the settings have changed, so the tuned values are discarded")
-        incumbent = self._typed(state.incumbent)
-        if incumbent != self._configured and not self._space.is_within(incumbent):
-            raise ValueError(f"learned state: values out of bounds: {incumbent}; delete it to start over")
+        # Configured values may exceed the bounds. Others must not; clipping gives stored integers their type.
+        incumbent = self._configured if found == self._configured else self._space.clipped(found)
+        if incumbent != found:
+            raise ValueError(f"learned state: values out of bounds: {found}; delete it to start over")
         self._trial, self.target = None, None
         self.incumbent = self._active = incumbent
         self.frozen, self._cool_down_until = state.frozen, now + state.cool_down_s
         if state.on_trial:
             self._note(now, DecisionKind.ROLLED_BACK, "the tuner was restarted during a trial")
         return self._order(incumbent)
-
-    def _typed(self, found: Values) -> dict[str, float]:
-        """Return values with the types of their parameters.
-
-        Raises:
-            ValueError: they are not those of the parameters to tune.
-        """
-        if set(found) != set(self._space.names):
-            raise ValueError(
-                f"learned state: it has the parameters {', '.join(sorted(found))}, but those to tune are "
-                f"{', '.join(self._space.names)}; delete it to start over"
-            )
-        return {each.name: _typed(found[each.name], integer=each.integer) for each in self._space}
-
-
-def _typed(value: float, *, integer: bool) -> float:
-    return int(value) if integer and float(value).is_integer() else value

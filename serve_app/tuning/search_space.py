@@ -226,10 +226,6 @@ class SearchSpace:
         """
         return {name: self[name].clipped(value) for name, value in self.checked(values).items()}
 
-    def is_within(self, values: Values) -> bool:
-        """Return whether every value is valid for its parameter."""
-        return self.clipped(values) == self.checked(values)
-
     def from_draws(self, draws: Mapping[str, float]) -> dict[str, float]:
         """Return the values for uniform draws from [0, 1]."""
         return {name: self[name].at_unit(_quantile(draws[name], self._centre(name))) for name in self.names}

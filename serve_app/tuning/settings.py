@@ -4,7 +4,7 @@
 and tests change.
 """
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from serve_app.core.metrics.summary import ClassTargets
@@ -20,34 +20,42 @@ from serve_app.core.settings_base import (
 from serve_app.engines.model.roofline import load_profile
 from serve_app.tuning.digital_twin import CalibrationSettings, SearchKind, TwinSettings
 from serve_app.tuning.objective import ObjectiveKind, ObjectiveSettings
-from serve_app.tuning.rollout import RolloutSettings
 from serve_app.tuning.strategic_loop import RefineAndPruneSettings, StrategicSettings
-from serve_app.tuning.study import StudySettings
+from serve_app.tuning.study import RolloutSettings, StudySettings
 
 _BURST_SHARE = 0.25
 """Share of a core that work uses while it runs. A search is then done in a minute, on current traffic."""
 
 
+@settings(block="tuner")
+class _SearchSettings:
+    """Settings of both classes, for searches in the twin."""
+
+    # Seconds between the end of a search and the next one.
+    every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 300.0
+    # Requests before the first search, because fewer do not represent the traffic; half as many new ones
+    # before each further search.
+    min_requests: Annotated[int, at_least(1), ADVANCED] = 600
+    # Candidates of a search: a dozen presets, or these and then candidates that TPE proposes until the search
+    # has used its CPU time.
+    search: Annotated[SearchKind, ADVANCED] = "presets"
+    # Maximum CPU seconds per search. Presets need about ten.
+    search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
+    # Maximum share of a core that the tuner's work uses in the mean. Work is done at a quarter of a core, and
+    # followed by a pause. So a search of ten CPU seconds is at most every 17 minutes.
+    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.01
+
+
 @settings
-class ParameterTuningSettings:
+class ParameterTuningSettings(_SearchSettings):
     """Settings for tuning one model's parameters at runtime.
 
     Attributes:
         profile: initial engine profile of the twin, by name or path; None to fit it to the engines, without
             searches before.
-        every_s: seconds between the end of a search and the next one.
-        min_requests: requests before the first search; half as many new ones before each further search.
-        search_cpu_s: CPU seconds per search.
-        search: candidates of a search: presets, or presets and then those that TPE proposes.
-        core_share: maximum share of a core that the tuner's work uses in the mean.
     """
 
     profile: str | None = None
-    every_s: Annotated[float, FINITE_POSITIVE] = 300.0
-    min_requests: Annotated[int, at_least(1)] = 600
-    search: SearchKind = "presets"
-    search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
-    core_share: Annotated[float, POSITIVE_SHARE] = 0.01
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
@@ -62,7 +70,7 @@ class ParameterTuningSettings:
 
 
 @settings(block="tuner")
-class TunerSettings:
+class TunerSettings(_SearchSettings):
     """Settings for tuning one model's scheduler at runtime.
 
     Attributes:
@@ -80,19 +88,6 @@ class TunerSettings:
     targets: ClassTargets = field(default_factory=ClassTargets)
     # Reward: `slo` counts requests within the targets, `paper` is that of EWSJF, which ignores the targets.
     objective: Annotated[ObjectiveKind, ADVANCED] = "slo"
-    # Seconds between the end of a search and the next one.
-    every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 300.0
-    # Requests before the first search, because fewer do not represent the traffic; half as many new ones
-    # before each further search.
-    min_requests: Annotated[int, at_least(1), ADVANCED] = 600
-    # Candidates of a search: a dozen presets, or these and then candidates that TPE proposes until the search
-    # has used its CPU time.
-    search: Annotated[SearchKind, ADVANCED] = "presets"
-    # Maximum CPU seconds per search. Presets need about ten.
-    search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
-    # Maximum share of a core that the tuner's work uses in the mean. Work is done at a quarter of a core, and
-    # followed by a pause. So a search of ten CPU seconds is at most every 17 minutes.
-    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.01
     # Seconds per slice of a trial, in which one side is active; the first ten are not judged. Shorter
     # slices have more similar traffic but exclude a larger share of it.
     slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
@@ -136,11 +131,7 @@ class TunerSettings:
             return None
         return ParameterTuningSettings(
             profile=self.profile,
-            every_s=self.every_s,
-            min_requests=self.min_requests,
-            search=self.search,
-            search_cpu_s=self.search_cpu_s,
-            core_share=self.core_share,
+            **{each.name: getattr(self, each.name) for each in fields(_SearchSettings)},
             objective=ObjectiveSettings(kind=self.objective, targets=self.targets),
             rollout=RolloutSettings(
                 mode="advise" if self.mode == "advise" else "on",

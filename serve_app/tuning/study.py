@@ -1,6 +1,6 @@
 """Comparison of candidates with the incumbent: the search in windows of traffic, and the trial in production.
 
-`run_study` searches for better values within a time budget, in two stages:
+`Study` searches for better values within a time budget, in two stages:
 
 1. *Search*: candidates and the incumbent play the same windows. First the presets race, then rounds of
    candidates that the optimiser proposes, if there is one. After the first windows of a race only the better
@@ -59,10 +59,16 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from serve_app.core.metrics.summary import t_95
-from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
+from serve_app.core.settings_base import (
+    FINITE_NOT_NEGATIVE,
+    FINITE_POSITIVE,
+    NOT_NEGATIVE,
+    at_least,
+    settings,
+)
 from serve_app.tuning.objective import Reward, finite
 from serve_app.tuning.search_space import TpeOptimiser, Values
 
@@ -119,27 +125,50 @@ def verdict_of(differences: Sequence[float], pairs: int) -> Verdict | None:
     return Verdict.INCONCLUSIVE if len(differences) >= pairs else None
 
 
-@dataclass(slots=True)
-class Trial:
-    """An A/B test of a candidate, in alternating time slices.
+Mode = Literal["off", "advise", "on"]
 
-    Args:
-        pairs: maximum number of measured pairs.
+
+@settings
+class RolloutSettings:
+    """Settings for trying candidates in production.
+
+    Attributes:
+        mode: `off` accepts no candidate; `advise` records what it would try without changing anything; `on`
+            tries it.
         slice_s: seconds per slice, in which one side is active.
         settle_s: seconds at the start of a slice that are not judged, because requests of the previous
             slice still occupy the engines.
         judge_limit_s: seconds after its end at which a slice with requests that have not ended counts as not
             measured.
+        pairs: maximum number of measured pairs of a trial.
+        cool_down_s: seconds without trials after one.
+    """
+
+    mode: Mode = "on"
+    slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
+    settle_s: Annotated[float, FINITE_NOT_NEGATIVE] = 10.0
+    judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
+    pairs: Annotated[int, at_least(2).hint("one pair gives no evidence")] = 12
+    cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
+
+    def __post_init__(self) -> None:
+        if self.settle_s >= self.slice_s:
+            raise ValueError(
+                f"slice_s must be above settle_s ({self.settle_s:g}), got {self.slice_s}: the first settle_s "
+                "seconds of a slice are not measured"
+            )
+
+
+@dataclass(slots=True)
+class Trial:
+    """An A/B test of a candidate, in alternating time slices.
 
     Attributes:
         differences: reward of the candidate minus that of the incumbent, for each measured pair.
         verdict: None while the trial continues.
     """
 
-    pairs: int
-    slice_s: float
-    settle_s: float
-    judge_limit_s: float
+    settings: RolloutSettings
     differences: list[float] = field(init=False, default_factory=list)
     verdict: Verdict | None = field(init=False, default=None)
     reason: str = field(init=False, default="")
@@ -162,10 +191,10 @@ class Trial:
             return False
         # A void pair is repeated.
         void = self._judged - len(self.differences)
-        if len(self._slices) >= 2 * (self.pairs + void):
+        if len(self._slices) >= 2 * (self.settings.pairs + void):
             return False
         # From `now`, not from the end of the last slice, because nothing was applied in between.
-        self._slices.append((now, now + self.slice_s))
+        self._slices.append((now, now + self.settings.slice_s))
         return True
 
     def judge(self, now: float, completed_until: float, reward_of: RewardOf) -> bool:
@@ -178,7 +207,7 @@ class Trial:
         if self.verdict is not None or len(self._slices) < first + 2:
             return False
         end = self._slices[first + 1][1]
-        if now < end or (completed_until < end and now < end + self.judge_limit_s):
+        if now < end or (completed_until < end and now < end + self.settings.judge_limit_s):
             return False
         candidate, incumbent = (
             self._reward(number, completed_until, reward_of)
@@ -188,7 +217,7 @@ class Trial:
         candidate_reward, incumbent_reward = finite(candidate.value), finite(incumbent.value)
         if candidate_reward is not None and incumbent_reward is not None:
             self.differences.append(candidate_reward - incumbent_reward)
-            self._conclude(verdict_of(self.differences, self.pairs))
+            self._conclude(verdict_of(self.differences, self.settings.pairs))
         elif incumbent_reward is not None:
             reason = f"no reward with the candidate: {candidate.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.HARM, reason
@@ -222,7 +251,7 @@ class Trial:
         if completed_until < end:
             # The requests that have ended are the quick ones, which are not representative.
             return Reward(value=None, reason="requests of the slice have not ended")
-        return reward_of(begin + self.settle_s, end)
+        return reward_of(begin + self.settings.settle_s, end)
 
 
 def _is_candidate_slice(number: int) -> bool:
@@ -369,34 +398,18 @@ class Finding:
     candidates: int
 
 
-def run_study(
-    first: Sequence[Values],
-    settings: StudySettings,
-    play: PlayWindow,
-    budget: Budget,
-    *,
-    optimiser: TpeOptimiser | None = None,
-    independent_windows: float = math.inf,
-) -> Finding:
-    """Search until there is a verdict.
+@dataclass(slots=True)
+class Study:
+    """A search for better values.
 
     Args:
-        first: the incumbent, then the presets.
-        optimiser: proposes further candidates, after it has learned from the first ones; None for presets
-            only.
         independent_windows: see `compare`.
     """
-    return _Study(settings, play, budget, independent_windows).run(first, optimiser)
-
-
-@dataclass(slots=True)
-class _Study:
-    """A study in progress."""
 
     settings: StudySettings
     play: PlayWindow
     budget: Budget
-    independent_windows: float
+    independent_windows: float = math.inf
     candidates: list[Values] = field(init=False, default_factory=list)
     results: dict[tuple[int, int], WindowResult] = field(init=False, default_factory=dict)
     _began: float = field(init=False)
@@ -411,8 +424,14 @@ class _Study:
         """Seconds since the study began."""
         return self.budget.clock() - self._began
 
-    def run(self, first: Sequence[Values], optimiser: TpeOptimiser | None) -> Finding:
-        """Return the verdict."""
+    def run(self, first: Sequence[Values], optimiser: TpeOptimiser | None = None) -> Finding:
+        """Search until there is a verdict.
+
+        Args:
+            first: the incumbent, then the presets.
+            optimiser: proposes further candidates, after it has learned from the first ones; None for presets
+                only.
+        """
         incumbent, *presets = first
         self.candidates.append(incumbent)
         searched = self.settings.searched
@@ -497,9 +516,7 @@ class _Study:
 
     def _mean(self, candidate: int, windows: range) -> float | None:
         """Return the mean reward over these windows; None if one of them is missing."""
-        rewards = [
-            reward for reward in _rewards(self.results, candidate, windows).values() if reward is not None
-        ]
+        rewards = [reward for reward in self._rewards(candidate, windows).values() if reward is not None]
         return statistics.fmean(rewards) if len(rewards) == len(windows) else None
 
     def _gain(self, candidate: int) -> float:
@@ -510,17 +527,15 @@ class _Study:
     def _against(self, candidate: int, windows: range) -> Comparison:
         """Compare a candidate with the incumbent."""
         return compare(
-            _rewards(self.results, candidate, windows),
-            _rewards(self.results, INCUMBENT, windows),
+            self._rewards(candidate, windows),
+            self._rewards(INCUMBENT, windows),
             independent_windows=self.independent_windows,
         )
 
-
-def _rewards(
-    results: Mapping[tuple[int, int], WindowResult], candidate: int, windows: range
-) -> dict[int, float | None]:
-    return {
-        window: finite(results[candidate, window].reward.value)
-        for window in windows
-        if (candidate, window) in results
-    }
+    def _rewards(self, candidate: int, windows: range) -> dict[int, float | None]:
+        """Return the rewards by window, of those that the candidate has played."""
+        return {
+            window: finite(self.results[candidate, window].reward.value)
+            for window in windows
+            if (candidate, window) in self.results
+        }

@@ -33,10 +33,10 @@ from serve_app.lab.workloads import TraceRequest, scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
-from serve_app.tuning.rollout import DecisionKind, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import StudySettings
+from serve_app.tuning.study import RolloutSettings, StudySettings
 from tests.tuning.rewards import found
 
 

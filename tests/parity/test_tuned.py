@@ -18,9 +18,10 @@ from serve_app.serving.tuner import ParameterTuner
 from serve_app.tuning.digital_twin import CalibrationSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
-from serve_app.tuning.rollout import Audit, DecisionKind, RolloutSettings
+from serve_app.tuning.rollout import Audit, DecisionKind
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.study import RolloutSettings
 from tests.lab.simulation.builders import mixed_requests
 from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping

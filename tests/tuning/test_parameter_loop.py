@@ -14,10 +14,10 @@ from serve_app.tuning.digital_twin import CalibrationSettings
 from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import ParameterLoop, SearchTask, carry_out
-from serve_app.tuning.rollout import DecisionKind, Observation, Retune, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Observation, Retune
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.strategic_loop import PAPER
-from serve_app.tuning.study import Finding
+from serve_app.tuning.study import Finding, RolloutSettings
 from tests.builders import spec
 from tests.core.metrics.builders import record
 from tests.tuning.rewards import found as found_values

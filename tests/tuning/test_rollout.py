@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from serve_app.core.routing.snapshot import decoded, encoded
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import DecisionKind, Mode, Retune, Rollout, RolloutSettings, RolloutState
+from serve_app.tuning.rollout import DecisionKind, Retune, Rollout, RolloutState
 from serve_app.tuning.search_space import Values
+from serve_app.tuning.study import Mode, RolloutSettings
 from tests.tuning.production import Production, by_name
 from tests.tuning.rewards import BEST, CURRENT, rewarded, space
 
@@ -182,7 +183,7 @@ def test_from_settings_beyond_the_bounds_a_candidate_leads_inside() -> None:
     rollout = Rollout(space(beyond), beyond, ON)
     assert rollout.incumbent == beyond
     rollout.propose({**BEST, "n": 99}, 0.0)
-    assert space().is_within(rollout.target or {})
+    assert space().clipped(rollout.target or {}) == rollout.target
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,8 @@ class Guarded(RuleBasedStateMachine):
 
     def do(self, orders: list[Retune]) -> None:
         for order in orders:
-            assert space().is_within(by_name(self.rollout, order))
+            values = by_name(self.rollout, order)
+            assert space().clipped(values) == values
             if order.valid_s is not None:
                 assert self.settings.mode == "on"
                 assert not self.rollout.frozen

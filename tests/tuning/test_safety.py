@@ -9,9 +9,9 @@ from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trac
 from serve_app.lab.workloads import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, search_twin
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Rollout
 from serve_app.tuning.search_space import Tunable, Values, space_of
-from serve_app.tuning.study import Budget, StudySettings
+from serve_app.tuning.study import Budget, RolloutSettings, StudySettings
 from tests.tuning.builders import with_speed
 from tests.tuning.production import Production
 

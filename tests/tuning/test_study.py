@@ -15,13 +15,14 @@ from serve_app.tuning.search_space import TpeOptimiser, Values
 from serve_app.tuning.study import (
     Budget,
     Finding,
+    RolloutSettings,
+    Study,
     StudySettings,
     Trial,
     Verdict,
     WindowResult,
     compare,
     evidence,
-    run_study,
     verdict_of,
 )
 from tests.tuning.rewards import BEST, CURRENT, bowl, rewarded, space
@@ -71,7 +72,7 @@ def studied(
     # Draws from the prior, which are faster.
     optimiser = TpeOptimiser(space(start), seed=seed, startup=1_000) if settings.proposals else None
     budget = Budget(clock=windows.clock, seconds=seconds, yield_cpu=yield_cpu)
-    finding = run_study([start, *presets], settings, windows.play, budget, optimiser=optimiser)
+    finding = Study(settings, windows.play, budget).run([start, *presets], optimiser)
     return Studied(finding, windows)
 
 
@@ -222,7 +223,7 @@ NOISE = 0.05
 
 
 def trial(pairs: int = PAIRS) -> Trial:
-    return Trial(pairs=pairs, slice_s=SLICE_S, settle_s=SETTLE_S, judge_limit_s=LIMIT_S)
+    return Trial(RolloutSettings(pairs=pairs, slice_s=SLICE_S, settle_s=SETTLE_S, judge_limit_s=LIMIT_S))
 
 
 def play(made: Trial, reward: Callable[[bool], Reward]) -> float:

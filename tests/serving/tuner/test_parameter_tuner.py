@@ -24,9 +24,9 @@ from serve_app.serving.state import StateStore
 from serve_app.serving.tuner import ParameterTuner
 from serve_app.tuning.digital_twin import CalibrationSettings, TwinSettings
 from serve_app.tuning.parameter_loop import ParameterLoop, Result, SearchTask
-from serve_app.tuning.rollout import Observation, Retune, RolloutSettings
+from serve_app.tuning.rollout import Observation, Retune
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import Finding, StudySettings
+from serve_app.tuning.study import Finding, RolloutSettings, StudySettings
 from tests.builders import spec
 from tests.core.metrics.builders import record
 
