@@ -531,11 +531,7 @@ def fit_step_time(
     Raises:
         CalibrationError: there are too few requests to fit.
     """
-    if fit_first > len(requests):
-        raise _too_few(fit_first, len(requests))
     run = EngineRun(requests=requests, settings=settings, part=slice(fit_first))
-    if len(run.fitted) < MIN_FITTED:
-        raise _too_few(fit_first, len(requests))
     return fit_runs([run], FitStart(step_time=initial_coefficients(run.fitted)), on_replay).step_time
 
 
@@ -552,19 +548,15 @@ def fit_runs(
     """
     count = sum(len(run.fitted) for run in runs)
     if count < MIN_FITTED:
-        raise _too_few(count, sum(len(run.requests) for run in runs))
+        raise CalibrationError(
+            f"cannot fit {count} of {sum(len(run.requests) for run in runs)} requests: at least {MIN_FITTED} "
+            f"are needed for {len(_NAMES)} coefficients"
+        )
     residuals = _Residuals(runs, start, on_replay)
     position = np.zeros(len(residuals.names))
     for stage in _STAGES[1:] if start.is_warm_start else _STAGES:
         position = _least_squares(residuals, position, stage)
     return residuals.fitted(_simplex(residuals, position))
-
-
-def _too_few(wanted: int, available: int) -> CalibrationError:
-    return CalibrationError(
-        f"cannot fit {wanted} of {available} requests: at least {MIN_FITTED} are needed for "
-        f"{len(_NAMES)} coefficients"
-    )
 
 
 def _least_squares(residuals: "_Residuals", position: Floats, stage: _Stage) -> Floats:

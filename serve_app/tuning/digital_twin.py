@@ -135,27 +135,24 @@ class TrafficLog:
                 arrivals only the quickly served ones are known, which do not represent the traffic.
         """
         kept = self.recent(until)
-        return _trace(kept, kept[0].arrived_at) if kept else None
+        if not kept:
+            return None
+        outputs = _RecordedOutputs(kept)
+        requests = tuple(
+            TraceRequest(
+                arrival_s=record.arrived_at - kept[0].arrived_at,
+                prompt_tokens=record.prompt_tokens,
+                output_tokens=outputs.of(record),
+                tenant=record.tenant,
+                priority=record.priority,
+            )
+            for record in kept
+        )
+        return Trace(name="live", source=f"{len(kept):,} recorded requests", requests=requests)
 
 
 def _by_arrival(record: RequestRecord) -> tuple[float, str]:
     return record.arrived_at, record.request_id
-
-
-def _trace(records: list[RequestRecord], start: float) -> Trace:
-    """Return a trace of these requests in which `start` is 0."""
-    outputs = _RecordedOutputs(records)
-    requests = tuple(
-        TraceRequest(
-            arrival_s=record.arrived_at - start,
-            prompt_tokens=record.prompt_tokens,
-            output_tokens=outputs.of(record),
-            tenant=record.tenant,
-            priority=record.priority,
-        )
-        for record in records
-    )
-    return Trace(name="live", source=f"{len(records):,} recorded requests", requests=requests)
 
 
 class _RecordedOutputs:

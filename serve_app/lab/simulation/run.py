@@ -217,18 +217,7 @@ class FleetSettings:
             SettingsError: there is no such profile, or pools are not in the order of their contexts.
             ValueError: the changed engine contradicts itself.
         """
-        plans = self._plans(isolated=isolated)
-        for plan, longer in pairwise(plans):
-            if plan.engine.max_model_len > longer.engine.max_model_len:
-                raise SettingsError(
-                    "pools must be listed by increasing context, got "
-                    f"max_model_len {plan.engine.max_model_len:,} in {plan.pool} "
-                    f"before {longer.engine.max_model_len:,} in {longer.pool}"
-                )
-        return plans
-
-    def _plans(self, *, isolated: bool) -> list[ReplicaPlan]:
-        return [
+        plans = [
             ReplicaPlan(
                 replica_id=f"{pool}-{number}",
                 pool=pool,
@@ -240,6 +229,14 @@ class FleetSettings:
             for engine, step_time in [self._engine_of(pool, isolated=isolated)]
             for number in range(1, count + 1)
         ]
+        for plan, longer in pairwise(plans):
+            if plan.engine.max_model_len > longer.engine.max_model_len:
+                raise SettingsError(
+                    "pools must be listed by increasing context, got "
+                    f"max_model_len {plan.engine.max_model_len:,} in {plan.pool} "
+                    f"before {longer.engine.max_model_len:,} in {longer.pool}"
+                )
+        return plans
 
     def _engine_of(self, pool: str, *, isolated: bool) -> tuple[EngineModelSettings, StepTimeModel]:
         profile = load_profile(self.profile_of(pool))

@@ -213,15 +213,13 @@ class Timeline:
             raise ValueError(f"cannot schedule an event at {first!r}: the time is already {self.now!r}")
         self._sorted = sorted(self._sorted + scheduled, reverse=True)
 
-    def run(self, *, until: float | None = None) -> None:
-        """Run all scheduled actions, including newly scheduled ones, to the end or to `until`."""
+    def run(self) -> None:
+        """Run all scheduled actions, including newly scheduled ones."""
         heap = self._heap
         while heap or self._sorted:
             # Read again each time, because an action may schedule more.
             ordered = self._sorted
             from_sorted = bool(ordered) and not (heap and heap[0] < ordered[-1])
-            if until is not None and (ordered[-1] if from_sorted else heap[0])[0] > until:
-                return
             self.now, _, _, action = ordered.pop() if from_sorted else heapq.heappop(heap)
             action()
 
