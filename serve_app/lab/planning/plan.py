@@ -156,40 +156,33 @@ _BATCHED_TOKENS = (1_024, 8_192)
 _CHUNKS = (2, 4)
 
 
+@dataclass(eq=False)
 class Planner:
     """Search through the options for one workload.
 
-    Args:
+    Attributes:
         mix: lengths of the workload's requests, as the engines receive them.
         on_step: called with the name of each fleet that has been sized.
     """
 
-    def __init__(
-        self,
-        options: FleetOptions,
-        demand: Workload,
-        mix: LengthMix,
-        costs: CostTable,
-        on_step: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        self._options = options
-        self._demand = demand
-        self._mix = mix
-        self._costs = costs
-        self._on_step = on_step
+    options: FleetOptions
+    demand: Workload
+    mix: LengthMix
+    costs: CostTable
+    on_step: Callable[[str], object] = lambda _: None
 
     # -- by the model -------------------------------------------------------------------------------------
 
     def worst_case(self) -> Candidate:
         """Return the papers' baseline."""
-        slots = self._options.worst_case_slots or queueing.worst_case_slots(self._options.profile)
-        return self._sized(queueing.worst_case_fleet(self._options.profile, slots))
+        slots = self.options.worst_case_slots or queueing.worst_case_slots(self.options.profile)
+        return self._sized(queueing.worst_case_fleet(self.options.profile, slots))
 
     @cached_property
     def paged(self) -> list[Candidate]:
         """Undivided fleets with paged KV cache, cheapest first."""
-        options = self._options
-        longest = int(self._mix.totals.max())
+        options = self.options
+        longest = int(self.mix.totals.max())
         profiles = _distinct((options.profile, *options.long_profiles, *options.short_profiles))
         able = [name for name in profiles if load_profile(name).max_model_len >= longest]
         pools = [pool for name in able or [options.profile] for pool in self._pools(name)]
@@ -198,12 +191,12 @@ class Planner:
 
     def split(self) -> list[Candidate]:
         """Return the best two-pool fleet for each value of `B_short`, in order."""
-        found = (self._best_split(boundary) for boundary in sorted(set(self._options.b_short_tokens)))
+        found = (self._best_split(boundary) for boundary in sorted(set(self.options.b_short_tokens)))
         return [candidate for candidate in found if candidate is not None]
 
     def _best_split(self, boundary: int) -> Candidate | None:
         """Choose each pool separately, because pools are independent in the model, which has no spill."""
-        options, mix = self._options, self._mix
+        options, mix = self.options, self.mix
         parts = mix.split(boundary)
         if min(len(part) for part in parts) < _MIN_SHARE * len(mix):
             return None
@@ -218,13 +211,13 @@ class Planner:
                 if load_profile(name).max_model_len >= context
             ]
             pools = [pool for name in profiles or [options.profile] for pool in self._pools(name)]
-            rate_per_s = self._demand.rate_per_s * len(part) / len(mix)
+            rate_per_s = self.demand.rate_per_s * len(part) / len(mix)
             chosen.append(min(pools, key=lambda pool: self._pool_rank(pool, part, rate_per_s, boundary)))
         return self._sized(queueing.split_fleet(chosen[0], self._within_context(chosen[1]), boundary))
 
     def _within_context(self, pool: PoolPlan) -> PoolPlan:
         """Limit the context to the undivided fleet's, so that all fleets receive the same requests."""
-        context = load_profile(self._options.profile).max_model_len
+        context = load_profile(self.options.profile).max_model_len
         if load_profile(pool.profile).max_model_len <= context:
             return pool
         return replace(pool, engine=replace(pool.engine, max_model_len=context))
@@ -235,8 +228,8 @@ class Planner:
         # The plan of an undivided fleet is also the plan of one pool.
         plan = replace(queueing.paged_fleet(pool), b_short_tokens=boundary)
         (model,) = plan.models(part).values()
-        sized = sized_pool(model, rate_per_s, self._demand.slo)
-        usd_per_hour = sized.replicas * self._costs.usd_per_hour(pool.profile)
+        sized = sized_pool(model, rate_per_s, self.demand.slo)
+        usd_per_hour = sized.replicas * self.costs.usd_per_hour(pool.profile)
         return not sized.within_limits, usd_per_hour, sized.performance.utilisation
 
     def _pools(self, profile: str) -> list[PoolPlan]:
@@ -245,7 +238,7 @@ class Planner:
     def _variants(self, name: str) -> list[EngineChanges]:
         """Return the profile's settings first, then other budgets and chunk limits, and more sequences."""
         plain = EngineChanges()
-        if not self._options.variants:
+        if not self.options.variants:
             return [plain]
         profile = load_profile(name)
         budgets = [
@@ -271,9 +264,9 @@ class Planner:
         return [plain, *others]
 
     def _sized(self, plan: FleetPlan) -> Candidate:
-        pools = size(plan, self._mix, self._demand.rate_per_s, self._demand.slo)
+        pools = size(plan, self.mix, self.demand.rate_per_s, self.demand.slo)
         counts = {pool: sized.replicas for pool, sized in pools.items()}
-        return Candidate(plan=plan, pools=pools, usd_per_hour=plan.usd_per_hour(counts, self._costs))
+        return Candidate(plan=plan, pools=pools, usd_per_hour=plan.usd_per_hour(counts, self.costs))
 
     # -- by the simulator ---------------------------------------------------------------------------------
 
@@ -283,7 +276,7 @@ class Planner:
         undivided = self._with_plain_first(self.paged)
         worst_case = self._simulated(verifier, [self.worst_case()], seeds)
         paged = self._simulated(verifier, undivided, seeds)
-        ranked = sorted(modelled, key=lambda one: one.rank)[: self._options.candidates]
+        ranked = sorted(modelled, key=lambda one: one.rank)[: self.options.candidates]
         pools = self._simulated(verifier, ranked, seeds)
         return PlanResult(
             worst_case=_cheapest(worst_case),
@@ -295,10 +288,10 @@ class Planner:
 
     def _with_plain_first(self, undivided: list[Candidate]) -> list[Candidate]:
         """Return the model's best candidates after the unchanged profile, because the model may be wrong."""
-        plain = queueing.paged_fleet(PoolPlan(profile=self._options.profile))
+        plain = queueing.paged_fleet(PoolPlan(profile=self.options.profile))
         first = [one for one in undivided if one.plan == plain]
         others = [one for one in undivided if one.plan != plain]
-        return [*first, *others][: max(1, self._options.candidates)]
+        return [*first, *others][: max(1, self.options.candidates)]
 
     def _simulated(
         self, verifier: Verifier, candidates: Iterable[Candidate], seeds: Sequence[int]
@@ -306,29 +299,30 @@ class Planner:
         found = []
         for candidate in candidates:
             guess = {pool: max(1, round(verifier.share * n)) for pool, n in candidate.counts.items()}
-            verification = smallest_fleet(verifier, candidate.plan, guess, costs=self._costs, seeds=seeds)
-            self._on_step(candidate.plan.name)
-            if verification is not None:
-                headroom = 1.0
-                # The worst case costs far more than a replica above the others, so it needs no finer size.
-                if verifier.share < 1 and candidate.plan.name != queueing.WORST_CASE:
-                    headroom = verifier.headroom(candidate.plan, verification.counts, seeds)
-                found.append(self._at_full_size(candidate, verification, verifier.share, headroom))
+            verification = smallest_fleet(verifier, candidate.plan, guess, costs=self.costs, seeds=seeds)
+            self.on_step(candidate.plan.name)
+            if verification is None:
+                continue
+            headroom = 1.0
+            # The worst case costs far more than a replica above the others, so it needs no finer size.
+            if verifier.share < 1 and candidate.plan.name != queueing.WORST_CASE:
+                headroom = verifier.headroom(candidate.plan, verification.counts, seeds)
+            counts = {
+                pool: at_full_size(count, verifier.share, headroom)
+                for pool, count in verification.counts.items()
+            }
+            found.append(
+                SizedFleet(
+                    candidate=candidate,
+                    verification=verification,
+                    share=verifier.share,
+                    headroom=headroom,
+                    counts=counts,
+                    usd_per_hour=candidate.plan.usd_per_hour(counts, self.costs),
+                    gpus=candidate.plan.gpus(counts),
+                )
+            )
         return found
-
-    def _at_full_size(
-        self, candidate: Candidate, verification: Verification, share: float, headroom: float
-    ) -> SizedFleet:
-        counts = {pool: at_full_size(count, share, headroom) for pool, count in verification.counts.items()}
-        return SizedFleet(
-            candidate=candidate,
-            verification=verification,
-            share=share,
-            headroom=headroom,
-            counts=counts,
-            usd_per_hour=candidate.plan.usd_per_hour(counts, self._costs),
-            gpus=candidate.plan.gpus(counts),
-        )
 
 
 def _cheapest(fleets_found: Sequence[SizedFleet]) -> SizedFleet | None:
