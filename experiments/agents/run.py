@@ -45,13 +45,12 @@ from serve_app.lab.simulation.run import (
     Disclosure,
     EngineChanges,
     FleetSettings,
-    TraceChoice,
     at_rate,
     choose_trace,
     requests_of,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads import find_file
+from serve_app.lab.workloads import TraceChoice, find_file
 from serve_app.request import (
     ProgramHint,
     PromptShape,

@@ -29,7 +29,6 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     Disclosure,
     FleetSettings,
-    TraceChoice,
     choose_trace,
     parallel,
     requests_of,
@@ -37,7 +36,7 @@ from serve_app.lab.simulation.run import (
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
-from serve_app.lab.workloads import Trace, scale_to_rate, stream
+from serve_app.lab.workloads import Trace, TraceChoice, scale_to_rate, stream
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 
 # Requests of the batch that wait or run at any time, for each replica. More than any engine serves at once.

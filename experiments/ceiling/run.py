@@ -37,7 +37,6 @@ from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.run import (
     Disclosure,
-    TraceChoice,
     at_rate,
     choose_trace,
     fit,
@@ -45,7 +44,7 @@ from serve_app.lab.simulation.run import (
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads import Trace
+from serve_app.lab.workloads import Trace, TraceChoice
 from serve_app.request import Usage
 from serve_app.serving.process import tune_memory
 

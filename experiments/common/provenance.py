@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app.core.settings_base import settings
 from serve_app.lab.provenance import commit, hardware, load_average
-from serve_app.lab.workloads import WorkloadSettings, trace_file
+from serve_app.lab.workloads import trace_file
 
 # Rows and documents change no behaviour, so several experiments can run in succession.
 _NO_CODE = (":!experiments/*/results.jsonl", ":!*.md")
@@ -65,7 +65,7 @@ def trace_sources(trace: str) -> tuple[TraceSource, ...]:
     """Return the origin of a workload on this machine.
 
     Args:
-        trace: a name or path, as in `lab.workloads.WorkloadSettings`; several joined by `+`.
+        trace: a name or path, as in `lab.workloads.TraceChoice`; several joined by `+`.
     """
     return tuple(_source(name) for name in trace.split("+"))
 
@@ -76,7 +76,7 @@ def generated(name: str) -> tuple[TraceSource, ...]:
 
 
 def _source(name: str) -> TraceSource:
-    path = trace_file(WorkloadSettings(trace=name))
+    path = trace_file(name)
     return TraceSource(name=name) if path is None else file_source(path, Path(name).name)
 
 

@@ -16,15 +16,8 @@ from experiments.prefix.run import ConversationSettings, conversations
 from experiments.prefix.sessions import SESSIONS
 from serve_app.core.settings_base import at_least, settings, share_below
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.run import (
-    ONE_POOL,
-    FleetSettings,
-    RunSettings,
-    SloByLength,
-    TraceChoice,
-    simulate,
-)
-from serve_app.lab.workloads import Trace
+from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, SloByLength, simulate
+from serve_app.lab.workloads import Trace, TraceChoice
 
 CHAT = "chat"
 

@@ -26,14 +26,21 @@ from serve_app.lab.simulation.run import (
     EngineChanges,
     FleetSettings,
     SloByLength,
-    TraceChoice,
     choose_trace,
     requests_of,
     saturated_rate_per_s,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation, SimulationSettings
-from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, merge, scale_to_rate, stream
+from serve_app.lab.workloads import (
+    LognormalLengths,
+    Trace,
+    TraceChoice,
+    TraceRequest,
+    merge,
+    scale_to_rate,
+    stream,
+)
 from serve_app.request import PriorityClass
 
 

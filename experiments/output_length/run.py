@@ -23,8 +23,8 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
 from serve_app.core.settings_base import settings
-from serve_app.lab.simulation.run import TraceChoice, choose_trace
-from serve_app.lab.workloads import TraceRequest
+from serve_app.lab.simulation.run import choose_trace
+from serve_app.lab.workloads import TraceChoice, TraceRequest
 from serve_app.request import PromptShape, Request, RequestSpec, Submission, Usage
 
 # Share of answers that the upper prediction should cover. The curves know four lengths of equal probability;

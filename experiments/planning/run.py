@@ -20,8 +20,7 @@ from serve_app.core.settings_base import settings
 from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, plan_as_json
 from serve_app.lab.planning.queueing import POOLS, CostTable, LengthMix
 from serve_app.lab.planning.verification import Workload
-from serve_app.lab.simulation.run import TraceChoice
-from serve_app.lab.workloads import stream
+from serve_app.lab.workloads import TraceChoice, stream
 
 
 @settings

@@ -23,13 +23,12 @@ from serve_app.lab.simulation.run import (
     RunResult,
     RunSettings,
     SloByLength,
-    TraceChoice,
     policy_names,
     run_all,
     saturated_rates,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest, SimulationSettings
-from serve_app.lab.workloads import Trace, TraceError, TraceRequest, plain_stream, stream
+from serve_app.lab.workloads import Trace, TraceChoice, TraceError, TraceRequest, plain_stream, stream
 from serve_app.request import Request
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 

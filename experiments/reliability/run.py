@@ -19,11 +19,11 @@ from serve_app.lab.simulation.run import (
     FleetSettings,
     RunSettings,
     SloByLength,
-    TraceChoice,
     choose_trace,
     saturated_rates,
     simulate,
 )
+from serve_app.lab.workloads import TraceChoice
 
 _ROUTER: Mapping[str, object] = {"active_share": 0.0, "routing.spill": False}
 """Settings that reduce the gateway to the choice of a replica: the one with the fewest requests."""

@@ -35,14 +35,13 @@ from serve_app.lab.simulation.run import (
     Disclosure,
     FleetSettings,
     SloByLength,
-    TraceChoice,
     choose_trace,
     parallel,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
-from serve_app.lab.workloads import OnOffArrivals, Trace, TraceRequest, stream
+from serve_app.lab.workloads import OnOffArrivals, Trace, TraceChoice, TraceRequest, stream
 
 # Traffic that changes: steps of either kind, bursts, a wave, an hour of Azure's own arrivals
 

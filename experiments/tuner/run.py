@@ -19,12 +19,12 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     FleetSettings,
     RunSettings,
-    TraceChoice,
     fitted_trace,
     parallel,
     saturated_rate_per_s,
     scheduler_settings,
 )
+from serve_app.lab.workloads import TraceChoice
 from serve_app.tuning.digital_twin import DigitalTwin, SearchKind, TwinPlan, TwinSettings, search_twin
 from serve_app.tuning.search_space import Values, space_of
 from serve_app.tuning.study import Budget, StudySettings

@@ -27,14 +27,13 @@ from serve_app.lab.simulation.run import (
     DirectSimulation,
     Disclosure,
     FleetSettings,
-    TraceChoice,
     at_rate,
     choose_trace,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
-from serve_app.lab.workloads import Trace
+from serve_app.lab.workloads import Trace, TraceChoice
 
 # The first fifth of requests, while caches fill and speeds are unknown, is not in the figures.
 _WARM_UP_RATIO = 0.2

@@ -40,9 +40,8 @@ from serve_app.lab.planning.plan import (
 from serve_app.lab.planning.queueing import CostTable
 from serve_app.lab.planning.verification import LONG_ABOVE_TOKENS, Workload
 from serve_app.lab.provenance import provenance
-from serve_app.lab.simulation.run import TraceChoice
 from serve_app.lab.tables import paragraph
-from serve_app.lab.workloads import notes_on
+from serve_app.lab.workloads import TraceChoice, notes_on
 
 TRACE_ARRIVALS = "trace"
 """Choice of `--arrivals`: the trace's arrival pattern, scaled to the rate."""

@@ -36,7 +36,6 @@ from serve_app.lab.simulation.run import (
     PoolChanges,
     RunSettings,
     SloByLength,
-    TraceChoice,
     policy_names,
 )
 from serve_app.lab.simulation.simulation import (
@@ -46,6 +45,7 @@ from serve_app.lab.simulation.simulation import (
     SimulationSettings,
     partition_source,
 )
+from serve_app.lab.workloads import TraceChoice
 from serve_app.tuning.engine_fit import engines_of_json
 
 if TYPE_CHECKING:

@@ -701,7 +701,7 @@ class Recipe:
 
     Attributes:
         figures: the figures that it is built from, for the provenance of results.
-        rate_per_s: default of the mean arrival rate.
+        rate_per_s: mean arrival rate.
         arrivals: returns the arrival process for a mean rate.
         lengths: draws prompt and output lengths.
     """
@@ -711,14 +711,13 @@ class Recipe:
     arrivals: Callable[[float], Arrivals]
     lengths: Callable[[int, np.random.Generator], LengthPairs]
 
-    def generate(self, name: str, count: int, seed: int, rate_per_s: float | None = None) -> Trace:
+    def generate(self, name: str, count: int, seed: int) -> Trace:
         """Draw `count` requests. Arrivals and lengths use separate streams."""
-        rate = self.rate_per_s if rate_per_s is None else rate_per_s
-        times = self.arrivals(rate).sample(count, stream(seed, f"{name} arrivals"))
+        times = self.arrivals(self.rate_per_s).sample(count, stream(seed, f"{name} arrivals"))
         prompts, outputs = self.lengths(count, stream(seed, f"{name} lengths"))
         return Trace(
             name=name,
-            source=f"generated from {self.figures} at {rate:.4g} requests/s, seed {seed}",
+            source=f"generated from {self.figures} at {self.rate_per_s:.4g} requests/s, seed {seed}",
             requests=tuple(
                 TraceRequest(arrival_s=float(at), prompt_tokens=int(prompt), output_tokens=int(output))
                 for at, prompt, output in zip(times, prompts, outputs, strict=True)
@@ -819,74 +818,74 @@ _MERGED_SPAN_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSettings:
-    """A workload, as given on the command line.
+class TraceChoice:
+    """Choice of a trace, and its modifications.
 
     Attributes:
-        trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file; several
+        name: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file; several
             joined by `+` are merged on one clock.
-        rate_per_s: mean arrival rate; None for the trace's own.
-        requests: number of requests; None for a thousand, or as many as `duration_s` requires.
-        duration_s: time during which requests arrive; exclusive with `requests`.
+        requests: number of requests; None for all of a file, or the generator's default.
         tenants: see `parse_shares`; None for those of the file.
         priorities: shares of priority classes, such as `interactive=1,batch=3`; None for those of the file.
         folder: folder of trace files; None for the default folders.
+        arrivals: pattern that replaces the trace's own, see `lab.simulation.run.with_arrivals`.
+        change: returns the modified trace of a seed, before the pattern of arrivals is applied. It must be
+            hashable, and possible to send to other processes.
     """
 
-    trace: str
-    rate_per_s: float | None = None
+    name: str
     requests: int | None = None
-    duration_s: float | None = None
     tenants: str | None = None
     priorities: str | None = None
-    seed: int = 0
     folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("rate_per_s", "requests", "duration_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise TraceError(f"{name} must be positive, got {value}")
-        if self.requests is not None and self.duration_s is not None:
-            raise TraceError(
-                f"set requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
-                "the rate determines the other"
-            )
-        if self.seed < 0:
-            raise TraceError(f"seed must not be negative, got {self.seed}")
+    arrivals: str | None = None
+    change: Callable[[Trace, int], Trace] | None = None
 
 
-def resolve(settings: WorkloadSettings) -> Trace:
-    """Read or generate the workload, cut to size, at its rate, with its tenants.
+def resolve(choice: TraceChoice, seed: int) -> Trace:
+    """Read or generate the requests of one seed, cut to size, with their tenants and priorities.
+
+    `change` and `arrivals` are not applied.
 
     Raises:
-        TraceError: there is no such name or file, or it cannot be read.
+        TraceError: there is no such name or file, it cannot be read, or a number is out of range.
     """
-    is_one = Path(settings.trace).is_file() or "+" not in settings.trace
-    trace = _single(settings) if is_one else _merged(settings)
-    if settings.tenants is not None:
-        trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
-    if settings.priorities is not None:
-        trace = assign_priorities(
-            trace, parse_shares(settings.priorities), stream(settings.seed, "priorities")
-        )
+    if choice.requests is not None and choice.requests < 1:
+        raise TraceError(f"requests must be positive, got {choice.requests}")
+    if seed < 0:
+        raise TraceError(f"seed must not be negative, got {seed}")
+    is_one = Path(choice.name).is_file() or "+" not in choice.name
+    trace = _single(choice, seed) if is_one else _merged(choice, seed)
+    if choice.tenants is not None:
+        trace = assign_tenants(trace, parse_shares(choice.tenants), stream(seed, "tenants"))
+    if choice.priorities is not None:
+        trace = assign_priorities(trace, parse_shares(choice.priorities), stream(seed, "priorities"))
     return trace
 
 
-def _single(settings: WorkloadSettings) -> Trace:
-    path = trace_file(settings)
-    return _generated(settings) if path is None else _from_file(path, settings)
+def _single(choice: TraceChoice, seed: int) -> Trace:
+    path = trace_file(choice.name, choice.folder)
+    if path is None:
+        trace = RECIPES[choice.name].generate(choice.name, choice.requests or _DEFAULT_REQUESTS, seed)
+        return replace(trace, synthetic=(choice.name,)) if choice.name in _FILES else trace
+    trace = load_trace(path)
+    if choice.name in _FILES:
+        trace = replace(trace, name=choice.name)
+    return _sized(trace, choice, seed)
 
 
-def _merged(settings: WorkloadSettings) -> Trace:
+def _merged(choice: TraceChoice, seed: int) -> Trace:
     """Merge whole files, in which requests that arrived together stay together, and an hour of generators."""
-    whole = replace(settings, rate_per_s=None, requests=None, duration_s=None)
     parts = []
-    for name in settings.trace.split("+"):
-        part = replace(whole, trace=name)
-        is_generated = trace_file(part) is None
-        parts.append(_single(replace(part, duration_s=_MERGED_SPAN_S) if is_generated else part))
-    return _sized(merge(parts, settings.trace), settings)
+    for name in choice.name.split("+"):
+        is_generated = trace_file(name, choice.folder) is None
+        requests = round(RECIPES[name].rate_per_s * _MERGED_SPAN_S) if is_generated else None
+        parts.append(_single(replace(choice, name=name, requests=requests), seed))
+    return _sized(merge(parts, choice.name), choice, seed)
+
+
+def _sized(trace: Trace, choice: TraceChoice, seed: int) -> Trace:
+    return take(trace, choice.requests or len(trace.requests), stream(seed, "window"))
 
 
 def notes_on(trace: Trace) -> Iterator[str]:
@@ -901,15 +900,14 @@ def notes_on(trace: Trace) -> Iterator[str]:
         yield f"{trace.name}: {skipped}"
 
 
-def trace_file(settings: WorkloadSettings) -> Path | None:
-    """Return the file of the workload, or None if it is generated.
+def trace_file(name: str, folder: Path | None = None) -> Path | None:
+    """Return the file of a trace, or None if it is generated.
 
     Raises:
         TraceError: there is no such name or file.
     """
-    name = settings.trace
     if name in _FILES:
-        return find_file(_FILES[name], settings.folder)
+        return find_file(_FILES[name], folder)
     if name in RECIPES:
         return None
     path = Path(name)
@@ -927,33 +925,3 @@ def find_file(filename: str, folder: Path | None = None) -> Path | None:
         return named / filename
     candidates = (place / filename for place in (DOWNLOAD_FOLDER, _SHARED_FOLDER))
     return next((path for path in candidates if path.is_file()), None)
-
-
-def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
-    trace = load_trace(path)
-    if settings.trace in _FILES:
-        trace = replace(trace, name=settings.trace)
-    return _sized(trace, settings)
-
-
-def _sized(trace: Trace, settings: WorkloadSettings) -> Trace:
-    count = _count(settings, settings.rate_per_s or trace.rate_per_s, otherwise=len(trace.requests))
-    trace = take(trace, count, stream(settings.seed, "window"))
-    return trace if settings.rate_per_s is None else scale_to_rate(trace, settings.rate_per_s)
-
-
-def _generated(settings: WorkloadSettings) -> Trace:
-    recipe = RECIPES[settings.trace]
-    count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=_DEFAULT_REQUESTS)
-    trace = recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
-    return replace(trace, synthetic=(settings.trace,)) if settings.trace in _FILES else trace
-
-
-def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int) -> int:
-    if settings.duration_s is None:
-        return settings.requests or otherwise
-    if rate_per_s is None:
-        raise TraceError(
-            f"all requests of {settings.trace} arrive at once: set requests instead of duration_s"
-        )
-    return max(1, round(rate_per_s * settings.duration_s))

@@ -12,12 +12,11 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     Disclosure,
     FleetSettings,
-    TraceChoice,
     choose_trace,
     requests_of,
     scheduler_settings,
 )
-from serve_app.lab.workloads import scale_to_rate
+from serve_app.lab.workloads import TraceChoice, scale_to_rate
 
 FLEET = FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1})
 UNTIL_S = 20.0

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from experiments.planning.run import MixGrid, write_mix
-from serve_app.lab.workloads import WorkloadSettings, resolve
+from serve_app.lab.workloads import TraceChoice, resolve
 
 GRID = MixGrid(
     profile="laptop",
@@ -19,7 +19,7 @@ def test_a_mix_is_written_with_its_shares_and_means(tmp_path: Path) -> None:
     for mix in GRID.mixes():
         path = tmp_path / "mix.csv"
         write_mix(path, mix, GRID.case(mix))
-        requests = resolve(WorkloadSettings(trace=str(path))).requests
+        requests = resolve(TraceChoice(name=str(path)), 0).requests
         long = [one for one in requests if one.prompt_tokens + one.output_tokens > mix.b_short_tokens]
         assert len(requests) == GRID.requests
         assert len(long) / len(requests) == pytest.approx(mix.long_ratio, abs=0.03)

@@ -23,13 +23,12 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     Disclosure,
     FleetSettings,
-    TraceChoice,
     choose_trace,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
-from serve_app.lab.workloads import TraceRequest, scale_to_rate
+from serve_app.lab.workloads import TraceChoice, TraceRequest, scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work

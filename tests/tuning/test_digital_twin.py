@@ -18,12 +18,11 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     FleetSettings,
     RunSettings,
-    TraceChoice,
     choose_trace,
     fitted_trace,
     scheduler_settings,
 )
-from serve_app.lab.workloads import Trace, TraceRequest, scale_to_rate
+from serve_app.lab.workloads import Trace, TraceChoice, TraceRequest, scale_to_rate
 from serve_app.request import PriorityClass
 from serve_app.tuning.digital_twin import (
     PRESETS,

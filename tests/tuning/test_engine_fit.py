@@ -11,13 +11,12 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.simulation.run import (
     Disclosure,
     FleetSettings,
-    TraceChoice,
     choose_trace,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.lab.workloads import scale_to_rate
+from serve_app.lab.workloads import TraceChoice, scale_to_rate
 from serve_app.tuning import engine_fit
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of
 from tests.core.metrics.builders import record

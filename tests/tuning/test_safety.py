@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.lab.simulation.run import FleetSettings, TraceChoice, choose_trace, scheduler_settings
-from serve_app.lab.workloads import scale_to_rate
+from serve_app.lab.simulation.run import FleetSettings, choose_trace, scheduler_settings
+from serve_app.lab.workloads import TraceChoice, scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, search_twin
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout import DecisionKind, Rollout

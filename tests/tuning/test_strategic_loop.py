@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core.policies.length_queues import Partition
-from serve_app.lab.workloads import WorkloadSettings, resolve
+from serve_app.lab.workloads import TraceChoice, resolve
 from serve_app.tuning import strategic_loop
 from serve_app.tuning.strategic_loop import (
     PAPER,
@@ -408,7 +408,7 @@ DISTANCE, DISTANCE_OF_MANY = 0.45, 0.25
 
 
 def lmsys(count: int, seed: int) -> Sample:
-    trace = resolve(WorkloadSettings(trace="lmsys", requests=count, seed=seed))
+    trace = resolve(TraceChoice(name="lmsys", requests=count), seed)
     return np.array([request.prompt_tokens for request in trace.requests])
 
 

@@ -23,7 +23,8 @@ from typing import Any
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import ConfidenceInterval, Slo, interval_95, percentile
 from serve_app.lab.planning.queueing import CostTable, FleetPlan, ReplicaCounts
-from serve_app.lab.simulation.run import Disclosure, RunResult, RunSettings, TraceChoice, run_all
+from serve_app.lab.simulation.run import Disclosure, RunResult, RunSettings, run_all
+from serve_app.lab.workloads import TraceChoice
 
 LONG_ABOVE_TOKENS = 4_096
 """Requests with more tokens, prompt and output, count as long in the figures."""

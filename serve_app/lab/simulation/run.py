@@ -2,7 +2,7 @@
 
 - `simulate`: plays one run (`RunSettings`) to its end.
 - `FleetSettings`: the number of replicas in each pool, their profile, and changes to their engines.
-- `TraceChoice`, `Disclosure`: the trace, fitted to the engines, and what the scheduler learns of it.
+- `choose_trace`, `Disclosure`: the trace, fitted to the engines, and what the scheduler learns of it.
 - `scheduler_settings`: the scheduler's settings: those of production, with two exceptions.
 - `DirectSimulation`: a run without a gateway: every request is sent to an engine when it arrives.
 - `run_all`, `saturated_rates`: many runs in several processes, in their order, and load 1.0.
@@ -43,7 +43,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
@@ -89,8 +88,8 @@ from serve_app.lab.workloads import (
     GammaArrivals,
     OnOffArrivals,
     Trace,
+    TraceChoice,
     TraceError,
-    WorkloadSettings,
     engine_blocks,
     gateway_blocks,
     resolve,
@@ -288,29 +287,6 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
 MODEL = "simulated"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceChoice:
-    """Choice of a trace, and its modifications.
-
-    Attributes:
-        name: as in `lab.workloads.WorkloadSettings`; several joined by `+` are merged on one clock.
-        requests: number of requests; None for all of a file, or the generator's default.
-        tenants, priorities: shares, as in `lab.workloads.WorkloadSettings`.
-        folder: folder of trace files; None for the default folder.
-        arrivals: pattern that replaces the trace's own, see `with_arrivals`.
-        change: returns the modified trace of a seed, before the pattern of arrivals is applied. It must be
-            hashable, and possible to send to other processes.
-    """
-
-    name: str
-    requests: int | None = None
-    tenants: str | None = None
-    priorities: str | None = None
-    folder: Path | None = None
-    arrivals: str | None = None
-    change: Callable[[Trace, int], Trace] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class FittedTrace:
     """A trace that fits the engines.
@@ -347,16 +323,7 @@ def choose_trace(choice: TraceChoice, seed: int) -> Trace:
     Raises:
         TraceError: there is no such trace, or it cannot be read.
     """
-    trace = resolve(
-        WorkloadSettings(
-            trace=choice.name,
-            requests=choice.requests,
-            tenants=choice.tenants,
-            priorities=choice.priorities,
-            seed=seed,
-            folder=choice.folder,
-        )
-    )
+    trace = resolve(choice, seed)
     if choice.change is not None:
         trace = choice.change(trace, seed)
     if choice.arrivals is not None:

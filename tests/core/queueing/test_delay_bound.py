@@ -6,8 +6,9 @@ from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.core.request import Attempts, ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
-from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, TraceChoice, simulate
+from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, simulate
 from serve_app.lab.simulation.simulation import FixedPartition
+from serve_app.lab.workloads import TraceChoice
 from tests.builders import scheduled_request
 
 

@@ -29,7 +29,7 @@ from serve_app.lab.calibration import (
     read_measurements,
     replay,
 )
-from serve_app.lab.workloads import WorkloadSettings, resolve
+from serve_app.lab.workloads import TraceChoice, resolve, scale_to_rate
 from tests.engines.emulated.endpoint import emulated_endpoint
 from tests.lab.calibration.builders import (
     LIMITS,
@@ -284,7 +284,7 @@ def test_a_load_test_of_an_engine_gives_its_profile(
 ) -> None:
     result, out = tmp_path / "result.json", tmp_path / "out" / "mine.yaml"
     engine = EmulatedEngineSettings(served_model_names=("m",), profile="laptop")
-    trace = resolve(WorkloadSettings(trace="paper-mix", rate_per_s=15.0, requests=40))
+    trace = scale_to_rate(resolve(TraceChoice(name="paper-mix", requests=40), 0), 15.0)
     with emulated_endpoint(engine) as url:
         records = all_completed(play_trace(url, BodySettings(model="m"), trace))
     result.write_text(as_result([as_client_measures(record) for record in records]))

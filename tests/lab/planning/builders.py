@@ -7,7 +7,7 @@ from serve_app.engines.model.model import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.planning.queueing import LengthMix, PoolModel
 from serve_app.lab.planning.verification import Workload
-from serve_app.lab.simulation.run import TraceChoice
+from serve_app.lab.workloads import TraceChoice
 from tests.lab.simulation.builders import STEP_TIME
 
 

@@ -16,7 +16,8 @@ from serve_app.cli.workload_arguments import (
 from serve_app.core.commands import Dispatch
 from serve_app.core.decision_log import read_runs
 from serve_app.lab.simulation.report import policies_table
-from serve_app.lab.simulation.run import EngineChanges, TraceChoice
+from serve_app.lab.simulation.run import EngineChanges
+from serve_app.lab.workloads import TraceChoice
 from tests.cli.pages import answering
 
 SMALL = ["--profile", "laptop", "--requests", "150", "--jobs", "1"]

@@ -16,13 +16,12 @@ from serve_app.lab.simulation.run import (
     EngineChanges,
     FleetSettings,
     RunSettings,
-    TraceChoice,
     requests_of,
     scheduler_settings,
     simulate,
 )
 from serve_app.lab.simulation.simulation import Simulation
-from serve_app.lab.workloads import Trace, TraceRequest
+from serve_app.lab.workloads import Trace, TraceChoice, TraceRequest
 from serve_app.request import PriorityClass
 
 FLEET = FleetSettings(profile="llama31-8b-rtx4090-tp1", replicas={ONE_POOL: 1})

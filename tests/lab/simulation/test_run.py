@@ -22,7 +22,6 @@ from serve_app.lab.simulation.run import (
     RunResult,
     RunSettings,
     SloByLength,
-    TraceChoice,
     at_load,
     choose_trace,
     policy_names,
@@ -35,7 +34,7 @@ from serve_app.lab.simulation.run import (
     with_arrivals,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest, SimulationSettings
-from serve_app.lab.workloads import Trace, TraceError, TraceRequest
+from serve_app.lab.workloads import Trace, TraceChoice, TraceError, TraceRequest
 from tests.core.metrics import builders
 from tests.lab.simulation.builders import mixed_requests, plan, simulated
 

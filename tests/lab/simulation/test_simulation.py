@@ -21,7 +21,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome, SettingsError
-from serve_app.lab.simulation.run import FleetSettings, RunResult, RunSettings, TraceChoice, simulate
+from serve_app.lab.simulation.run import FleetSettings, RunResult, RunSettings, simulate
 from serve_app.lab.simulation.simulation import (
     FixedPartition,
     Phase,
@@ -33,6 +33,7 @@ from serve_app.lab.simulation.simulation import (
     read_partition,
     write_partition,
 )
+from serve_app.lab.workloads import TraceChoice
 from serve_app.request import TurnEnd
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.lab.simulation.builders import mixed_requests, plan, simulated
