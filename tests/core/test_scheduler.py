@@ -300,13 +300,14 @@ def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) ->
 def test_a_lost_gateway_releases_queued_requests_and_running_ones_retain_holds(driver: ManualDriver) -> None:
     for number in range(40):
         driver.arrive(f"r{number}", prompt_tokens=2_000, gateway_id="g2")
+    driver.arrive("of_another", prompt_tokens=2_000, gateway_id="g1")
     running = {r.request.request_id for r in driver.scheduler.requests.values() if r.replica_id is not None}
     assert 0 < len(running) < 40
     commands = driver.feed(GatewayLost("g2"))
     assert {request_id for request_id, _ in concluded(commands)} == {f"r{n}" for n in range(40)} - running
     assert {outcome for _, outcome in concluded(commands)} == {"cancelled"}
     assert driver.scheduler.ledger["l1"].in_flight == len(running)
-    for request_id in running:
+    for request_id in (*running, "of_another"):
         driver.feed(Cancelled(request_id))
     assert driver.scheduler.ledger["l1"].in_flight == len(driver.scheduler) == 0
 
