@@ -12,13 +12,21 @@ bound.
 `RandomOrder` is the control, because any reordering gains something. Input: the request's id. Ties: order of
 arrival. It starves requests at random.
 
-`Sjf`: shortest job first by prompt length. `Hrrn`: highest response ratio next.
+`Sjf`: shortest job first by prompt length.
 
 Order: the shortest prefill.
 Inputs: prompt length.
 Ties: the order of arrival.
 Starvation: long requests, without bound.
 Source: textbook.
+
+`Hrrn`: highest response ratio next, `(waited + prefill) / prefill`.
+
+Order: the longest wait relative to the request's own prefill.
+Inputs: prompt length, time of arrival, the learned prefill cost.
+Ties: the order of arrival.
+Starvation: none, since the ratio grows with the wait.
+Source: textbook (Brinch Hansen).
 
 `TwoQueues`: short and long prompts, served at a fixed ratio.
 
@@ -75,15 +83,6 @@ class Sjf(OrderingPolicy):
     def score(self, head: ScheduledRequest, now: float) -> float:
         """Return the negative length: shorter is more urgent."""
         return -self.key(head)
-
-
-# Highest response ratio next: `(waited + prefill) / prefill`.
-#
-# Order: the longest wait relative to the request's own prefill.
-# Inputs: prompt length, time of arrival, the learned prefill cost.
-# Ties: the order of arrival.
-# Starvation: none, since the ratio grows with the wait.
-# Source: textbook (Brinch Hansen).
 
 
 class Hrrn(OrderingPolicy):
