@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,27 +58,29 @@ _WIDTH = 34
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionInfo:
-    """Connection details of an application that is ready.
+class LaunchParameters:
+    """Parameters of a start.
 
     Attributes:
-        listen_address: listen address of the configuration, shown if it differs from `url`.
-        requires_key: whether clients need a key.
-        output: file with the output of Ray and Ray Serve.
-        key_file: file with the application's admin key.
-        ray_token: file with the token of Ray; empty for that of `ray get-auth-token`.
+        job: start arguments of the host.
+        environment: environment of the host and its descendants.
+        drain_s: time limit for in-flight requests when it is stopped.
+        models: names of the served models.
+        requires_key: whether requests need an API key.
+        listen_address: listen address of the configuration, shown if it differs from the job's URL.
     """
 
-    url: str
-    listen_address: str
-    models: Sequence[str]
-    requires_key: bool
-    logs: str
-    output: str
-    key_file: str
+    job: HostJob
+    environment: Mapping[str, str]
     drain_s: float
-    dashboard: str | None
-    ray_token: str
+    models: tuple[str, ...]
+    requires_key: bool
+    listen_address: str
+
+    @property
+    def log(self) -> Path:
+        """File with the output of Ray and Ray Serve."""
+        return Path(self.job.folder) / "serve.log"
 
 
 class _Output(RichConsole):
@@ -140,26 +142,29 @@ class Console:
             self._last_printed_at = now
             self.line(f"  waiting: {text}")
 
-    def ready(self, info: ConnectionInfo) -> None:
-        """Print how to use the application."""
+    def ready(self, launch: LaunchParameters, dashboard: str | None) -> None:
+        """Print how to use the application. `dashboard` is the URL of Ray's, if it runs."""
         self.end_step()
-        first = info.models[0]
-        key = " -H 'authorization: Bearer YOUR_KEY'" if info.requires_key else ""
+        url, folder = launch.job.url, Path(launch.job.folder)
+        logs = _CLUSTER_LOGS if launch.job.address else folder / "ray/session_latest/logs"
+        first = launch.models[0]
+        key = " -H 'authorization: Bearer YOUR_KEY'" if launch.requires_key else ""
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self.line(f"Ready after {self.elapsed_s:.1f} s.", "bold green")
-        listening = "" if info.listen_address == info.url else f"   (listening on {info.listen_address})"
-        self.line(f"  address    {info.url}/v1{listening}")
-        self.line(f"  models     {', '.join(info.models)}")
-        curl = f"curl {info.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+        listening = "" if launch.listen_address == url else f"   (listening on {launch.listen_address})"
+        self.line(f"  address    {url}/v1{listening}")
+        self.line(f"  models     {', '.join(launch.models)}")
+        curl = f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
         self.line(f"  try        {curl}")
-        self.line(f"  dashboard  {info.url}/dashboard   (key: {info.key_file})")
-        self.line(f"  status     {program()} status --url {info.url}")
-        self.line(f"  logs       {info.logs}")
-        self.line(f"  output     {info.output}   (Ray and Ray Serve)")
-        if info.dashboard:
-            self.line(f"  Ray        {info.dashboard}   (token: {info.ray_token or 'ray get-auth-token'})")
+        self.line(f"  dashboard  {url}/dashboard   (key: {folder / ADMIN_KEY_FILE})")
+        self.line(f"  status     {program()} status --url {url}")
+        self.line(f"  logs       {logs}")
+        self.line(f"  output     {launch.log}   (Ray and Ray Serve)")
+        if dashboard:
+            token = launch.environment.get(RAY_TOKEN_VARIABLE) or "ray get-auth-token"
+            self.line(f"  Ray        {dashboard}   (token: {token})")
         self.line(
-            f"  stop       Ctrl-C: in-flight requests have {info.drain_s:g} s to complete; "
+            f"  stop       Ctrl-C: in-flight requests have {launch.drain_s:g} s to complete; "
             "again to stop immediately"
         )
 
@@ -208,34 +213,12 @@ _EXIT_INTERRUPTED = 130
 _CLUSTER_LOGS = "Ray's session folder on each node"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchParameters:
-    """Parameters of a start.
-
-    Attributes:
-        job: start arguments of the host.
-        environment: environment of the host and its descendants.
-        drain_s: time limit for in-flight requests when it is stopped.
-        models: names of the served models.
-        requires_key: whether requests need an API key.
-        listen_address: URL of the address that it listens on.
-    """
-
-    job: HostJob
-    environment: Mapping[str, str]
-    drain_s: float
-    models: tuple[str, ...]
-    requires_key: bool
-    listen_address: str
-
-
 class Supervisor:
     """Foreground runner of one application. Use once: `Supervisor(...).run()`."""
 
     def __init__(self, launch: LaunchParameters, console: Console) -> None:
         self._launch = launch
         self._console = console
-        self._log = Path(launch.job.folder) / "serve.log"
         self._host: asyncio.subprocess.Process | None = None
         self._signals = 0
         self._signalled = asyncio.Event()
@@ -252,7 +235,7 @@ class Supervisor:
             signal interrupted the start.
         """
         become_subreaper()
-        self._console.line(f"output of Ray and Ray Serve: {self._log}")
+        self._console.line(f"output of Ray and Ray Serve: {self._launch.log}")
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             # `nohup` ignores SIGHUP, so that its command survives the terminal.
@@ -271,7 +254,7 @@ class Supervisor:
             reading.cancel()
         if self._failure is not None:
             self._console.line(self._failure.reason, "red")
-            self._console.line(f"For details see {self._log} and {self._launch.job.folder}/ray.")
+            self._console.line(f"For details see {self._launch.log} and {self._launch.job.folder}/ray.")
             return 1
         if self._is_ready:
             self._console.line("Stopped.")
@@ -284,7 +267,7 @@ class Supervisor:
     async def _start_host(self) -> asyncio.StreamReader:
         read_fd, write_fd = os.pipe()
         job = msgspec.json.encode(self._launch.job).decode()
-        with self._log.open("ab") as log:
+        with self._launch.log.open("ab") as log:
             self._host = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "serve_app.cli.serve.host", job, str(write_fd)),
                 stdin=subprocess.PIPE,
@@ -326,7 +309,7 @@ class Supervisor:
                 self._is_ready = True
                 self._register(ray_address)
                 self._startup_s = console.elapsed_s
-                console.ready(self._connection_info(dashboard))
+                console.ready(self._launch, dashboard)
                 if missing:
                     names = ", ".join(missing)
                     text = f"No server is found so far for {names}: `{program()} status` shows why."
@@ -342,21 +325,6 @@ class Supervisor:
         # `deploy` needs the address; all else works without it, even if the disk is full.
         with contextlib.suppress(OSError):
             write_instance(replace(read_instance(Path(self._launch.job.folder)), ray_address=ray_address))
-
-    def _connection_info(self, dashboard: str | None) -> ConnectionInfo:
-        launch = self._launch
-        return ConnectionInfo(
-            url=launch.job.url,
-            listen_address=launch.listen_address,
-            models=launch.models,
-            requires_key=launch.requires_key,
-            output=str(self._log),
-            key_file=str(Path(launch.job.folder) / ADMIN_KEY_FILE),
-            logs=_CLUSTER_LOGS if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
-            drain_s=launch.drain_s,
-            dashboard=dashboard,
-            ray_token=launch.environment.get(RAY_TOKEN_VARIABLE, ""),
-        )
 
     async def _until_stopped(self, reading: asyncio.Task[None]) -> None:
         signalled = asyncio.create_task(self._signalled.wait())

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.cli.serve.processes import Progress, children, reap_orphans
-from serve_app.cli.serve.supervisor import ConnectionInfo, Console
+from serve_app.cli.serve.processes import HostJob, Progress, children, reap_orphans
+from serve_app.cli.serve.supervisor import Console, LaunchParameters
+from serve_app.serving.access import RAY_TOKEN_VARIABLE
 
 
 def ended_with(status: int) -> "subprocess.Popen[bytes]":
@@ -40,18 +41,15 @@ def test_without_children_nothing_is_reaped() -> None:
 
 # -- output without a terminal: plain lines, each once ----------------------------------------------------
 
-INFO = ConnectionInfo(
-    url="http://127.0.0.1:8000",
-    listen_address="http://0.0.0.0:8000",
+LAUNCH = LaunchParameters(
+    job=HostJob(config="c", folder="/tmp/instance", url="http://127.0.0.1:8000"),
+    environment={},
+    drain_s=600.0,
     models=("demo", "alias"),
     requires_key=True,
-    logs="/tmp/logs",
-    output="/tmp/serve.log",
-    key_file="/tmp/instance/admin-key",
-    drain_s=600.0,
-    dashboard="http://127.0.0.1:8265",
-    ray_token="",
+    listen_address="http://0.0.0.0:8000",
 )
+DASHBOARD = "http://127.0.0.1:8265"
 
 
 def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,18 +64,19 @@ def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_ready_message_has_all_connection_details(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().ready(INFO)
+    Console().ready(LAUNCH, DASHBOARD)
     output = capsys.readouterr().err
     assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in output
     assert "models     demo, alias" in output
     assert "dashboard  http://127.0.0.1:8000/dashboard   (key: /tmp/instance/admin-key)" in output
     assert "-H 'authorization: Bearer YOUR_KEY'" in output
     assert '"model": "demo"' in output
-    assert "logs       /tmp/logs" in output
-    assert "output     /tmp/serve.log" in output
+    assert "logs       /tmp/instance/ray/session_latest/logs" in output
+    assert "output     /tmp/instance/serve.log" in output
     assert "in-flight requests have 600 s to complete" in output
     assert "http://127.0.0.1:8265   (token: ray get-auth-token)" in output
-    Console().ready(replace(INFO, ray_token="/tmp/instance/ray-token"))
+    environment = {RAY_TOKEN_VARIABLE: "/tmp/instance/ray-token"}
+    Console().ready(replace(LAUNCH, environment=environment), DASHBOARD)
     assert "http://127.0.0.1:8265   (token: /tmp/instance/ray-token)" in capsys.readouterr().err
     assert "\x1b" not in output
 
