@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import secrets
-import shutil
 import ssl
 import urllib.error
 import urllib.request
@@ -132,20 +131,29 @@ def request(
     elif content is not None:
         data = json.dumps(content).encode()
         headers = {"content-type": "application/json"}
-    with _responding(url, api_key, method, data, headers, timeout_s, tls) as response:
+    with _connecting(), _open(url, api_key, method, data, headers, timeout_s, tls) as response:
         return _response(response)
 
 
 def download(url: str, api_key: str | None, out: IO[bytes], timeout_s: float = _TIMEOUT_S) -> HttpResponse:
     """Write the body of a successful response to `out`; return any other response, and raise as `request`."""
-    with _responding(url, api_key, "GET", None, {}, timeout_s, None) as response:
-        if response.status == HTTPStatus.OK:
-            shutil.copyfileobj(response, out, _PIECE_BYTES)
-        return _response(response)
+    with _connecting():
+        response = _open(url, api_key, "GET", None, {}, timeout_s, None)
+    with response:
+        # Errors of `out` are not those of the connection.
+        while response.status == HTTPStatus.OK and (piece := _read(response)):
+            out.write(piece)
+        with _connecting():
+            return _response(response)
 
 
-@contextmanager
-def _responding(  # noqa: PLR0913, PLR0917 - one call of urllib
+def _read(response: Any) -> bytes:
+    with _connecting():
+        piece: bytes = response.read(_PIECE_BYTES)
+    return piece
+
+
+def _open(  # noqa: PLR0913, PLR0917 - one call of urllib
     url: str,
     api_key: str | None,
     method: str,
@@ -153,20 +161,25 @@ def _responding(  # noqa: PLR0913, PLR0917 - one call of urllib
     headers: Mapping[str, str],
     timeout_s: float,
     tls: ssl.SSLContext | None,
-) -> Iterator[Any]:
+) -> Any:
+    """Send a request and return the response, of any status, before its body."""
     if not url.startswith(("http://", "https://")):
         raise ConnectionFailedError(f"the URL must begin with http:// or https://, got {url!r}")
     authorization = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    outgoing = urllib.request.Request(  # noqa: S310 - checked above
+        url, data, {**authorization, **headers}, method=method
+    )
     try:
-        outgoing = urllib.request.Request(  # noqa: S310 - checked above
-            url, data, {**authorization, **headers}, method=method
-        )
-        try:
-            response = urllib.request.urlopen(outgoing, timeout=timeout_s, context=tls)  # noqa: S310
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            yield response
+        return urllib.request.urlopen(outgoing, timeout=timeout_s, context=tls)  # noqa: S310
+    except urllib.error.HTTPError as error:
+        return error
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    """Raise `ConnectionFailedError` for errors of a connection."""
+    try:
+        yield
     except urllib.error.URLError as error:
         raise ConnectionFailedError(str(error.reason)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -243,14 +256,19 @@ class ApplicationClient:
             UnreachableError: the application does not answer.
             ApplicationError: it rejects the request.
         """
-        try:
+        with self._responding():
             answer = request(self.url + path, self.api_key, **options)
+        return self._checked(path, answer)
+
+    @contextmanager
+    def _responding(self) -> Iterator[None]:
+        try:
+            yield
         except ConnectionFailedError as error:
             hint = "; this is the default address: start the application there, or pass --url"
             raise UnreachableError(
                 f"{self.url} does not respond: {error}{'' if self._is_given else hint}"
             ) from error
-        return self._checked(path, answer)
 
     def document(self, path: str, *fields: str, **options: Any) -> Document:
         """Return the JSON object of a successful response; raise as `response`, or if it lacks a field."""
@@ -273,8 +291,10 @@ class ApplicationClient:
         return found
 
     def save(self, path: str, out: IO[bytes], timeout_s: float) -> None:
-        """Write the body of a successful response to a file."""
-        self._checked(path, download(self.url + path, self.api_key, out, timeout_s))
+        """Write the body of a successful response to a file; raise as `response`, or an error of the file."""
+        with self._responding():
+            answer = download(self.url + path, self.api_key, out, timeout_s)
+        self._checked(path, answer)
 
     def _checked(self, path: str, answer: HttpResponse) -> HttpResponse:
         """Return a successful response; raise `ApplicationError` with the message of any other."""

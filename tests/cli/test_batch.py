@@ -1,5 +1,6 @@
 """`ewsjf batch`, against a gateway in another thread."""
 
+import argparse
 import asyncio
 import json
 import threading
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
+from serve_app.cli.application import ApplicationClient, UnreachableError
+from serve_app.cli.command import writing
+from serve_app.errors import ServeAppError
+from tests.cli.pages import answering
 from tests.serving.gateway.batches.test_api import contents, line, served
 from tests.serving.gateway.builders import chat
 
@@ -93,3 +98,25 @@ def test_mistakes_are_explained(url: str, tmp_path: Path, capsys: pytest.Capture
     assert batch(url, "show", "batch_none") == 2
     assert "there is no batch 'batch_none'" in capsys.readouterr().err
     assert batch("http://127.0.0.1:9", "list") == 2
+
+
+def save(url: str, place: Path) -> None:
+    client = ApplicationClient(argparse.Namespace(url=url, api_key="k"))
+    with writing(place) as draft, draft.open("wb", buffering=0) as out:
+        client.save("/v1/files/f/content", out, 5.0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device of a full disk")
+def test_a_full_disk_is_reported_with_the_file() -> None:
+    with (
+        answering(lambda *_: (200, "line")) as url,
+        pytest.raises(ServeAppError, match="/dev/full cannot be written: No space left on device"),
+    ):
+        save(url, Path("/dev/full"))
+
+
+def test_an_application_that_does_not_answer_is_reported_with_its_address(tmp_path: Path) -> None:
+    with answering(lambda *_: (200, "")) as url:
+        pass
+    with pytest.raises(UnreachableError, match=f"^{url} does not respond: "):
+        save(url, tmp_path / "results")
