@@ -204,7 +204,7 @@ class InputReader:
             FileNotFoundError: there is no such file.
         """
         try:
-            with self._contents.errors(self._file_id):
+            with self._contents.errors(self._file_id, FileNotFoundError):
                 return self._next()
         except BaseException:
             self.close()

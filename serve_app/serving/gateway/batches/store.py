@@ -667,8 +667,8 @@ class Contents:
         return Writer(self, file_id)
 
     def open(self, file_id: str, mode: str = "rb") -> IO[bytes]:
-        """Open a file."""
-        with self.errors(file_id):
+        """Open a file; raise `FileNotFoundError` for one to read that does not exist."""
+        with self.errors(file_id, FileNotFoundError if mode == "rb" else StoreError):
             system, path = fsspec.core.url_to_fs(f"{self._uri}/{file_id}")
             if mode == "wb":
                 system.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
@@ -682,11 +682,11 @@ class Contents:
             system.rm_file(path)
 
     @contextmanager
-    def errors(self, file_id: str) -> Iterator[None]:
-        """Raise the errors of the file system as `StoreError`."""
+    def errors(self, file_id: str, unchanged: type[Exception] = StoreError) -> Iterator[None]:
+        """Raise the errors of the file system as `StoreError`, except those of the class `unchanged`."""
         try:
             yield
-        except (StoreError, FileNotFoundError):
+        except (StoreError, unchanged):
             raise
         except Exception as error:
             # Each file system raises its own errors, from OSError to those of its client library.

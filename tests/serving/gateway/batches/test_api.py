@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fsspec
 import httpx
 import openai
 import pytest
@@ -17,7 +18,7 @@ from serve_app.serving.channel.scheduler_client import ChannelRequest
 from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.batches.runner import CollectingExchange
 from serve_app.serving.gateway.batches.settings import BatchSettings
-from serve_app.serving.gateway.batches.store import BatchStore, Contents, Storage, StoreError
+from serve_app.serving.gateway.batches.store import BatchStore, Storage
 from tests.serving.channel.harness import wait_until
 from tests.serving.gateway.builders import MODEL, Engine, call, chat, reply_json
 from tests.serving.gateway.fleet import Fleet, fleet_of
@@ -358,18 +359,19 @@ async def test_a_tenant_has_limits_of_files_and_of_open_batches(tmp_path: Path) 
         await client.batches.create(input_file_id=files[2], **options)
 
 
-@pytest.mark.parametrize("error", [StoreError("no response"), FileNotFoundError("no such bucket")])
+@pytest.mark.parametrize("error", [TimeoutError("no response"), FileNotFoundError("no such bucket")])
 async def test_an_upload_that_cannot_be_stored_does_not_count_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def create(_: Contents, __: str) -> NoReturn:
+    def url_to_fs(_: str) -> NoReturn:
         raise error
 
     async with served(tmp_path, batches=BatchSettings(max_files=1)) as (client, _):
         with monkeypatch.context() as outage:
-            outage.setattr(Contents, "create", create)
-            with pytest.raises(openai.APIStatusError):
+            outage.setattr(fsspec.core, "url_to_fs", url_to_fs)
+            with pytest.raises(openai.InternalServerError, match=f"nothing was stored.*{error}") as rejected:
                 await uploaded(client, [line(1)])
+        assert (rejected.value.status_code, rejected.value.code) == (503, "storage_unavailable")
         await uploaded(client, [line(1)])
 
 
