@@ -578,8 +578,8 @@ def load_settings(path: Path) -> ApplicationSettings:
         SettingsError: the file is not such a configuration, or has an unknown key or an invalid value.
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as exc:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
         raise SettingsError(f"cannot read {path}: {exc}") from exc
     try:
         _, application = find_application(content)

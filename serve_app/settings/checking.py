@@ -106,7 +106,7 @@ class Document:
             self.content: Any = yaml.safe_load(text)
         except yaml.MarkedYAMLError as exc:
             raise UnreadableError(_syntax_error(exc)) from exc
-        except yaml.YAMLError as exc:
+        except (yaml.YAMLError, ValueError) as exc:
             raise UnreadableError(Mistake(f"is not valid YAML: {exc}")) from exc
         except RecursionError as exc:
             raise UnreadableError(Mistake("is nested too deeply for a configuration")) from exc
@@ -275,13 +275,25 @@ def _check_applications(
             yield _at(document, where, f"must be a mapping of settings, got {application!r}")
             continue
         yield from _unknown(document, application, where, APPLICATION)
-        if application.get("import_path") == import_path:
+        found = application.get("import_path")
+        if found == import_path:
             ours += 1
-        elif application.get("import_path") is None:
+        elif found is None:
             yield _at(document, where, f"has no import_path: add import_path: {import_path}")
+        elif len(applications) == 1 and not _is_extension(found):
+            advice = f"must be {import_path}, or MODULE:NAME of an extension, got {found!r}"
+            yield _at(document, (*where, "import_path"), advice)
     if ours != 1 and len(applications) != 1:
         advice = f"exactly one entry must have import_path: {import_path}, got {ours}"
         yield _at(document, ("applications",), advice)
+
+
+def _is_extension(import_path: object) -> bool:
+    """Return whether it may be the import path of an application in another package."""
+    if not isinstance(import_path, str) or import_path.startswith("serve_app."):
+        return False
+    module, _, name = import_path.partition(":")
+    return bool(module and name)
 
 
 def _unknown(

@@ -196,11 +196,15 @@ def test_a_file_of_another_shape_is_rejected_without_a_crash(args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["applications: []", "- 1", "applications: [{import_path: a:a}, {import_path: b:b}]", "a: ["]
+    "text",
+    [
+        *("applications: []", "- 1", "applications: [{import_path: a:a}, {import_path: b:b}]"),
+        *("a: [", "a: 2026-13-45", "a: \xff", "[" * 3_000),
+    ],
 )
 def test_a_file_without_our_application_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(SettingsError, match=r"serve\.yaml"):
         load_settings(path)
 

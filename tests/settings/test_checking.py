@@ -303,6 +303,7 @@ def test_a_slip_in_the_yaml_is_one_sentence_with_its_line(tmp_path: Path) -> Non
     assert line == 2
     assert message.startswith("is not valid YAML: mapping values are not allowed here: check the indentation")
     assert rejection(tmp_path, "a: [1, 2\n")[1] is not None
+    assert rejection(tmp_path, "a: 2026-13-45")[0] == "is not valid YAML: month must be in 1..12"
 
 
 def test_a_missing_file_names_those_beside_it(tmp_path: Path) -> None:
@@ -384,6 +385,13 @@ APPLICATION = {"name": "ewsjf", "import_path": IMPORT_PATH, "args": {}}
 )
 def test_mistakes_have_helpful_messages(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     assert sentence in sentences(tmp_path, {"applications": [APPLICATION], **change})
+
+
+@pytest.mark.parametrize("path", [5, "extension", "extension:", "serve_app.app:build_ap"])
+def test_an_import_path_that_is_no_application_is_a_mistake(tmp_path: Path, path: object) -> None:
+    found = sentences(tmp_path, {"applications": [{**APPLICATION, "import_path": path}]})
+    advice = f"must be {IMPORT_PATH}, or MODULE:NAME of an extension, got {path!r}"
+    assert f"applications[0].import_path {advice}" in found
 
 
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:
