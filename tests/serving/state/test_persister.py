@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.serving import state
-from serve_app.serving.state import StateError, StatePersister, StateStore
+from serve_app.serving.state import SAVE_TIMEOUT_S, StateError, StatePersister, StateStore
 from tests.serving.channel.harness import wait_until
 
 
@@ -130,7 +130,8 @@ async def test_a_store_that_hangs_delays_nothing(store: FlakyStore, monkeypatch:
     kept = keeper(store, {"n": 1})
     store.gate.clear()
     assert not await kept.load(reject)
-    await kept.close()
+    async with asyncio.timeout(SAVE_TIMEOUT_S / 2):
+        await kept.close()
     assert store.calls == 1, "no second call begins before the first has returned"
     store.gate.set()
     await kept.save()
