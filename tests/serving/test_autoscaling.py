@@ -1,12 +1,14 @@
 """Scheduler targets as Ray Serve's controller applies them."""
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from serve_app.core.scaling import AutoscalingSettings
 from serve_app.serving.autoscaling import (
@@ -87,6 +89,25 @@ def test_serve_takes_the_settings_and_makes_the_policies() -> None:
     assert of_scheduler.policy.get_policy()(**of_scheduler.policy.policy_kwargs) == SchedulerPolicy(
         scheduler="scheduler-m"
     )
+
+
+def ordered(policies: Sequence[AutoscalingPolicy]) -> int:
+    """Return what a pool gets of its scheduler's number, by policies as Serve's controller unpickles them."""
+    scheduler, pool = (policy.get_policy()(**policy.policy_kwargs) for policy in policies)
+    scheduler(Context(raw_metrics=recorded(999.0, short=5)))
+    found: int = pool(Context())[0]
+    return found
+
+
+def test_the_policies_share_numbers_in_another_process() -> None:
+    """Serve pickles each of them by value, with a copy of the module's global variables."""
+    configs = (
+        scheduler_config("scheduler-m"),
+        pool_config(AutoscalingSettings(max_replicas=9), "scheduler-m", "short"),
+    )
+    policies = [AutoscalingConfig(**config).policy for config in configs]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as controller:
+        assert controller.submit(ordered, policies).result() == 5
 
 
 def gateways(*cores: float | None, target: int = 1) -> int:
