@@ -212,6 +212,14 @@ def test_sglang_before_its_newer_pages_is_read_from_the_older_ones() -> None:
     )
 
 
+def test_the_capacity_in_the_load_and_the_batch_in_effect_precede_the_arguments_of_sglang() -> None:
+    pages = SERVERS["SGLang"]
+    states = [{"effective_max_running_requests_per_dp": 24}] * 2
+    info = {"max_total_num_tokens": 1, "max_running_requests": 512, "dp_size": 2, "internal_states": states}
+    found = described({**pages, "/server_info": info})
+    assert found.limits == ReportedLimits(max_model_len=4096, kv_tokens=40_960, max_num_seqs=48)
+
+
 def test_sglang_without_reported_load_has_none() -> None:
     found = described({"/v1/models": models("m", owner="sglang")})
     assert (found.metrics_path, found.reading) == (None, EngineReading())
