@@ -66,8 +66,8 @@ class LiveScaling(Collector):
         labels = ("model", "pool", "direction")
         self._changes = counters(registry, "ewsjf_scaling_decisions", text, labels)
         self._begin_counts()
-        # Last failure; None if the last decision succeeded.
-        # Type and location of the last failure. Its message may contain changing values.
+        # Type and location of the last failure, whose message may contain changing values; None if the last
+        # decision succeeded.
         self._fault: tuple[type[Exception], str, int | None] | None = None
 
     def __repr__(self) -> str:
