@@ -729,6 +729,8 @@ def _check_memory(
 
 
 def _kv_gib(engine: VllmEngineSettings) -> float | None:
+    if engine.timed is not None:
+        return 0.0  # it stores nothing
     value = engine.env.get("VLLM_CPU_KVCACHE_SPACE", os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
     try:
         return None if value is None else float(value)
@@ -738,7 +740,8 @@ def _kv_gib(engine: VllmEngineSettings) -> float | None:
 
 def _weights_gib(engine: VllmEngineSettings) -> float:
     folder = Path(engine.model)
-    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    is_loaded = folder.is_dir() and engine.timed is None
+    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors")) if is_loaded else 0
     # Weights are usually stored with two bytes each.
     return stored * (2 if engine.args.get("dtype") == "float32" else 1) / _GIB
 

@@ -30,8 +30,17 @@ from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad, HangWatch
 from serve_app.engines.model.model import RecentMean
+from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.vllm.library import actions_of, from_vllm, is_installed, version
+from serve_app.engines.vllm.library import (
+    TIMED_EXECUTOR,
+    TIMED_KEY,
+    actions_of,
+    check_timed_executor,
+    from_vllm,
+    is_installed,
+    version,
+)
 from serve_app.errors import EngineError, ServeAppError, SettingsError
 
 # Defaults that the settings can override.
@@ -62,6 +71,16 @@ REJECTED_ARGS: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("headless", "api_server_count", "grpc", "grpc_port"), "an engine is one server inside its replica"
+    ),
+}
+
+# Arguments that a timed engine cannot have in addition.
+_REJECTED_IF_TIMED: dict[str, str] = {
+    **dict.fromkeys(("distributed_executor_backend", "additional_config"), "`timed` sets it"),
+    "speculative_config": "a timed engine has no draft model",
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size"),
+        "the profile in `timed` states the times of all GPUs",
     ),
 }
 
@@ -246,6 +265,8 @@ class VllmEngineSettings:
         args: arguments of vLLM's server and engine in snake_case, e.g. `max_model_len: 8192`.
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
             override the replica's variables, which override the built-in defaults.
+        timed: engine profile, by name or path. vLLM then computes nothing: each iteration takes as long as
+            the profile states, and answers are random words. `model` needs no weights.
         stop_timeout_s: grace period for the engine's processes to exit before they are killed.
         hang_timeout_s: time without progress after which an engine that has requests counts as dead.
     """
@@ -254,6 +275,7 @@ class VllmEngineSettings:
     served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    timed: str | None = None
     # No request runs when an engine is stopped, so a kill loses nothing. A clean exit takes about ten
     # seconds, mostly in the interpreters, and a stopping replica has only a few.
     stop_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 3.0
@@ -271,11 +293,15 @@ class VllmEngineSettings:
         for name in self.args:
             if remedy := REJECTED_ARGS.get(name):
                 raise ValueError(f"args.{name} cannot be set here: {remedy}")
+            if self.timed is not None and (remedy := _REJECTED_IF_TIMED.get(name)):
+                raise ValueError(f"args.{name} cannot be set for a timed engine: {remedy}")
+        if self.timed is not None:
+            load_profile(self.timed)
 
     @property
     def context_limit(self) -> int | None:
         """Context limit in tokens; None if only the running engine can report it."""
-        stated = self.args.get("max_model_len")
+        stated = self.arguments().get("max_model_len")
         return stated if isinstance(stated, int) else None
 
     @property
@@ -283,14 +309,30 @@ class VllmEngineSettings:
         """True if the engine orders its queue by request priority."""
         return bool(self.args.get("scheduling_policy") == "priority")
 
+    def arguments(self) -> Mapping[str, Any]:
+        """Return vLLM's arguments. Those of a timed engine begin with the profile's limits."""
+        if self.timed is None:
+            return self.args
+        profile = load_profile(self.timed)
+        return {
+            "distributed_executor_backend": TIMED_EXECUTOR,
+            "additional_config": {TIMED_KEY: self.timed},
+            # vLLM's default on GPUs; on CPUs it is 128.
+            "block_size": 16,
+            "max_model_len": profile.max_model_len,
+            "max_num_seqs": profile.max_num_seqs,
+            "max_num_batched_tokens": profile.max_num_batched_tokens,
+            **self.args,
+        }
+
     def batch_limits(self) -> Mapping[str, Any]:
         """Return the limits of its batches; see the protocol."""
-        return self.args
+        return self.arguments()
 
     @property
     def simulated_profile(self) -> str | None:
-        """None: its speed is not a setting."""
-        return None
+        """The profile of a timed engine; None for others, whose speed is not a setting."""
+        return self.timed
 
     def check(self) -> None:
         """Validate the arguments with vLLM's own parser before anything is started.
@@ -299,22 +341,33 @@ class VllmEngineSettings:
         it starts. Accepted arguments are cached, because importing vLLM takes about ten seconds.
 
         Raises:
-            SettingsError: an argument is unknown or has an invalid value.
+            SettingsError: an argument is unknown or has an invalid value, or the model of a timed engine has
+                no tokenizer.
             EngineError: the installed vLLM release is not supported.
         """
+        if self.timed is not None:
+            self._check_tokenizer()
         if not is_installed():
             logger.info(
                 "vLLM is not installed here: the arguments of %s are validated when the replica starts",
                 self.model,
             )
             return
-        mark = _accepted_mark(self.model, self.args)
+        mark = _accepted_mark(self.model, self.arguments())
         if not mark.exists():
             _parse_args(self)
             # If the cache is not writable, the arguments are validated again.
             with contextlib.suppress(OSError):
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
+
+    def _check_tokenizer(self) -> None:
+        folder = Path(self.model).expanduser()
+        if folder.is_dir() and "tokenizer" not in self.args and not any(folder.glob("tokenizer*")):
+            raise SettingsError(
+                f"folder {self.model} has no tokenizer, which a timed engine needs: add the tokenizer's "
+                "files, or use a folder of scripts/fetch_demo_model"
+            )
 
     def make(self) -> "VllmEngine":
         """Return a new engine that has not been started."""
@@ -496,7 +549,9 @@ def _parse_args(settings: VllmEngineSettings) -> argparse.Namespace:
     fixed = [f"--model={settings.model}"]
     if settings.served_model_names:
         fixed += ["--served-model-name", *settings.served_model_names]
-    return parse_arguments(from_vllm("make_arg_parser")(parser), settings.args, fixed)
+    if settings.timed is not None:
+        check_timed_executor()
+    return parse_arguments(from_vllm("make_arg_parser")(parser), settings.arguments(), fixed)
 
 
 def _prepare(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Version and imports of the installed vLLM. The only module that imports vLLM.
+"""Version and imports of the installed vLLM. Only this module imports vLLM, and `timed`, which vLLM imports.
 
 vLLM is an optional dependency, and importing it takes ten seconds and half a gigabyte. So it is imported when
 an engine starts or its arguments are validated, not when this module is imported. vLLM's module paths change
@@ -15,6 +15,11 @@ from serve_app.errors import EngineError
 
 SUPPORTED_FROM = (0, 32)
 SUPPORTED_BELOW = (0, 34)
+
+TIMED_EXECUTOR = "serve_app.engines.vllm.timed.TimedExecutor"
+"""Value of vLLM's `--distributed-executor-backend` for a timed engine."""
+TIMED_KEY = "timed"
+"""Key of its profile in vLLM's `--additional-config`."""
 
 _CLI_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # 0.32, 0.33
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -50,6 +55,26 @@ def from_vllm(name: str) -> Any:
             continue
     modules = " or ".join(_MODULES[name])
     raise EngineError(f"vLLM {release} has no {name} in {modules}: install {_supported()}")
+
+
+def check_timed_executor() -> None:
+    """Check that the installed vLLM still has the interface of executors that the timed one implements.
+
+    Raises:
+        EngineError: it has not, or vLLM is missing.
+    """
+    release, (module, _, name) = version(), TIMED_EXECUTOR.rpartition(".")
+    try:
+        missing = getattr(importlib.import_module(module), name).__abstractmethods__
+    except ImportError as exc:
+        raise EngineError(
+            f"vLLM {release} has another interface of executors ({exc}): install {_supported()}"
+        ) from exc
+    if missing:
+        needed = ", ".join(sorted(missing))
+        raise EngineError(
+            f"vLLM {release} has another interface of executors (it calls {needed}): install {_supported()}"
+        )
 
 
 @functools.cache
