@@ -42,7 +42,7 @@ def test_arguments_of_engines_are_left_to_the_engine() -> None:
     assert render({"application": {"models": [{"name": "m", "pools": [pool]}]}})
 
 
-@pytest.mark.parametrize("name", ["local", "cpu_vllm", "gpu_1x", "gpu_8x", "remote"])
+@pytest.mark.parametrize("name", ["local", "timed_vllm", "cpu_vllm", "gpu_1x", "gpu_8x", "remote"])
 def test_every_configuration_is_a_valid_application(name: str) -> None:
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     values = {"application": content["applications"][0]["args"]}

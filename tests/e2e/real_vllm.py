@@ -51,8 +51,9 @@ def sdk(app: Served) -> openai.OpenAI:
 
 def send_request(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
     """Return the serving pool, and the completion."""
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0, **options}
     raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=20, temperature=0, **options
+        messages=[{"role": "user", "content": text}], **fields
     )
     return raw.headers["x-pool"], raw.parse()
 

@@ -1,4 +1,4 @@
-"""Real model on real vLLM engines, with configs/cpu_vllm.yaml."""
+"""Real vLLM engines of shipped configurations: with a real model, and timed ones."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ from tests.e2e.served import serve, wait_for
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
 
 
-def check_tools_and_missing_routes(client: openai.OpenAI) -> None:
+def check_tools_and_missing_routes(client: openai.OpenAI, model: str = MODEL) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 20}},
@@ -32,7 +32,7 @@ def check_tools_and_missing_routes(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
     for choice in ("auto", "required"):
         answer = client.chat.completions.create(
-            model=MODEL,
+            model=model,
             messages=messages,
             tools=[weather],
             tool_choice=choice,
@@ -45,7 +45,17 @@ def check_tools_and_missing_routes(client: openai.OpenAI) -> None:
             assert call.type == "function"
             assert json.loads(call.function.arguments).keys() == {"city"}
     with pytest.raises(openai.NotFoundError, match="does not serve /v1/embeddings"):
-        client.embeddings.create(model=MODEL, input="x")
+        client.embeddings.create(model=model, input="x")
+
+
+def test_two_timed_engines_share_the_requests_by_their_length() -> None:
+    with serve(shipped("timed_vllm"), start_timeout_s=ENGINE_START_S) as app:
+        wait_for(lambda: app.pools() == {"short", "long"}, ENGINE_START_S, "both pools")
+        with sdk(app) as client:
+            for text, wanted in (("Hello!", "short"), (LONG, "long")):
+                pool, answer = send_request(client, text, model="demo")
+                assert (pool, answer.usage.completion_tokens) == (wanted, 20)
+            check_tools_and_missing_routes(client, "demo")
 
 
 def test_two_real_engines_share_the_requests_by_their_length() -> None:
