@@ -19,7 +19,7 @@ from serve_app.engines.adapters import (
     sglang,
     tensorrt_llm,
 )
-from serve_app.engines.adapters.vllm import kv_capacity_tokens, read
+from serve_app.engines.adapters.vllm import SELECTED_METRICS, kv_capacity_tokens, read
 from serve_app.errors import EngineError
 from tests.engines.adapters.pages import models, page_of, recorded, server
 from tests.engines.adapters.recorded_servers import SERVERS
@@ -404,6 +404,14 @@ def test_vllm_is_identified_by_its_metrics_and_reports_all_but_its_batch_size() 
     assert found.limits.max_num_seqs is None
     assert [lack.partition(":")[0] for lack in found.limitations] == ["maximum batch size (max_num_seqs)"]
     assert found.read(BUSY).waiting == 4
+
+
+def test_vllm_collects_only_the_metrics_that_are_read_if_it_can_select_them() -> None:
+    get = server({"/v1/models": LISTED, "/metrics": BUSY, SELECTED_METRICS: BUSY})
+    assert asyncio.run(identify(get)).metrics_path == SELECTED_METRICS
+    # The files of several API servers give an empty page.
+    get = server({"/v1/models": LISTED, "/metrics": BUSY, SELECTED_METRICS: b""})
+    assert asyncio.run(identify(get)).metrics_path == "/metrics"
 
 
 def test_vllm_without_statistics_is_known_by_its_models_and_has_no_load() -> None:

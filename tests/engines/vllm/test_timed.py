@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from serve_app.engines.adapters.identify import identify
+from serve_app.engines.adapters.server import PageResponse
+from serve_app.engines.adapters.vllm import SELECTED_METRICS
 from serve_app.engines.model.roofline import load_profile
 from tests.engines.vllm.real import ENV, ROOT, Running, preemptions, running, unshared_prompt
 
@@ -121,6 +124,17 @@ class TestTimedEngine:
         await completed(timed, prompt, max_tokens=1)
         again = await completed(timed, prompt, max_tokens=1)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 800 - BLOCK_TOKENS
+
+    async def test_its_load_is_read_from_a_page_of_the_metrics_that_are_needed(self, timed: Running) -> None:
+        async def get(path: str) -> PageResponse:
+            response = await timed.client.get(path)
+            return PageResponse(response.status_code, response.content)
+
+        server = await identify(get)
+        assert server.metrics_path == SELECTED_METRICS
+        pages = [(await get(path)).body for path in (SELECTED_METRICS, "/metrics")]
+        assert server.read(pages[0]) == server.read(pages[1])
+        assert len(pages[0]) < len(pages[1]) / 10
 
     async def test_it_sleeps_and_wakes_up(self, timed: Running) -> None:
         assert (await timed.client.post("/sleep", params={"level": 1})).status_code == 200
