@@ -23,11 +23,13 @@ the next one.
 
 `KVBlocks`. Blocks need no identity here. Every block is in exactly one of four states, so `total` is always
 
-    private (held by one sequence) + named and held + cached (named, not held) + blank
+    private (held by one sequence) + named and held + cached (full, not held) + blank
 
 `free` is cached + blank. When no blank block is left, the least recently used cached block is evicted. A name
 is the content hash of a full block of tokens; sequences with the same name share the block. vLLM's block pool
-does the same: blocks without a hash go to the front of its free queue, blocks with one to the back.
+does the same: blocks without a hash go to the front of its free queue, blocks with one to the back. It hashes
+every full block, so full blocks without a name here, which no sequence will ask for, are cached as well and
+evicted in their turn. A sequence that computes a block that is already cached has a copy of it.
 
 `Batcher`. Rules, in order:
 
@@ -69,7 +71,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
 from serve_app.engines.model.step_time import StepTimeModel, attended_pairs
@@ -113,6 +115,18 @@ class RecentMean:
 BlockName = int | tuple[int, int]
 
 
+class Copy(NamedTuple):
+    """Another block with the content of a named one, such as the last block of a repeated prompt."""
+
+    name: BlockName
+    number: int
+
+
+Block = BlockName | Copy
+# No sequence has this number.
+_NAMELESS = -1
+
+
 class SequenceState(enum.Enum):
     """State of a sequence in the engine."""
 
@@ -135,7 +149,7 @@ class EngineSequence:
         arrived_at: arrival at the engine, in seconds on the model's clock.
         priority: lower values are scheduled first; used only with the priority policy.
         block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty. Those
-            of the answer may follow; they are cached at its end.
+            of the answer may follow.
         output_tokens: tokens generated so far; while it decodes, read `EngineModel.output_tokens`.
         computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
         cached_tokens: prompt tokens found in the prefix cache when it was first scheduled.
@@ -159,9 +173,10 @@ class EngineSequence:
     first_token_at: float | None = None
     finished_at: float | None = None
     # Held blocks: those under a name in the prefix cache, and all of them (named and private).
-    named_blocks: list[BlockName] = field(default_factory=list)
+    named_blocks: list[Block] = field(default_factory=list)
     blocks: int = 0
-    # Names of the leading full blocks: the prompt's hashes, and private names after a preemption.
+    # Names of the leading full blocks: the hashes of the prompt and of the answer so far, and private names
+    # after a preemption.
     block_names: list[BlockName] = field(default_factory=list)
     # Clocks of `DecodingSet` at which the sequence joined and at which it ends.
     joined_clock: int = 0
@@ -289,51 +304,60 @@ class KVBlocks:
     """Pool of equal blocks with a prefix cache.
 
     Attributes:
-        blank: blocks that nothing is stored in.
+        blank: blocks that nothing is stored in, or less than a block.
+        cached: full blocks that no sequence holds.
     """
 
-    __slots__ = ("_cached", "_holders", "blank", "total")
+    __slots__ = ("_cached", "_copies", "_holders", "_numbers", "blank", "cached", "total")
 
     def __init__(self, total: int) -> None:
         if total < 1:
             raise ValueError(f"the KV cache needs at least one block, got {total}")
         self.total = total
         self.blank = total
-        self._holders: dict[BlockName, int] = {}
-        self._cached: OrderedDict[BlockName, None] = OrderedDict()
+        self.cached = 0
+        self._holders: dict[Block, int] = {}
+        # Blocks, the next to evict first. Several without a name, which were released together, have one
+        # entry.
+        self._cached: OrderedDict[Block, int] = OrderedDict()
+        # All blocks of names with copies, the first named first.
+        self._copies: dict[BlockName, list[Block]] = {}
+        self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         named = len(self._holders)
-        return f"<KVBlocks total={self.total} free={self.free} cached={len(self._cached)} named={named}>"
+        return f"<KVBlocks total={self.total} free={self.free} cached={self.cached} named={named}>"
 
     @property
     def free(self) -> int:
         """Blocks that can be allocated now, including cached ones."""
-        return self.blank + len(self._cached)
+        return self.blank + self.cached
 
-    def count_hits(self, names: Sequence[BlockName], limit: int) -> int:
-        """Return the number of leading blocks that are in the cache, at most `limit`."""
-        hits = 0
+    def find(self, names: Sequence[BlockName], limit: int) -> list[Block]:
+        """Return the leading blocks that are in the cache, at most `limit`."""
+        found: list[Block] = []
         for name in names[:limit]:
-            if name not in self._holders and name not in self._cached:
+            block = self._copies[name][0] if name in self._copies else name
+            if block not in self._holders and block not in self._cached:
                 break
-            hits += 1
-        return hits
+            found.append(block)
+        return found
 
-    def fits(self, blocks: int, hits: Sequence[BlockName] = ()) -> bool:
+    def fits(self, blocks: int, hits: Sequence[Block] = ()) -> bool:
         """Return whether `blocks` fit if the leading ones, `hits`, are shared from the cache."""
-        needed = blocks - sum(1 for name in hits if name in self._holders)
+        needed = blocks - sum(1 for block in hits if block in self._holders)
         return needed <= self.free
 
-    def share(self, names: Iterable[BlockName]) -> None:
-        """Hold cached blocks that `count_hits` has found."""
-        for name in names:
-            holders = self._holders.get(name)
+    def share(self, hits: Iterable[Block]) -> None:
+        """Hold cached blocks that `find` has found."""
+        for block in hits:
+            holders = self._holders.get(block)
             if holders is None:
-                del self._cached[name]
-                self._holders[name] = 1
+                del self._cached[block]
+                self.cached -= 1
+                self._holders[block] = 1
             else:
-                self._holders[name] = holders + 1
+                self._holders[block] = holders + 1
 
     def allocate(self, blocks: int) -> None:
         """Allocate private blocks. The caller must have checked that they fit."""
@@ -341,37 +365,53 @@ class KVBlocks:
             self.blank -= blocks
             return
         evicted = blocks - self.blank
-        if evicted > len(self._cached):
+        if evicted > self.cached:
             raise ValueError(f"{blocks} blocks wanted, only {self.free} of {self.total} are free")
         self.blank = 0
-        for _ in range(evicted):
-            self._cached.popitem(last=False)
+        self.cached -= evicted
+        while evicted:
+            block, count = next(iter(self._cached.items()))
+            if count > evicted:
+                self._cached[block] = count - evicted
+                return
+            del self._cached[block]
+            self._forget_copy(block)
+            evicted -= count
 
-    def name(self, block_name: BlockName) -> bool:
-        """Name a private block. Return False if the name is in use; the block then remains private."""
-        if block_name in self._holders or block_name in self._cached:
-            return False
-        self._holders[block_name] = 1
-        return True
+    def name(self, name: BlockName) -> Block:
+        """Name a private block, and return it: a copy if the name is in use."""
+        block: Block = name
+        if name in self._copies or name in self._holders or name in self._cached:
+            block = Copy(name, next(self._numbers))
+            self._copies.setdefault(name, [name]).append(block)
+        self._holders[block] = 1
+        return block
 
-    def release(self, private: int, names: Sequence[BlockName]) -> None:
-        """Free private blocks and release named ones, which remain cached if no other sequence holds them."""
-        self.blank += private
+    def _forget_copy(self, block: Block) -> None:
+        name = block.name if isinstance(block, Copy) else block
+        if copies := self._copies.get(name):
+            copies.remove(block)
+            if copies in ([], [name]):
+                del self._copies[name]
+
+    def release(self, private: int, named: Sequence[Block] = (), *, full: int = 0) -> None:
+        """Free private blocks, of which `full` are cached without a name, and release named ones.
+
+        Those remain cached if no other sequence holds them.
+        """
+        self.blank += private - full
+        self.cached += full
         # The end of a prefix is useless without its beginning, so it is evicted first.
-        for name in reversed(names):
-            holders = self._holders[name] - 1
+        if full:
+            self._cached[(_NAMELESS, next(self._numbers))] = full
+        for block in reversed(named):
+            holders = self._holders[block] - 1
             if holders:
-                self._holders[name] = holders
+                self._holders[block] = holders
             else:
-                del self._holders[name]
-                self._cached[name] = None
-
-    def discard(self, names: Iterable[BlockName]) -> None:
-        """Turn the cached ones among these blocks into blank blocks."""
-        for name in names:
-            if name in self._cached:
-                del self._cached[name]
-                self.blank += 1
+                del self._holders[block]
+                self._cached[block] = 1
+                self.cached += 1
 
 
 @dataclass(slots=True)
@@ -560,6 +600,8 @@ class Batcher:
         # Dictionaries preserve the order of admission and remove members at constant cost.
         self._running: dict[EngineSequence, None] = {}
         self._prefilling: dict[EngineSequence, None] = {}
+        # Decoding sequences whose answers have hashes.
+        self._answering: dict[EngineSequence, None] = {}
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
         self.preemptions = 0
@@ -607,6 +649,8 @@ class Batcher:
             else:
                 sequence.output_tokens += 1
                 self.decoding.add(sequence)
+                if self._settings.prefix_caching and len(sequence.block_hashes) > len(sequence.block_names):
+                    self._answering[sequence] = None
         for sequence in finished:
             self._conclude(sequence, SequenceState.FINISHED)
         return first_tokens, finished
@@ -696,7 +740,7 @@ class Batcher:
             victim = self._victim()
             tokens, blocks_taken = taken.pop(victim, (0, 0))
             batch.budget_left += tokens
-            self.kv.release(blocks_taken, ())
+            self.kv.release(blocks_taken)
             self._preempt(victim)
             batch.preempted.append(victim)
             if victim is sequence:
@@ -705,7 +749,8 @@ class Batcher:
 
     def _victim(self) -> EngineSequence:
         if self._settings.scheduling_policy is SchedulingPolicy.PRIORITY:
-            return max(self._running, key=lambda sequence: sequence.urgency)
+            # As in vLLM, the first admitted of several that arrived together, such as outputs of one prompt.
+            return max(self._running, key=lambda sequence: sequence.urgency[:2])
         return next(reversed(self._running))
 
     def _preempt(self, victim: EngineSequence) -> None:
@@ -716,6 +761,7 @@ class Batcher:
         del self._running[victim]
         if self._settings.prefix_caching:
             self._name_all_blocks(victim)
+        self._answering.pop(victim, None)
         self._release(victim)
         victim.computed_tokens = 0
         victim.preemptions += 1
@@ -743,25 +789,25 @@ class Batcher:
         while batch.budget_left and len(self.waiting) and len(self._running) < self._settings.max_num_seqs:
             sequence = self.waiting.head()
             known = sequence.tokens_to_compute
-            hits = 0
+            hits: list[Block] = []
             if sequence.block_names:
-                hits = self.kv.count_hits(sequence.block_names, (known - 1) // self._block_size)
-            cached = hits * self._block_size
+                self.name_answers()
+                hits = self.kv.find(sequence.block_names, (known - 1) // self._block_size)
+            cached = len(hits) * self._block_size
             chunk = min(known - cached, chunk_limit, batch.budget_left)
             reach = known if self._settings.full_prompt_must_fit else cached + chunk
-            shared = sequence.block_names[:hits]
-            if not self.kv.fits(-(-reach // self._block_size), shared):
-                batch.awaits_eviction = hits > 0 and not self._settings.full_prompt_must_fit
+            if not self.kv.fits(-(-reach // self._block_size), hits):
+                batch.awaits_eviction = bool(hits) and not self._settings.full_prompt_must_fit
                 return
             self.waiting.pop()
-            self._start(sequence, shared)
+            self._start(sequence, hits)
             new_blocks = self._new_blocks(sequence, chunk)
             self.kv.allocate(new_blocks)
             batch.budget_left -= chunk
             batch.admitted.append(sequence)
             self._prefill(batch, sequence, chunk, new_blocks)
 
-    def _start(self, sequence: EngineSequence, shared: list[BlockName]) -> None:
+    def _start(self, sequence: EngineSequence, shared: list[Block]) -> None:
         """Start a waiting sequence with its cached prefix."""
         self.kv.share(shared)
         sequence.named_blocks = shared
@@ -792,48 +838,56 @@ class Batcher:
     def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int, new_blocks: int) -> None:
         """Count a chunk as computed, after `new_blocks` were allocated for it."""
         batch.prefilling.append(sequence)
-        batch.prefill_tokens += chunk
-        batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
+        if (
+            chunk == 1
+            and sequence.output_tokens
+            and sequence.computed_tokens + 1 == sequence.tokens_to_compute
+        ):
+            # A sequence that resumes with all but its last token cached decodes.
+            batch.sequences += 1
+            batch.context_tokens += sequence.tokens_to_compute
+        else:
+            batch.prefill_tokens += chunk
+            batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
         sequence.blocks += new_blocks
-        before_tokens = sequence.computed_tokens
         sequence.computed_tokens += chunk
         if sequence.block_names:
-            first_block = before_tokens // self._block_size
-            last_block = sequence.computed_tokens // self._block_size
-            for name in sequence.block_names[first_block:last_block]:
-                if self.kv.name(name):
-                    sequence.named_blocks.append(name)
+            self._name_blocks(sequence, sequence.computed_tokens)
+
+    def name_answers(self) -> None:
+        """Name the full blocks that decoding sequences have completed, so that others find them."""
+        for sequence in self._answering:
+            self._name_blocks(sequence, self.decoding.computed_tokens(sequence))
+
+    def _name_blocks(self, sequence: EngineSequence, computed_tokens: int) -> None:
+        """Name the full blocks that have hashes, those of the answer included."""
+        full_blocks, names = computed_tokens // self._block_size, sequence.block_names
+        names.extend(sequence.block_hashes[len(names) : full_blocks])
+        sequence.named_blocks += map(self.kv.name, names[len(sequence.named_blocks) : full_blocks])
 
     def _name_all_blocks(self, victim: EngineSequence) -> None:
         """Name a victim's full blocks in the prefix cache, so that it can reuse those not yet evicted."""
-        full_blocks = victim.computed_tokens // self._block_size
-        names = victim.block_names
+        self._name_blocks(victim, victim.computed_tokens)
+        full_blocks, names = victim.computed_tokens // self._block_size, victim.block_names
         names.extend((victim.number, index) for index in range(len(names), full_blocks))
-        held = set(victim.named_blocks)
-        for name in names[:full_blocks]:
-            if name not in held and self.kv.name(name):
-                victim.named_blocks.append(name)
-
-    def _name_answer(self, sequence: EngineSequence) -> None:
-        """Name the full blocks behind the prompt's. The last token of an answer is never computed."""
-        last_block = sequence.computed_tokens // self._block_size
-        for name in sequence.block_hashes[len(sequence.block_names) : last_block]:
-            if self.kv.name(name):
-                sequence.named_blocks.append(name)
+        self._name_blocks(victim, victim.computed_tokens)
 
     def _release(self, sequence: EngineSequence) -> None:
-        self.kv.release(sequence.blocks - len(sequence.named_blocks), sequence.named_blocks)
+        named = len(sequence.named_blocks)
+        full = 0
+        if self._settings.prefix_caching:
+            full = sequence.computed_tokens // self._block_size - named
+        self.kv.release(sequence.blocks - named, sequence.named_blocks, full=full)
         sequence.blocks = 0
         sequence.named_blocks = []
 
     def _conclude(self, sequence: EngineSequence, state: SequenceState) -> None:
         """Release a sequence that has ended. The prefix cache retains its blocks."""
         self._running.pop(sequence, None)
-        if len(sequence.block_hashes) > len(sequence.block_names) > 0 and not sequence.preemptions:
-            self._name_answer(sequence)
+        if sequence in self._answering:
+            del self._answering[sequence]
+            self._name_blocks(sequence, sequence.computed_tokens)
         self._release(sequence)
-        if sequence.preemptions:
-            self.kv.discard(name for name in sequence.block_names if isinstance(name, tuple))
         sequence.state = state
 
 
@@ -991,7 +1045,8 @@ class EngineModel:
 
     def cached_blocks(self, block_hashes: Sequence[int]) -> int:
         """Return the number of leading blocks that are in the prefix cache."""
-        return self._batcher.kv.count_hits(block_hashes, len(block_hashes))
+        self._batcher.name_answers()
+        return len(self._batcher.kv.find(block_hashes, len(block_hashes)))
 
     def output_tokens(self, sequence: EngineSequence) -> int:
         """Return the tokens that a sequence has generated so far."""

@@ -15,6 +15,7 @@ class PlainSequence:
     target: int
     priority: int
     number: int
+    arrived_at: float = 0.0
     computed: int = 0
     outputs: int = 0
     blocks: int = 0
@@ -59,7 +60,7 @@ class PlainEngine:
             while blocks > self.free:
                 victim = self.running[-1]
                 if self.settings.scheduling_policy is SchedulingPolicy.PRIORITY:
-                    victim = max(self.running, key=lambda each: (each.priority, each.number))
+                    victim = max(self.running, key=lambda each: (each.priority, each.arrived_at))
                 given = taken.pop(victim, (0, 0))
                 budget += given[0]
                 index -= self.running.index(victim) < index
@@ -118,4 +119,4 @@ class PlainEngine:
 
     def _sort(self) -> None:
         if self.settings.scheduling_policy is SchedulingPolicy.PRIORITY:
-            self.waiting.sort(key=lambda each: (each.priority, each.number))
+            self.waiting.sort(key=lambda each: (each.priority, each.arrived_at, each.number))

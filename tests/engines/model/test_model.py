@@ -69,13 +69,14 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
 @pytest.mark.parametrize(
     ("answer", "steps", "cached"),
     [
-        pytest.param(40, 39, 2, id="before its end only the prompt"),
+        pytest.param(40, 16, 2, id="only the prompt"),
+        pytest.param(40, 17, 3, id="before its end"),
         pytest.param(40, 40, 4, id="at its end"),
         pytest.param(32, 32, 3, id="not the last token, which is never computed"),
         pytest.param(33, 33, 4, id="the last but one fills a block"),
     ],
 )
-def test_the_blocks_of_an_answer_are_cached_at_its_end(answer: int, steps: int, cached: int) -> None:
+def test_the_blocks_of_an_answer_are_cached_when_they_are_full(answer: int, steps: int, cached: int) -> None:
     engine = model()
     blocks = tuple(range(8))
     turn = sequence("turn", 32, answer, hashes=blocks)
@@ -94,7 +95,7 @@ def test_the_blocks_of_an_answer_are_cached_at_its_end(answer: int, steps: int, 
     assert following.cached_tokens == 16 * left
 
 
-def test_the_answer_of_a_preempted_sequence_is_not_cached() -> None:
+def test_the_answer_of_a_preempted_sequence_is_cached() -> None:
     engine = model(max_model_len=128, kv_tokens=128)
     old = sequence("old", 48, 40, hashes=tuple(range(5)))
     young = sequence("young", 48, 40, hashes=tuple(range(10, 15)))
@@ -106,7 +107,7 @@ def test_the_answer_of_a_preempted_sequence_is_not_cached() -> None:
     assert engine.cached_blocks(range(5)) == 5
     run_until_idle(engine)
     assert young.output_tokens == 40
-    assert engine.cached_blocks(range(10, 15)) == 3
+    assert engine.cached_blocks(range(10, 15)) == 5
 
 
 def test_equal_answers_are_cached_once() -> None:
@@ -262,8 +263,7 @@ def test_the_cache_is_rounded_down_to_whole_blocks() -> None:
 def cached(pool: KVBlocks, *names: BlockName) -> None:
     """Compute these blocks for a sequence that then ends."""
     pool.allocate(len(names))
-    assert all(pool.name(name) for name in names)
-    pool.release(0, names)
+    pool.release(0, [pool.name(name) for name in names])
 
 
 def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
@@ -271,9 +271,36 @@ def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     cached(pool, 1, 2)
     cached(pool, 3, 4)
     pool.allocate(1)
-    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (1, 2)
+    assert (pool.find([1, 2], 2), pool.find([3, 4], 2)) == ([1], [3, 4])
     pool.allocate(1)
-    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (0, 2)
+    assert (pool.find([1, 2], 2), pool.find([3, 4], 2)) == ([], [3, 4])
+
+
+def test_full_blocks_without_a_name_are_evicted_in_their_turn() -> None:
+    pool = KVBlocks(4)
+    pool.allocate(3)
+    pool.release(3, full=2)
+    cached(pool, 1)
+    assert repr(pool) == "<KVBlocks total=4 free=4 cached=3 named=0>"
+    pool.allocate(1)
+    pool.allocate(1)
+    pool.allocate(1)
+    assert pool.find([1], 1) == [1]
+    pool.allocate(1)
+    assert pool.find([1], 1) == []
+
+
+def test_a_copy_serves_when_the_first_block_of_a_name_is_evicted() -> None:
+    pool = KVBlocks(3)
+    cached(pool, 1)
+    pool.allocate(1)
+    copy = pool.name(1)
+    assert pool.find([1], 1) == [1]
+    pool.allocate(2)
+    assert pool.find([1], 1) == [copy]
+    pool.release(0, [copy])
+    pool.allocate(1)
+    assert pool.find([1], 1) == []
 
 
 def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
@@ -286,14 +313,6 @@ def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     pool.allocate(1)
     assert pool.fits(2, [1, 2])
     assert not pool.fits(3, [1, 2])
-
-
-def test_a_forgotten_block_is_blank_and_a_held_one_is_not_forgotten() -> None:
-    pool = KVBlocks(4)
-    cached(pool, (1, 0), (1, 1))
-    pool.share([(1, 0)])
-    pool.discard([(1, 0), (1, 1), (1, 2)])
-    assert repr(pool) == "<KVBlocks total=4 free=3 cached=0 named=1>"
 
 
 def test_more_than_is_free_cannot_be_taken() -> None:

@@ -175,7 +175,14 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
         for each in pending[:2]:
             engine.add(each, each.arrived_at)
             plain.add(
-                PlainSequence(each.sequence_id, each.prompt_tokens, each.target_tokens, each.priority, number)
+                PlainSequence(
+                    each.sequence_id,
+                    each.prompt_tokens,
+                    each.target_tokens,
+                    each.priority,
+                    number,
+                    each.arrived_at,
+                )
             )
             number += 1
         pending = pending[2:]
