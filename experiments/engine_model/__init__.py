@@ -1,0 +1,1 @@
+"""Experiment: the engine model compared with vLLM's own scheduler."""
