@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from serve_app.engines.model import EngineModel, EngineModelSettings, EngineSequence, StepOutcome
 from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.simulation.vllm_scheduler import VllmModel
 
 # Round numbers for mental arithmetic: a step with D decoding sequences and P prompt tokens takes 10 ms (or 2
 # ms without decoding) + D ms + P * 0.1 ms.
@@ -42,14 +43,14 @@ def sequence(
     )
 
 
-def step(engine: EngineModel, now: float | None = None) -> StepOutcome:
+def step(engine: EngineModel | VllmModel, now: float | None = None) -> StepOutcome:
     """Run one whole step."""
     assert engine.begin_step(0.0 if now is None else now) is not None
     return engine.end_step()
 
 
 def run_until_idle(
-    engine: EngineModel, arrivals: Iterable[EngineSequence] = (), *, max_steps: int = 1
+    engine: EngineModel | VllmModel, arrivals: Iterable[EngineSequence] = (), *, max_steps: int = 1
 ) -> list[StepOutcome]:
     """Feed arrivals in order of time and step until the engine is idle."""
     pending = list(arrivals)[::-1]
