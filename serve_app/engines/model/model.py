@@ -898,8 +898,6 @@ class StepOutcome:
 
     Attributes:
         ended_at: seconds on the model's clock.
-        duration_s: seconds of the last iteration.
-        iterations: 1, or the length of the run's last uncommitted part.
         prefill_tokens: prompt tokens computed.
         sequences: decoding sequences in each iteration.
         first_tokens: sequences that generated their first token.
@@ -908,8 +906,6 @@ class StepOutcome:
     """
 
     ended_at: float
-    duration_s: float
-    iterations: int
     prefill_tokens: int
     sequences: int
     first_tokens: list[EngineSequence] = field(default_factory=list)
@@ -919,7 +915,11 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """State of the engine for its metrics. The last four fields count since the start."""
+    """State of the engine for its metrics. All but the first three fields count since the start.
+
+    Attributes:
+        token_gaps, token_gaps_s: times between two tokens of a sequence: their number and sum.
+    """
 
     waiting: int
     running: int
@@ -928,6 +928,8 @@ class ModelSnapshot:
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     iterations: int
+    token_gaps: int
+    token_gaps_s: float
 
 
 class EngineModel:
@@ -943,7 +945,8 @@ class EngineModel:
         self._began_at = 0.0
         self._planned = 0
         self._ends_at: float | None = None
-        self._iterations = 0
+        self._iterations = self._token_gaps = 0
+        self._token_gaps_s = 0.0
 
     def __repr__(self) -> str:
         batcher = self._batcher
@@ -1022,10 +1025,8 @@ class EngineModel:
         batch, ended_at = self._batch, self._ends_at
         if batch is None or ended_at is None:
             raise RuntimeError("no step is in progress: begin one first")
-        iterations = self._planned
-        self._commit(iterations - 1)
-        duration_s = self._elapsed_s(1)
-        self._iterations += 1
+        self._commit(self._planned - 1)
+        self._count(1)
         self._batch = self._ends_at = None
         first_tokens, finished = self._batcher.complete(batch)
         for sequence in first_tokens:
@@ -1033,14 +1034,7 @@ class EngineModel:
         for sequence in finished:
             sequence.finished_at = ended_at
         return StepOutcome(
-            ended_at,
-            duration_s,
-            iterations,
-            batch.prefill_tokens,
-            batch.sequences,
-            first_tokens,
-            finished,
-            batch.preempted,
+            ended_at, batch.prefill_tokens, batch.sequences, first_tokens, finished, batch.preempted
         )
 
     def cached_blocks(self, block_hashes: Sequence[int]) -> int:
@@ -1066,6 +1060,8 @@ class EngineModel:
             prefix_queries_tokens=batcher.prefix_queries_tokens,
             prefix_hits_tokens=batcher.prefix_hits_tokens,
             iterations=self._iterations,
+            token_gaps=self._token_gaps,
+            token_gaps_s=self._token_gaps_s,
         )
 
     # -- runs of equal iterations -------------------------------------------------------------------------
@@ -1118,9 +1114,16 @@ class EngineModel:
         batch = self._batch
         if not steps or batch is None:
             return
+        self._count(steps)
         self._began_at += self._elapsed_s(steps)
         self._batcher.kv.allocate(self._batcher.decoding.blocks_for(steps))
         self._batcher.decoding.begin_steps(steps)
         batch.context_tokens += steps * batch.sequences
         self._planned -= steps
+
+    def _count(self, steps: int) -> None:
+        """Count the next iterations of the run as ended."""
+        assert self._batch is not None
         self._iterations += steps
+        self._token_gaps += steps * self._batch.sequences
+        self._token_gaps_s += self._batch.sequences * self._elapsed_s(steps)

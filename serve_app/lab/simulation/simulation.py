@@ -316,8 +316,6 @@ class SimulatedReplica:
         self._on_outcome = on_outcome
         self._received = 0
         self._tpot = RecentMean()
-        self._token_gaps = 0
-        self._token_gaps_s = 0.0
         self._tpot.record(0.0, 0, timeline.now)
         # The scheduled end of the current step. If the model has another end, the step was cut short.
         self._scheduled_end: float | None = None
@@ -340,6 +338,7 @@ class SimulatedReplica:
                 received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
             )
         snapshot = self.model.snapshot(self._timeline.now)
+        self._tpot.record(snapshot.token_gaps_s, snapshot.token_gaps, self._timeline.now)
         return ReplicaReport(
             received=self._received,
             waiting=snapshot.waiting,
@@ -364,10 +363,6 @@ class SimulatedReplica:
         self._scheduled_end = None
         outcome = self.model.end_step()
         self.prefilled_tokens += outcome.prefill_tokens
-        gaps = outcome.iterations * outcome.sequences
-        self._token_gaps += gaps
-        self._token_gaps_s += gaps * outcome.duration_s
-        self._tpot.record(self._token_gaps_s, self._token_gaps, self._timeline.now)
         self._on_outcome(outcome)
         self._advance()
 

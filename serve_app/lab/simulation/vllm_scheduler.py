@@ -90,7 +90,8 @@ class VllmModel:
         self._next: _Step | None = None
         self._ends_at: float | None = None
         self._duration_s = 0.0
-        self._iterations = self._preemptions = 0
+        self._iterations = self._preemptions = self._token_gaps = 0
+        self._token_gaps_s = 0.0
         self._prefix_queries_tokens = self._prefix_hits_tokens = 0
 
     def __repr__(self) -> str:
@@ -176,10 +177,10 @@ class VllmModel:
             raise RuntimeError("no step is in progress: begin one first")
         self._step = self._ends_at = None
         self._iterations += 1
+        self._token_gaps += step.work["sequences"]
+        self._token_gaps_s += step.work["sequences"] * self._duration_s
         work = step.work
-        outcome = StepOutcome(
-            ended_at, self._duration_s, 1, work["prefill_tokens"], work["sequences"], preempted=step.preempted
-        )
+        outcome = StepOutcome(ended_at, work["prefill_tokens"], work["sequences"], preempted=step.preempted)
         for produced in self._scheduler.update_from_output(step.scheduled, step.result).values():
             for output in produced.outputs:
                 self._produce(output, outcome)
@@ -211,6 +212,8 @@ class VllmModel:
             prefix_queries_tokens=self._prefix_queries_tokens,
             prefix_hits_tokens=self._prefix_hits_tokens,
             iterations=self._iterations,
+            token_gaps=self._token_gaps,
+            token_gaps_s=self._token_gaps_s,
         )
 
     # -- one step ---------------------------------------------------------------------------------------

@@ -164,8 +164,12 @@ def test_a_run_lasts_until_the_first_sequence_ends() -> None:
     step(engine)
     # The first sequence ends in 10 tokens, at 12 ms each.
     assert engine.begin_step(1.0, max_steps=1_000) == pytest.approx(1.12)
-    outcome = engine.end_step()
-    assert (outcome.iterations, names(outcome.finished)) == (10, ["short"])
+    # A snapshot within the run counts the iterations that have ended.
+    assert engine.snapshot(1.05).token_gaps == 2 * 4
+    assert names(engine.end_step().finished) == ["short"]
+    found = engine.snapshot(1.12)
+    assert (found.iterations, found.token_gaps) == (11, 2 * 10)
+    assert found.token_gaps_s == pytest.approx(2 * 0.12)
     assert engine.begin_step(1.12, max_steps=1_000) == pytest.approx(1.12 + 10 * 0.011)
 
 

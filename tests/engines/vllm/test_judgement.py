@@ -93,7 +93,7 @@ def play_on_engine_core(trace: EngineTrace, clock: Clock, *, asynchronous: bool)
         while pending and pending[-1].arrived_at <= clock.now:
             engine.add(pending.pop(), clock.now)
         outputs, _ = core.step_fn()
-        outcome = StepOutcome(clock.now, 0.0, 1, 0, 0)
+        outcome = StepOutcome(clock.now, 0, 0)
         for produced in (outputs or {}).values():
             for output in produced.outputs:
                 engine._produce(output, outcome)
