@@ -14,9 +14,10 @@ import psutil
 import uvloop
 
 from experiments.common.errors import ExperimentError
+from experiments.common.peers import System
 from experiments.common.processes import calibrate, cpu_s, process_tree
 from experiments.overhead.client import Connection, Load, Run, load_of, parts_of
-from experiments.overhead.system import RequestKind, System
+from experiments.overhead.system import RequestKind
 
 ROLES = ("gateway", "scheduler")
 # Work after an answer, such as its log line, its metrics and the export of its trace.

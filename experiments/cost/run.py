@@ -14,20 +14,14 @@ from typing import Annotated
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.light_endpoint import LightServers
+from experiments.common.peers import Endpoints, System, next_port
 from experiments.common.provenance import TraceSource, generated
 from experiments.common.rows import Key
 from experiments.cost.bursts import Bursts, played
 from experiments.cost.variants import BASE, VARIANTS, started_variant
 from experiments.overhead.client import Client, started_client
 from experiments.overhead.run import Player, figures_of
-from experiments.overhead.system import (
-    Endpoints,
-    RequestKind,
-    System,
-    TurnSettings,
-    next_port,
-    started_light_engines,
-)
+from experiments.overhead.system import RequestKind, TurnSettings, started_light_engines
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
 from serve_app.errors import SettingsError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.common.config import merged
+from experiments.common.peers import HOST, Endpoints, System
 from experiments.overhead.peers import application, remote_model, started_application
-from experiments.overhead.system import HOST, Endpoints, System
 
 BASE = "base"
 # Searches use a quarter of a core, and would disturb all measurements.

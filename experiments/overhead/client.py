@@ -21,8 +21,9 @@ import uvloop
 from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import MODEL, content_length
 from experiments.common.load_test.open_loop import BodyFactory, BodySettings
+from experiments.common.peers import System
 from experiments.common.processes import answer_of, started_module
-from experiments.overhead.system import RequestKind, System
+from experiments.overhead.system import RequestKind
 from serve_app.lab.workloads import TraceRequest
 
 _ANSWER_TIMEOUT_S = 60.0

@@ -20,27 +20,25 @@ import yaml
 from experiments.common.application import served_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.light_endpoint import LightServers
+from experiments.common.peers import (
+    REMEDIES,
+    Endpoints,
+    System,
+    missing_program,
+    started_nginx,
+    started_router,
+)
 from experiments.common.processes import CpuMeter, calibrate, process_tree, role_of
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.overhead.client import Client, Played, load_of, started_client
-from experiments.overhead.peers import (
-    FORWARDER,
-    missing_program,
-    started_direct,
-    started_forwarder,
-    started_nginx,
-    started_ours,
-    started_router,
-)
+from experiments.overhead.peers import FORWARDER, started_direct, started_forwarder, started_ours
 from experiments.overhead.system import (
     DIRECT,
     OURS,
-    Endpoints,
     OverheadSettings,
     QuickStartSettings,
     RequestKind,
-    System,
     TurnSettings,
     started_light_engines,
 )
@@ -59,11 +57,6 @@ STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     "vllm-router": partial(started_router, "vllm-router"),
     FORWARDER: started_forwarder,
     OURS: started_ours,
-}
-_PROGRAMS = {
-    "nginx": "install the system's package",
-    "smg": "scripts/setup peers",
-    "vllm-router": "scripts/setup peers",
 }
 
 
@@ -163,7 +156,7 @@ def _present(names: Sequence[str]) -> list[str]:
     """Return the systems that this machine can start, and report why the others are left out."""
     present = []
     for name in names:
-        reason = missing_program(name, _PROGRAMS[name]) if name in _PROGRAMS else ""
+        reason = missing_program(name, REMEDIES[name]) if name in REMEDIES else ""
         if reason:
             warn(f"overhead: {name} is left out: {reason}")
         else:

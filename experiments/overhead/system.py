@@ -1,14 +1,11 @@
 """Settings, and the systems between client and engines."""
 
 import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from experiments.common.application import is_free
 from experiments.common.light_endpoint import LightServers, started_light_servers
-from experiments.common.processes import CpuMeter
+from experiments.common.peers import Endpoints, next_port
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
@@ -84,41 +81,7 @@ class OverheadSettings(TurnSettings):
 
 
 DIRECT, OURS = "direct", "ours"
-HOST = "127.0.0.1"
 _SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000
-# Above the ports of applications, below the kernel's ephemeral ones, and different for parallel runs.
-_PORTS = iter(range(21_000 + os.getpid() % 1_000 * 10, 32_000))
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """One system.
-
-    Attributes:
-        meter: of its processes; without any, clients connect to the engines directly.
-        version: reported by the system.
-        tenants: number of keys that requests use in turn.
-        sessions: number of session ids that requests have in turn; 0 for requests without one.
-    """
-
-    name: str
-    url: str
-    meter: CpuMeter
-    version: str = ""
-    tenants: int = 1
-    sessions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Light engines: the first has the short context, the second the long one."""
-
-    ports: Sequence[int]
-
-    @property
-    def urls(self) -> list[str]:
-        """Return one URL for each."""
-        return [f"http://{HOST}:{port}" for port in self.ports]
 
 
 @contextlib.contextmanager
@@ -129,8 +92,3 @@ def started_light_engines() -> Iterator[tuple[LightServers, Endpoints]]:
         for port, context_tokens in zip(endpoints.ports, (_SHORT_CONTEXT, _LONG_CONTEXT), strict=True):
             light.tell("open", port, context_tokens)
         yield light, endpoints
-
-
-def next_port() -> int:
-    """Return a free port, another one each time."""
-    return next(port for port in _PORTS if is_free(port))

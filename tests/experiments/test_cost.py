@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from experiments.common.peers import Endpoints
 from experiments.common.rows import Row
 from experiments.cost.tables import prices_us
 from experiments.cost.variants import BASE, CONTROL, VARIANTS
-from experiments.overhead.system import Endpoints
 from serve_app.core.settings_base import plain
 from serve_app.settings.application import ApplicationSettings, settings_of
 from tests.experiments.builders import row

@@ -9,9 +9,9 @@ import pytest
 
 from experiments.common.errors import ExperimentError
 from experiments.common.light_endpoint import LightServers, started_light_servers
+from experiments.common.peers import PROXY, Endpoints, missing_program, next_port, started_nginx
 from experiments.overhead.client import Client, Load, key_of, started_client
-from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
-from experiments.overhead.system import Endpoints, next_port
+from experiments.overhead.peers import started_forwarder
 from tests.experiments.scripted import document, scripted
 
 

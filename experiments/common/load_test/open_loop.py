@@ -14,7 +14,7 @@ import asyncio
 import enum
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import aiohttp
@@ -29,8 +29,7 @@ from serve_app.errors import Outcome
 from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, stream
 from serve_app.request import PriorityClass
 
-# Common words, split once at import.
-_WORDS = " ".join(
+WORDS = " ".join(
     (
         "the of and to in a is that for it as was with be by on not he his but at are this have from or had",
         "an they which one you were all her she there would their we him been has when who will no more if",
@@ -44,6 +43,7 @@ _WORDS = " ".join(
         "market history morning language",
     )
 ).split()
+"""Common words."""
 _TEXT_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 5
 
@@ -88,7 +88,7 @@ class BodySettings:
 
 
 # Chunks must arrive as the engine has written them.
-_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
 class BodyFactory:
@@ -118,7 +118,7 @@ class BodyFactory:
 
     def headers(self, number: int, request: TraceRequest) -> dict[str, str]:
         """Return the headers of the `number`-th trace request."""
-        headers = {**_HEADERS, "x-request-id": f"bench-{number}"}
+        headers = {**HEADERS, "x-request-id": f"bench-{number}"}
         if request.tenant != "default":
             headers["x-tenant"] = request.tenant
         if request.priority is not PriorityClass.DEFAULT:
@@ -155,13 +155,13 @@ def _name(number: int) -> bytes:
     """Return words that are unique to a number, so that prompts do not share their first block."""
     words = []
     for _ in range(4):
-        number, index = divmod(number, len(_WORDS))
-        words.append(_WORDS[index])
+        number, index = divmod(number, len(WORDS))
+        words.append(WORDS[index])
     return " ".join(words).encode() + b" "
 
 
 def _words(length: int) -> bytes:
-    drawn = stream(0, "filler text").choice(np.array(_WORDS), length // 4)
+    drawn = stream(0, "filler text").choice(np.array(WORDS), length // 4)
     return " ".join(drawn.tolist()).encode()[:length]
 
 
@@ -191,12 +191,7 @@ class OpenLoop:
 
     async def run(self, trace: Trace) -> list[RequestRecord]:
         """Send every request of `trace` at its time; return the records in the order of their ends."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_LIMIT_S)
-        timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S)
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            asyncio.TaskGroup() as sending,
-        ):
+        async with client_session() as session, asyncio.TaskGroup() as sending:
             start = time.monotonic() - trace.requests[0].arrival_s
             for number, request in enumerate(trace.requests):
                 due = start + request.arrival_s
@@ -222,18 +217,33 @@ class OpenLoop:
         self, session: aiohttp.ClientSession, number: int, request: TraceRequest, parser: ResponseParser
     ) -> None:
         body, headers = self.bodies.body(number, request), self.bodies.headers(number, request)
-        try:
-            async with session.post(f"{self.url}{self.bodies.path}", data=body, headers=headers) as response:
-                parser.status, parser.headers = response.status, response.headers
-                async for piece in response.content.iter_any():
-                    parser.on_body(piece, time.monotonic())
-                parser.on_complete(time.monotonic())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            parser.fail(f"cannot connect: {error}", time.monotonic())
-        except aiohttp.ClientError as error:
-            parser.fail(f"the response is not complete: {error or type(error).__name__}", time.monotonic())
-        except ValueError as error:
-            parser.fail(f"the request cannot be sent: {error}", time.monotonic())
+        await exchange(session, f"{self.url}{self.bodies.path}", body, headers, parser)
+
+
+async def exchange(
+    session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str], parser: ResponseParser
+) -> None:
+    """Send one request, and parse its response as it arrives. A failure ends the parser's response."""
+    try:
+        async with session.post(url, data=body, headers=headers) as response:
+            parser.status, parser.headers = response.status, response.headers
+            async for piece in response.content.iter_any():
+                parser.on_body(piece, time.monotonic())
+            parser.on_complete(time.monotonic())
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        parser.fail(f"cannot connect: {error}", time.monotonic())
+    except aiohttp.ClientError as error:
+        parser.fail(f"the response is not complete: {error or type(error).__name__}", time.monotonic())
+    except ValueError as error:
+        parser.fail(f"the request cannot be sent: {error}", time.monotonic())
+
+
+def client_session() -> aiohttp.ClientSession:
+    """Open a session with any number of connections."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_LIMIT_S)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S)
+    )
 
 
 def _record(

@@ -43,8 +43,13 @@ class _Choice(msgspec.Struct):
     text: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _UsageCounts(msgspec.Struct):
     prompt_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
     completion_tokens: int = 0
 
 
@@ -72,7 +77,7 @@ class ResponseParser:
         headers: the response's, looked up in any case.
         first_token_at: arrival of the first generated token.
         finished_at: end of the response.
-        prompt_tokens, output_tokens: the engine's counts; None if not reported.
+        prompt_tokens, cached_tokens, output_tokens: the engine's counts; None if not reported.
         outcome: None until the end.
         detail: the reason if it did not complete.
     """
@@ -82,6 +87,7 @@ class ResponseParser:
     first_token_at: float | None = None
     finished_at: float = 0.0
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     outcome: Outcome | None = None
     detail: str = ""
@@ -151,6 +157,8 @@ class ResponseParser:
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             self.output_tokens = event.usage.completion_tokens
+            if event.usage.prompt_tokens_details is not None:
+                self.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
 
     def _end(self, outcome: Outcome, now: float, detail: str = "") -> None:
         if self.outcome is None:
