@@ -151,6 +151,15 @@ def test_clients_state_the_true_length_or_another_or_none(stated: int | None, ex
     assert body.get("max_tokens") == expected
 
 
+def test_the_engines_count_of_cached_tokens_is_read() -> None:
+    parser = ResponseParser(status=200, first_token_at=1.0)
+    usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 32}}
+    parser.on_body(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode(), 2.0)
+    parser.on_body(b"data: [DONE]\n\n", 2.0)
+    parser.on_complete(2.0)
+    assert (parser.prompt_tokens, parser.cached_tokens, parser.output_tokens) == (40, 32, 3)
+
+
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 50, 5000, 400_000])
 def test_the_text_has_the_requested_size(prompt_tokens: int) -> None:
     factory = BodyFactory(BodySettings(model="m"))

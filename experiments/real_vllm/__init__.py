@@ -1,0 +1,1 @@
+"""Gateways in front of vLLM servers whose executor computes nothing."""
