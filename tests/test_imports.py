@@ -67,7 +67,7 @@ PURE_LIBRARIES = {
 # Places where the heavy libraries may be imported.
 HOMES = {
     "ray": ("serving", "app.py", "cli/serve/changes.py", "cli/serve/cluster.py"),
-    "vllm": ("engines/vllm/library.py",),
+    "vllm": ("engines/vllm/library.py", "engines/vllm/timed.py"),
     "sklearn": ("tuning",),
     "scipy": ("lab/calibration.py",),
     "hyperopt": ("tuning",),

@@ -74,15 +74,13 @@ REJECTED_ARGS: dict[str, str] = {
     ),
 }
 
-# Arguments that a timed engine cannot have in addition.
-_REJECTED_IF_TIMED: dict[str, str] = {
-    **dict.fromkeys(("distributed_executor_backend", "additional_config"), "`timed` sets it"),
-    "speculative_config": "a timed engine has no draft model",
-    **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size"),
-        "the profile in `timed` states the times of all GPUs",
-    ),
-}
+# Arguments that a timed engine cannot have: it sets them, or the profile includes all of an engine's GPUs.
+_REJECTED_IF_TIMED = frozenset(
+    (
+        *("distributed_executor_backend", "additional_config", "speculative_config"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    )
+)
 
 
 def parse_arguments(
@@ -293,8 +291,8 @@ class VllmEngineSettings:
         for name in self.args:
             if remedy := REJECTED_ARGS.get(name):
                 raise ValueError(f"args.{name} cannot be set here: {remedy}")
-            if self.timed is not None and (remedy := _REJECTED_IF_TIMED.get(name)):
-                raise ValueError(f"args.{name} cannot be set for a timed engine: {remedy}")
+            if self.timed is not None and name in _REJECTED_IF_TIMED:
+                raise ValueError(f"args.{name} cannot be set for a timed engine: remove it")
         if self.timed is not None:
             load_profile(self.timed)
 

@@ -40,6 +40,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "build_app": ("vllm.entrypoints.launchers.app",),
     "get_hash_fn_by_name": ("vllm.utils.hashing",),
     "get_request_block_hasher": ("vllm.v1.core.kv_cache_utils",),
+    "hash_block_tokens": ("vllm.v1.core.kv_cache_utils",),
     "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state",),
     "init_none_hash": ("vllm.v1.core.kv_cache_utils",),
     "make_arg_parser": _CLI_MODULES,

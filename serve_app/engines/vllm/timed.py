@@ -18,6 +18,7 @@ executor in the process of its engine core, as its arguments say:
 Not done: speculative decoding, log probabilities of prompts, and sampling parameters that choose tokens.
 """
 
+import re
 import time
 import zlib
 from array import array
@@ -48,6 +49,10 @@ _MEAN_LENGTH = 200
 _SLEEP_S, _WAKE_UP_S = 1.0, 2.0
 # Tokens after which a request with a grammar closes what is open: a string or list may go on for ever.
 _GRAMMAR_TOKENS = 48
+# Tokens of a vocabulary; those that begin a word have a mark for the space before it.
+_WORD = re.compile("[\u0120\u2581][a-z]{3,}")
+_PRINTED = re.compile("[\u0120\u2581]?[!-~]+")
+_CLOSING = re.compile(r'["\]}]+')
 
 
 class TimedExecutor(Executor):  # type: ignore[misc]  # untyped where vLLM is not installed
@@ -297,24 +302,15 @@ class Words:
         if tokenizer is None:
             every = np.arange(size)
             return cls(every, every[:0], np.ones(size, np.uint8))
-        texts = {number: text for text, number in tokenizer.get_vocab().items() if number < size}
         special = set(tokenizer.all_special_ids)
-        printed = np.zeros(size, np.uint8)
-        words, closing = [], []
-        for number, text in texts.items():
-            if number in special:
+        words, closing, printed = [], [], np.zeros(size, np.uint8)
+        for text, number in tokenizer.get_vocab().items():
+            if number >= size or number in special:
                 continue
-            bare = text.lstrip("\u0120\u2581")
-            printed[number] = bare.isascii() and bare.isprintable() and bool(bare.strip())
-            if (
-                len(text) > len(bare)
-                and bare.isascii()
-                and bare.isalpha()
-                and bare.islower()
-                and len(bare) > 2
-            ):
+            printed[number] = _PRINTED.fullmatch(text) is not None
+            if _WORD.fullmatch(text):
                 words.append(number)
-            if text and set(text) <= set('"]}'):
+            elif _CLOSING.fullmatch(text):
                 closing.append(number)
         return cls(np.array(sorted(words)), np.array(sorted(closing)), printed)
 
@@ -333,12 +329,12 @@ class Words:
         closing = self.closing[allowed[self.closing] > 0]
         if len(closing) and (draw % 4 == 0 or sequence.produced > _GRAMMAR_TOKENS):
             return int(closing[0])
-        words = self.ids[allowed[self.ids] > 0]
-        if not len(words):
-            words = np.flatnonzero(allowed[: len(self.printed)] & self.printed)
-        if not len(words):
-            words = np.flatnonzero(allowed)
-        return int(words[draw // 4 % len(words)])
+        candidates = self.ids[allowed[self.ids] > 0]
+        if not len(candidates):
+            candidates = np.flatnonzero(allowed[: len(self.printed)] & self.printed)
+        if not len(candidates):
+            candidates = np.flatnonzero(allowed)
+        return int(candidates[draw // 4 % len(candidates)])
 
     def logprobs(self, tokens: list[list[int]], most: int) -> LogprobsLists:
         """Return log probabilities: a half for the token, a quarter for the first of `most` others, ..."""
@@ -346,7 +342,5 @@ class Words:
         others = np.resize(self.ids, most)
         ids = np.array([[token, *others] for token in chosen], np.int32).reshape(len(chosen), most + 1)
         values = np.resize(-np.log(2.0) * np.arange(1, most + 2), ids.shape).astype(np.float32)
-        starts = [0]
-        for row in tokens:
-            starts.append(starts[-1] + len(row))
+        starts = [0, *np.cumsum([len(row) for row in tokens]).tolist()]
         return LogprobsLists(ids, values, np.ones(len(chosen), np.int32), starts)
