@@ -51,6 +51,7 @@ CONTENTS = {
     ),
     "Results": (
         "results",
+        "results-real-vllm",
         "results-scheduling",
         "results-fairness",
         "results-batch",

@@ -1,5 +1,6 @@
 """Tables of this experiment."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from experiments.common.rows import Row, where
@@ -15,11 +16,7 @@ _SCENES = {
     "stopped": "A server is stopped, with its connections open, at one third of the run",
     "slow": "One server takes twice as long, at half of the capacity",
 }
-_PRICE = (
-    Column("ms per token", "token_ms", 1),
-    Column("cores, gateway", "gateway_cores"),
-    Column("cores, servers", "server_cores"),
-)
+_PRICE = Column("ms per token", "token_ms", 1)
 _MIX = (
     *(
         Column(f"{kind} TTFT, {name}, s", f"{kind}_ttft_{figure}_s")
@@ -29,63 +26,67 @@ _MIX = (
     Column("completed/s", "completed_per_s", 1),
     Column("goodput/s", "goodput_per_s", 1),
     Column("errors", "errors", 0),
-    *_PRICE,
+    _PRICE,
+    Column("cores, gateway", "gateway_cores"),
+    Column("cores, servers", "server_cores"),
+)
+_LATE_USER = (
+    Column("TTFT of the late user, s", "B_ttft_mean_s"),
+    Column("mean TTFT of the first user, s", "A_ttft_mean_s"),
+    _PRICE,
+)
+_FAILURE = (
+    Column("errors", "errors", 0),
+    Column("short TTFT, mean, s", "short_ttft_mean_s"),
+    Column("P99, s", "short_ttft_p99_s"),
+    Column("goodput/s", "goodput_per_s", 1),
+    _PRICE,
 )
 _COLUMNS: Mapping[str, Sequence[Column]] = {
-    "late_user": (
-        Column("TTFT of the late user, s", "B_ttft_mean_s"),
-        Column("mean TTFT of the first user, s", "A_ttft_mean_s"),
-        *_PRICE,
-    ),
+    "late_user": _LATE_USER,
     "conversations": (
         Column("later turns: TTFT, mean, s", "later_ttft_mean_s", 3),
         Column("P50, s", "later_ttft_p50_s", 3),
         Column("P99, s", "later_ttft_p99_s", 3),
         Column("cached, %", "later_cached_ratio", 0, 100),
-        *_PRICE,
+        _PRICE,
     ),
     "agents": (
-        Column("turns/min", "completed_per_s", 1, 60),
+        Column("turns/min", "completed_per_s", 0, 60),
         Column("cached, %", "turn_cached_ratio", 0, 100),
         Column("TTFT, mean, s", "turn_ttft_mean_s"),
         Column("P50, s", "turn_ttft_p50_s"),
-        Column("P99, s", "turn_ttft_p99_s"),
-        Column("errors", "errors", 0),
-        *_PRICE,
+        Column("P99, s", "turn_ttft_p99_s", 1),
     ),
     "tenants": (
         Column("light tenants: TTFT, mean, s", "light_ttft_mean_s"),
         Column("P99, s", "light_ttft_p99_s"),
-        Column("heavy tenant: TTFT, P99, s", "heavy_ttft_p99_s"),
+        Column("heavy tenant: TTFT, P99, s", "heavy_ttft_p99_s", 1),
         Column("completed/s", "completed_per_s", 1),
-        *_PRICE,
+        _PRICE,
     ),
     "batch": (
         Column("short TTFT, mean, s", "short_ttft_mean_s"),
-        Column("short TTFT, P99, s", "short_ttft_p99_s"),
-        Column("long TTFT, P99, s", "long_ttft_p99_s"),
+        Column("P99, s", "short_ttft_p99_s"),
         Column("batch tokens/s", "batch_tokens_per_s", 0),
-        *_PRICE,
+        _PRICE,
     ),
-    "killed": _MIX[:9],
-    "stopped": _MIX[:9],
-    "slow": _MIX,
+    "killed": _FAILURE,
+    "stopped": _FAILURE,
+    "slow": _FAILURE,
 }
-_PROFILES = {"profile": "{profile}"}
 
 
 def _headline(rows: Sequence[Row]) -> str:
     """Return the load nearest to the capacity."""
     load = min((float(row.key["load"]) for row in rows), key=lambda one: abs(one - 1.0))
     mine = where(rows, load=load, profile=rows[0].key["profile"])
-    columns = (
-        _mean_and_p99("short"),
-        _mean_and_p99("long"),
-        Column("ms per token", "token_ms", 1),
-        Column("goodput/s", "goodput_per_s", 1),
-    )
-    text = line_per_row({"system": _named}, columns)(mine)
+    text = line_per_row({"system": _named}, [_without_interval(column) for column in _SUMMARY])(mine)
     return f"{text}\n\nLoad {load:g} of the capacity, {mine[0].settings['scenes']['mix']['seconds']:g} s."
+
+
+def _without_interval(column: Column | Computed) -> Computed:
+    return Computed(column.heading, lambda row: re.sub(r" ± [\d.,]+", "", column.cell(row)))
 
 
 def _mean_and_p99(kind: str) -> Computed:
@@ -93,18 +94,30 @@ def _mean_and_p99(kind: str) -> Computed:
     return Computed(f"{kind} prompts: TTFT, mean / P99, s", lambda row: f"{mean.cell(row)} / {p99.cell(row)}")
 
 
+_SUMMARY: Sequence[Column | Computed] = (
+    _mean_and_p99("short"),
+    _mean_and_p99("long"),
+    _PRICE,
+    Column("goodput/s", "goodput_per_s", 1),
+)
+
+
 def _scenes(rows: Sequence[Row]) -> str:
     """Return a table for each scene."""
     texts = []
     for scene, columns in _COLUMNS.items():
         if mine := where(rows, scene=scene):
-            table = line_per_row({**_PROFILES, "system": _named}, columns)(mine)
-            texts.append(f"{_SCENES[scene]}:\n\n{table}")
+            texts.append(f"{_SCENES[scene]}:\n\n{line_per_row({'system': _named}, columns)(mine)}")
     return "\n\n".join(texts)
 
 
 def _named(row: Row) -> str:
     return f"{row.key['system']} {row.figures['version'][0]}".strip()
+
+
+def _placed(row: Row) -> str:
+    """Return the GPU and the load."""
+    return f"{str(row.key['profile']).split('-')[-2].upper()}, {row.key['load']:g}"
 
 
 _NOTE = (
@@ -114,10 +127,27 @@ _NOTE = (
 )
 
 TABLES = {
-    "headline": Table(text=_headline, where={"scene": "mix"}, note=_NOTE, shows_load=True),
-    "load": Table(
-        text=line_per_row({**_PROFILES, "load": "{load:g}", "system": _named}, _MIX),
+    "headline": Table(
+        text=_headline,
         where={"scene": "mix"},
+        note=_NOTE.replace(" with their 95 % intervals", ""),
+        shows_load=True,
+    ),
+    "loads": Table(
+        text=line_per_row({"GPU, load": _placed, "system": _named}, _SUMMARY),
+        where={"scene": "mix"},
+        note=_NOTE,
+        shows_load=True,
+    ),
+    "load": Table(
+        text=line_per_row({"GPU, load": _placed, "system": _named}, _MIX),
+        where={"scene": "mix"},
+        note=_NOTE,
+        shows_load=True,
+    ),
+    "late_user": Table(
+        text=line_per_row({"system": _named}, _LATE_USER),
+        where={"scene": "late_user"},
         note=_NOTE,
         shows_load=True,
     ),

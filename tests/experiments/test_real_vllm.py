@@ -106,16 +106,17 @@ def test_tables_show_every_scene_that_has_rows() -> None:
     settings = as_json(read_settings(CONFIG, RealVllmSettings, quick=True))
     rows = [
         row(
-            {"scene": scene, "profile": "p", "load": 0.5, "system": system},
+            {"scene": scene, "profile": "llama31-8b-h100-tp1", "load": 0.5, "system": system},
             {"version": ["1.2"], **_figures(scene)},
             settings=settings,
         )
         for scene in SCENES
         for system in STARTED
     ]
-    assert "| ours 1.2 | 1.00 ± 2.48 / 1.00 ± 2.48 |" in TABLES["headline"].written(rows)
+    assert "| ours 1.2 | 1.00 / 1.00 | 1.00 / 1.00 | 1.0 |" in TABLES["headline"].written(rows)
     written = TABLES["scenes"].written(rows)
-    assert written.count("| p | smg least_load 1.2 |") == len(SCENES) - 1
+    assert written.count("| smg least_load 1.2 |") == len(SCENES) - 1
+    assert "| H100, 0.5 | ours 1.2 |" in TABLES["loads"].written(rows)
     # A short run may have no long request.
     assert "| - |" in TABLES["load"].written(
         [row(rows[0].key, {**rows[0].figures, "long_ttft_p99_s": [None]})]

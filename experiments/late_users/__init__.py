@@ -1,1 +1,0 @@
-"""Two late users behind a flood, live."""

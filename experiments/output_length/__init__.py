@@ -1,1 +1,0 @@
-"""How well can the length of an answer be predicted at its arrival?"""
