@@ -187,6 +187,17 @@ class EngineSequence:
         """Tokens to compute before it can generate: the prompt, and outputs from before a preemption."""
         return self.prompt_tokens + self.output_tokens
 
+    def check(self, max_model_len: int) -> None:
+        """Raise `ValueError` if it cannot be added to an engine with this context limit."""
+        if self.state is not SequenceState.NEW:
+            raise ValueError(f"sequence {self.sequence_id} is {self.state.value}, it cannot be added again")
+        total = self.prompt_tokens + self.target_tokens
+        if self.prompt_tokens < 1 or self.target_tokens < 0 or total > max_model_len:
+            raise ValueError(
+                f"sequence of {self.prompt_tokens} + {self.target_tokens} tokens: the prompt needs "
+                f"at least 1, and both together at most max_model_len = {max_model_len}"
+            )
+
     @property
     def urgency(self) -> tuple[int, float, int]:
         """Sort key of the priority policy: lower value first, then arrival."""
@@ -975,16 +986,7 @@ class EngineModel:
         Raises:
             ValueError: the sequence was added before, or exceeds the context limit.
         """
-        if sequence.state is not SequenceState.NEW:
-            raise ValueError(
-                f"sequence {sequence.sequence_id} is {sequence.state.value}, it cannot be added again"
-            )
-        total = sequence.prompt_tokens + sequence.target_tokens
-        if sequence.prompt_tokens < 1 or sequence.target_tokens < 0 or total > self.settings.max_model_len:
-            raise ValueError(
-                f"sequence of {sequence.prompt_tokens} + {sequence.target_tokens} tokens: the prompt needs "
-                f"at least 1, and both together at most max_model_len = {self.settings.max_model_len}"
-            )
+        sequence.check(self.settings.max_model_len)
         self._cut(now)
         sequence.number = next(self._numbers)
         self._batcher.add(sequence)

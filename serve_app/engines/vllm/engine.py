@@ -75,12 +75,10 @@ REJECTED_ARGS: dict[str, str] = {
 }
 
 # Arguments that a timed engine cannot have: it sets them, or the profile includes all of an engine's GPUs.
-_REJECTED_IF_TIMED = frozenset(
-    (
-        *("distributed_executor_backend", "additional_config", "speculative_config"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    )
-)
+_REJECTED_IF_TIMED = {
+    *("distributed_executor_backend", "additional_config", "speculative_config"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+}
 
 
 def parse_arguments(
@@ -343,8 +341,13 @@ class VllmEngineSettings:
                 no tokenizer.
             EngineError: the installed vLLM release is not supported.
         """
-        if self.timed is not None:
-            self._check_tokenizer()
+        folder = Path(self.model).expanduser()
+        has_tokenizer = "tokenizer" in self.args or any(folder.glob("tokenizer*"))
+        if self.timed is not None and folder.is_dir() and not has_tokenizer:
+            raise SettingsError(
+                f"folder {self.model} has no tokenizer, which a timed engine needs: add the tokenizer's "
+                "files, or use a folder of scripts/fetch_demo_model"
+            )
         if not is_installed():
             logger.info(
                 "vLLM is not installed here: the arguments of %s are validated when the replica starts",
@@ -358,14 +361,6 @@ class VllmEngineSettings:
             with contextlib.suppress(OSError):
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
-
-    def _check_tokenizer(self) -> None:
-        folder = Path(self.model).expanduser()
-        if folder.is_dir() and "tokenizer" not in self.args and not any(folder.glob("tokenizer*")):
-            raise SettingsError(
-                f"folder {self.model} has no tokenizer, which a timed engine needs: add the tokenizer's "
-                "files, or use a folder of scripts/fetch_demo_model"
-            )
 
     def make(self) -> "VllmEngine":
         """Return a new engine that has not been started."""

@@ -77,15 +77,12 @@ def check_timed_executor() -> None:
     """
     release, (module, _, name) = version(), TIMED_EXECUTOR.rpartition(".")
     try:
-        missing = getattr(importlib.import_module(module), name).__abstractmethods__
+        missing = ", ".join(sorted(getattr(importlib.import_module(module), name).__abstractmethods__))
     except ImportError as exc:
-        raise EngineError(
-            f"vLLM {release} has another interface of executors ({exc}): install {_supported()}"
-        ) from exc
+        missing = str(exc)
     if missing:
-        needed = ", ".join(sorted(missing))
         raise EngineError(
-            f"vLLM {release} has another interface of executors (it calls {needed}): install {_supported()}"
+            f"vLLM {release} has another interface of executors ({missing}): install {_supported()}"
         )
 
 

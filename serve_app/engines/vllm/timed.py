@@ -59,7 +59,14 @@ class TimedExecutor(Executor):  # type: ignore[misc]  # untyped where vLLM is no
     """Takes the time of an engine. vLLM creates it in the process of its engine core."""
 
     def _init_executor(self) -> None:
-        profile = load_profile(profile_of(self.vllm_config))
+        given = self.vllm_config.additional_config
+        name = given.get(TIMED_KEY) if isinstance(given, Mapping) else None
+        if not isinstance(name, str):
+            option = f'--additional-config \'{{"{TIMED_KEY}": "NAME"}}\''
+            raise SettingsError(f"the timed executor needs a profile: {option}")
+        if self.vllm_config.speculative_config is not None:
+            raise SettingsError("the timed executor has no speculative decoding: remove speculative_config")
+        profile = load_profile(name)
         self._step_s, self._kv_tokens = profile.step_time.step_s, profile.kv_tokens
         self._sequences, self._words = Sequences(), Words.of(self.vllm_config)
         self._batch: Batch | None = None
@@ -162,23 +169,6 @@ def _done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
-
-
-def profile_of(config: VllmConfig) -> str:
-    """Return the profile of an engine.
-
-    Raises:
-        SettingsError: it states none, or asks for what this executor cannot do.
-    """
-    given = config.additional_config
-    profile = given.get(TIMED_KEY) if isinstance(given, Mapping) else None
-    if not isinstance(profile, str):
-        raise SettingsError(
-            f'the timed executor needs a profile: --additional-config \'{{"{TIMED_KEY}": "NAME"}}\''
-        )
-    if config.speculative_config is not None:
-        raise SettingsError("the timed executor has no speculative decoding: remove speculative_config")
-    return profile
 
 
 @dataclass(frozen=True, slots=True)

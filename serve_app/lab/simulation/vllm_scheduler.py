@@ -109,13 +109,8 @@ class VllmModel:
         Raises:
             ValueError: the sequence was added before, or exceeds the context limit.
         """
+        sequence.check(self.settings.max_model_len)
         total = sequence.prompt_tokens + max(1, sequence.target_tokens)
-        if sequence.state is not SequenceState.NEW or total > self.settings.max_model_len:
-            raise ValueError(
-                f"sequence {sequence.sequence_id} ({sequence.state.value}) of {sequence.prompt_tokens} + "
-                f"{sequence.target_tokens} tokens: it must be new and fit into max_model_len = "
-                f"{self.settings.max_model_len}"
-            )
         sequence.number = next(self._numbers)
         sequence.state = SequenceState.WAITING
         tokens = self._tokens(sequence, total)

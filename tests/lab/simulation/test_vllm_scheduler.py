@@ -106,7 +106,7 @@ def test_the_less_urgent_sequence_is_preempted_and_recomputed() -> None:
 @real_vllm
 def test_what_cannot_be_served_is_rejected() -> None:
     vllm = engine(max_model_len=64)
-    with pytest.raises(ValueError, match="it must be new and fit into max_model_len = 64"):
+    with pytest.raises(ValueError, match="both together at most max_model_len = 64"):
         vllm.add(sequence("long", 60, 5), 0.0)
     with pytest.raises(RuntimeError, match="begin one first"):
         vllm.end_step()
