@@ -41,7 +41,24 @@ def _table(columns: Sequence[Computed]) -> Callable[[Sequence[Row]], str]:
     return line_per_row({"traces": "{class}"}, columns)
 
 
+def _judgement(rows: Sequence[Row]) -> str:
+    """Return a line per class: the steps of synchronous scheduling, and what the other one adds."""
+
+    def identical(row: Row) -> str:
+        return _IDENTICAL.cell(_row(rows, str(row.key["class"]), _SYNC))
+
+    columns = (
+        Computed("synchronous: identical steps, %", identical),
+        Computed("asynchronous: TTFT added, ms", _ADDED.cell),
+        _percent("TTFT mean, %", "ttft_mean"),
+        _percent("TPOT mean, %", "tpot_mean"),
+        _percent("TPOT P99, %", "tpot_p99"),
+    )
+    return line_per_row({"traces": "{class}"}, columns)(where(rows, **_ASYNC))
+
+
 TABLES = {
+    "judgement": Table(text=_judgement, note=f"{_NOTE} in percent"),
     "sync": Table(
         text=_table((_IDENTICAL, *_DEVIATIONS, *_EACH, *_COUNTS)), where=_SYNC, note=f"{_NOTE}, synchronous"
     ),
