@@ -41,7 +41,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 from serve_app.engines.model.roofline import load_profile
 from serve_app.engines.model.step_time import attended_pairs
 from serve_app.engines.vllm.library import TIMED_KEY
-from serve_app.errors import SettingsError
+from serve_app.errors import EngineError, SettingsError
 
 # Mean output tokens of a request without a limit; lengths are distributed exponentially.
 _MEAN_LENGTH = 200
@@ -56,7 +56,7 @@ _CLOSING = re.compile(r'["\]}]+')
 
 
 class TimedExecutor(Executor):  # type: ignore[misc]  # untyped where vLLM is not installed
-    """Takes the time of an engine. vLLM creates it in the process of its engine core."""
+    """Executor that takes the time of an engine, in the process of vLLM's engine core."""
 
     def _init_executor(self) -> None:
         given = self.vllm_config.additional_config
@@ -131,10 +131,14 @@ class TimedExecutor(Executor):  # type: ignore[misc]  # untyped where vLLM is no
         kwargs: dict[str, Any] | None = None,  # noqa: ARG002
         non_block: bool = False,
     ) -> Any:
-        """Answer a call to the workers, which do not exist."""
+        """Answer a call to the workers, which do not exist.
+
+        Raises:
+            EngineError: the call needs what a timed engine does not have, such as weights.
+        """
         name = method if isinstance(method, str) else getattr(method, "__name__", "")
         if name not in _CALLS:
-            raise NotImplementedError(f"a timed engine has no workers, and so no {name or method}")
+            raise EngineError(f"a timed engine has no workers that could answer {name or method!r}")
         answer, seconds = _CALLS[name]
         time.sleep(seconds)
         return _done([answer]) if non_block else [answer]

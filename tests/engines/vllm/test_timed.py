@@ -85,7 +85,8 @@ class TestTimedEngine:
 
     async def test_equal_prompts_have_equal_answers_of_random_length(self, timed: Running) -> None:
         prompts = [f"Question {number}" for number in range(8)]
-        answers = [await completed(timed, prompt, max_tokens=400) for prompt in [*prompts, prompts[0]]]
+        asked = (completed(timed, prompt, max_tokens=400) for prompt in [*prompts, prompts[0]])
+        answers = await asyncio.gather(*asked)
         texts = [answer["choices"][0]["text"] for answer in answers]
         assert texts[0] == texts[-1]
         assert len(set(texts)) == len(prompts)
