@@ -52,7 +52,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The load of a replica, reported about five times per second. None for what its engine does not report.
+    """The load of a replica, reported two to five times per second. None for what its engine does not report.
 
     Attributes:
         received: requests accepted since it joined. It shows which dispatches the report includes. None if

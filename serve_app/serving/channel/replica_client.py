@@ -33,6 +33,7 @@ class ReplicaClient:
         load: returns the replica's current load. If it raises `EngineError`, the scheduler is notified at
             once and sends no requests until the replica registers again. While it hangs or fails otherwise,
             no reports are sent, and the scheduler stops sending requests once the last report is too old.
+        interval_factor: returns how many times `report_interval_s` the next call of `load` has to wait.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class ReplicaClient:
         locate: Locate,
         load: Callable[[], Awaitable[ReplicaReport]],
         settings: ChannelSettings,
+        interval_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._register = _registration(spec, address)
         self._load = load
         self._settings = settings
+        self._interval_factor = interval_factor
         self._loop = asyncio.get_running_loop()
         self._connector = Connector(Role.REPLICA, spec.replica_id, locate, settings, self)
         self._link: Link | None = None
@@ -120,7 +123,7 @@ class ReplicaClient:
                 await self._report_once()
             with contextlib.suppress(TimeoutError):
                 # Not `wait_for`: it may drop a cancellation, as in the connector.
-                async with asyncio.timeout(self._settings.report_interval_s):
+                async with asyncio.timeout(self._interval_factor() * self._settings.report_interval_s):
                     await self._wake.wait()
             self._wake.clear()
 

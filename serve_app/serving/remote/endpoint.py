@@ -8,7 +8,8 @@
 Rules:
 
 - Until it is identified, attempts are repeated with growing pauses, and it receives no requests.
-- Then its load is read about five times per second. A failed reading closes it at once; gateways finish what
+- Then its load is read about five times per second while the engine is full, and otherwise twice: a reading
+  takes time on the event loop that streams its answers. A failed one closes it at once; gateways finish what
   runs there. When it answers again it is identified again, because it may have restarted with other limits.
   After repeated failures it is held back for longer each time (`FlapDamping`).
 - Its limits are refreshed periodically while it serves.
@@ -225,6 +226,10 @@ logger = logging.getLogger("ray.serve")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 # Flags of a server do not change while it runs, but its list of adapters may.
 _LOOK_AGAIN_S = 10.0
+# Intervals between two readings of an engine that is not full, and the share of its KV cache above which it
+# is. Requests wait for the capacity of a full engine, so that late readings delay them.
+_CALM_INTERVALS = 2.5
+_FULL_KV_RATIO = 0.7
 # Interval of checks of a server without metrics, which may be a provider that limits requests.
 _LIVENESS_S = 2.0
 
@@ -263,6 +268,7 @@ class Endpoint:
         self._progress: tuple[float | None, ...] | None = None
         self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
+        self._reading = EngineReading()
         self.is_rejected = False
         self._alive_at = -math.inf
         self._task: asyncio.Task[None] | None = None
@@ -361,7 +367,9 @@ class Endpoint:
             api_key=context.api_key,
             names_responses=server.names_responses,
         )
-        return ReplicaClient(spec, address, context.locate, self._report, context.channel)
+        return ReplicaClient(
+            spec, address, context.locate, self._report, context.channel, self._intervals_to_next_reading
+        )
 
     def _spec(self, identity: EndpointIdentity) -> ReplicaSpec:
         limits = identity.server.limits
@@ -389,6 +397,7 @@ class Endpoint:
                 await self._identify()
             reading = await self._read(self._identity.server, loop.time())
             self._check_progress(reading, loop.time())
+            self._reading = reading
         except EngineError as exc:
             self._damping.on_failure(loop.time())
             self._record_failure(str(exc))
@@ -440,6 +449,16 @@ class Endpoint:
                 f"{self.url} hangs: it has requests and has computed nothing for {hanging_s:.0f} s "
                 f"(hang_timeout_s {limit_s:g})"
             )
+
+    def _intervals_to_next_reading(self) -> float:
+        reading = self._reading
+        most = self._identity.server.limits.max_num_seqs if self._identity else None
+        is_full = (
+            bool(reading.waiting)
+            or (reading.kv_usage_ratio or 0.0) > _FULL_KV_RATIO
+            or (most is not None and (reading.running or 0) >= most)
+        )
+        return 1.0 if is_full or self.failure else _CALM_INTERVALS
 
     def _has_computed(self, reading: EngineReading) -> bool | None:
         """Return whether it has computed since the last reading; None if it does not report progress."""

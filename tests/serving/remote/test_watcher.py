@@ -366,6 +366,23 @@ async def test_an_endpoint_whose_cache_is_full_receives_no_requests() -> None:
         assert len(engine.bodies) == 1
 
 
+async def test_an_endpoint_is_read_less_often_while_it_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_CALM_INTERVALS", 1_000.0)
+    engine = VllmLike()
+    engine.kv_usage = 0.75
+    async with serving(engine) as url, watched(url) as fleet:
+        await wait_until(lambda: len(fleet.open()) == 1, "it serves")
+        before = engine.scrapes
+        await wait_until(lambda: engine.scrapes > before + 5, "it is read again and again")
+        engine.kv_usage = 0.625
+        await wait_until(
+            lambda: "0.625" in str(fleet.control_plane.live.status()["replicas"]), "the change is read"
+        )
+        before = engine.scrapes
+        await asyncio.sleep(0.5)
+        assert engine.scrapes == before
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 async def test_only_admins_may_read_and_change(method: str) -> None:
     async with watched() as fleet:
