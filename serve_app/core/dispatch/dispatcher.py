@@ -256,6 +256,10 @@ class Placement:
             prompt_tokens = estimate.expected_prompt_tokens
             return Running(by_load, query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
 
+        if by_load is not None and not query.headroom and not query.is_backfill:
+            # A full KV cache is no reason to compute and store the cached part again on another replica.
+            query = replace(query, may_wait=True)
+
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             return self._admissible(head, replica_id, prefill_tokens, query, now)
 

@@ -163,6 +163,7 @@ class CapacityQuery:
         quarantined: only replicas without another request in quarantine.
         destination: which replicas of the pool can serve it.
         at_once: only replicas whose engine begins it immediately.
+        may_wait: also replicas without free tokens, unless some are reserved; it waits in the engine.
     """
 
     pool: str
@@ -174,6 +175,7 @@ class CapacityQuery:
     destination: Destination = ANYWHERE
     headroom: int = 0
     at_once: bool = False
+    may_wait: bool = False
 
     @property
     def is_restricted(self) -> bool:
@@ -181,7 +183,9 @@ class CapacityQuery:
         return self.destination is not ANYWHERE or self.quarantined or self.at_once or bool(self.avoided)
 
     def fits(self, free_tokens: int, state: ReplicaState) -> bool:
-        """Return whether the request fits into the free tokens of a replica."""
+        """Return whether the request fits into the free tokens of a replica, or may wait for them there."""
+        if self.may_wait and not state.reserved_tokens:
+            return True
         return self.tokens + (self.headroom if state.in_flight else 0) <= free_tokens
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:

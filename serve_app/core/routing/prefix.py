@@ -37,8 +37,10 @@ cached. The request goes to the one with the least cost:
     cost = (tokens left to compute there + prefill tokens pending there) * (requests in flight there + 1)
 
 The sum stands for the time to the first token, and the factor for the time of each further one. So sessions
-spread over the fleet before a cache overflows. Only replicas that may accept the request now are compared.
-Affinity therefore leaves no capacity idle, and a request never waits for one replica.
+spread over the fleet before a cache overflows. Only replicas that may accept the request now are compared, so
+affinity leaves no capacity idle. But of a replica that has more of the prompt cached, the KV cache may be
+full: the request waits in its engine, whose queue is short (`dispatch.backpressure`). Elsewhere it would need
+the KV cache twice, so that all caches fill up, and sessions move ever more often.
 
 Source: LMetric (arXiv 2603.15202), which knows all caches exactly, and dispatches at arrival.
 """

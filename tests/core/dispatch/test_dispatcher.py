@@ -254,6 +254,46 @@ def test_a_returned_request_counts_by_what_is_cached_elsewhere() -> None:
     assert sessions.find("second").cached_tokens == 0
 
 
+def with_a_full_cache(**changes: Any) -> Sessions:
+    """Return a driver whose replica s1 has the session cached, and its KV cache full of running requests."""
+    sessions = Sessions(**changes)
+    assert sessions.replica_of("first") == "s1"
+    sessions.done("first")
+    for number in range(7):
+        running = request(f"running {number}", prompt_tokens=14_000)
+        sessions.feed(Resumed(running, "s1", started=True))
+    assert sessions.scheduler.ledger["s1"].free_tokens < 3_300
+    return sessions
+
+
+def test_a_full_kv_cache_moves_no_session() -> None:
+    sessions = with_a_full_cache()
+    assert sessions.replica_of("fresh", (90, 91)) == "s2"
+    assert sessions.replica_of("second") == "s1"
+    assert running_of(sessions.find("second")).prefill_tokens == 100
+
+
+def test_a_session_moves_from_a_full_kv_cache_if_its_tokens_there_are_reserved() -> None:
+    sessions = with_a_full_cache()
+    ledger = sessions.scheduler.ledger
+    ledger.reserve(ledger["s1"], 1_000)
+    assert sessions.replica_of("second") == "s2"
+
+
+def test_a_session_of_batch_work_moves_from_a_full_kv_cache() -> None:
+    sessions = with_a_full_cache()
+    sessions.arrive("second", prompt_tokens=3_300, prefix=SESSION, priority=BATCH)
+    assert sessions.find("second").replica_id == "s2"
+
+
+def test_a_session_waits_while_all_kv_caches_are_full() -> None:
+    sessions = with_a_full_cache()
+    for number in range(7):
+        sessions.feed(Resumed(request(f"other {number}", prompt_tokens=14_000), "s2", started=True))
+    sessions.ask("second")
+    assert sessions.find("second").queued
+
+
 def test_a_new_scheduler_learns_prefixes_from_resumed_requests() -> None:
     sessions = Sessions()
     running = request("first", prompt_tokens=3_300, prefix=SESSION)
