@@ -1,16 +1,23 @@
 """Experiment: typed settings, and a function that yields measurements."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from experiments.common.config import as_json
 from experiments.common.provenance import TraceSource
 from experiments.common.rows import Key
 from serve_app.cli.command import progress_bar
+from serve_app.core.settings_base import settings
+from serve_app.errors import SettingsError
 from serve_app.lab.simulation.run import parallel
 
 S = TypeVar("S")
 R = TypeVar("R")
+
+PART = "part"
+"""Name of a row's part in its key; see `experiment_of_parts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +114,30 @@ class Experiment(Generic[S]):
     play: Callable[[S, Context], Iterator[Measurement]]
     unavailable: Callable[[], str | None] = _always
     only_by_name: str = ""
+
+
+def experiment_of_parts(parts: Mapping[str, Experiment[Any]], *, only_by_name: str = "") -> Experiment[Any]:
+    """Return an experiment of several parts, each with settings in a field of its name.
+
+    Its setting `play` has the names of the parts to measure. The keys of rows get the name as `part`.
+    """
+    fields = {"play": tuple[str, ...], **{name: part.settings for name, part in parts.items()}}
+    made: type[Any] = settings(type("PartsSettings", (), {"__annotations__": fields}))
+    return Experiment(settings=made, play=partial(_play_parts, parts), only_by_name=only_by_name)
+
+
+def _play_parts(
+    parts: Mapping[str, Experiment[Any]], settings: Any, context: Context
+) -> Iterator[Measurement]:
+    if unknown := set(settings.play) - parts.keys():
+        raise SettingsError(f"no part {', '.join(sorted(unknown))}: there are {', '.join(parts)}")
+    for name in settings.play:
+        own = getattr(settings, name)
+        kept = [
+            {field: value for field, value in key.items() if field != PART}
+            for key in context.kept
+            if key.get(PART) == name
+        ]
+        for one in parts[name].play(own, Context(context.jobs, kept)):
+            recorded = as_json(own) if one.settings is None else one.settings
+            yield replace(one, key={PART: name, **one.key}, settings=recorded)

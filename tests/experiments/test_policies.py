@@ -11,7 +11,6 @@ from experiments.common.config import read_settings
 from experiments.common.experiment import Context, Experiment
 from experiments.common.rows import Row, read_rows
 from experiments.common.run_command import partial_of, play
-from experiments.orders.run import orders_of, play_points
 from experiments.policies.grid import (
     FlippedMix,
     LengthNoise,
@@ -22,6 +21,7 @@ from experiments.policies.grid import (
     planned,
     play_grid,
 )
+from experiments.policies.orders import orders_of, play_points
 from experiments.policies.tables import COLUMNS, grid_table
 from serve_app.core.metrics.summary import interval_95
 from serve_app.errors import SettingsError

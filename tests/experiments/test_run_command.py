@@ -5,15 +5,27 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import TypeAdapter
 
 from experiments.common.catalogue import Catalogue
-from experiments.common.experiment import Cell, Context, play_cells
+from experiments.common.experiment import (
+    Cell,
+    Context,
+    Experiment,
+    Measurement,
+    experiment_of_parts,
+    play_cells,
+)
 from experiments.common.rows import read_rows
 from experiments.common.run_command import main, partial_of
+from serve_app.core.settings_base import settings
+from serve_app.errors import SettingsError
 from tests.experiments.conftest import PACKAGE
 
 # An experiment that waits while it serves an application, which a shell script stands for.
@@ -71,6 +83,31 @@ def test_a_row_of_a_run_per_seed_is_played_unless_it_was_kept() -> None:
     cells = [Cell(key={"load": load}, runs=(load, 2 * load), seeds=(0, 1), traces=()) for load in (1, 2)]
     (one,) = play_cells("coin", cells, lambda run: {"figure": run}, Context(jobs=1, kept=[{"load": 1}]))
     assert (one.key, one.figures, one.seeds) == ({"load": 2}, {"figure": [2, 4]}, (0, 1))
+
+
+@settings
+class Toss:
+    biases: Mapping[str, float]
+
+
+def toss(one: Toss, context: Context) -> Iterator[Measurement]:
+    for coin, bias in one.biases.items():
+        if not context.has({"coin": coin}):
+            yield Measurement(key={"coin": coin}, figures={"bias": bias})
+
+
+def test_a_part_plays_with_its_own_settings_and_keys() -> None:
+    part = Experiment(settings=Toss, play=toss)
+    experiment = experiment_of_parts({"fair": part, "biased": part})
+    fair, biased = {"biases": {"a": 0.5}}, {"biases": {"a": 0.7, "b": 0.8}}
+    made = TypeAdapter(experiment.settings).validate_python(
+        {"play": ["biased", "fair"], "fair": fair, "biased": biased}
+    )
+    first, second = experiment.play(made, Context(jobs=1, kept=[{"part": "biased", "coin": "a"}]))
+    assert (first.key, first.settings) == ({"part": "biased", "coin": "b"}, biased)
+    assert (second.key, second.settings) == ({"part": "fair", "coin": "a"}, fair)
+    with pytest.raises(SettingsError, match="no part heads: there are fair, biased"):
+        next(experiment.play(replace(made, play=("heads",)), Context(jobs=1)))
 
 
 def test_rows_hold_what_is_needed_to_judge_and_repeat_them(catalogue: Catalogue) -> None:

@@ -1,9 +1,6 @@
-"""Is any order of service better than EWSJF for short and for long prompts at once?
+"""Rows of orders: one row per point, a kind of traffic at a load, with all policies.
 
-The grid is that of `policies`: orders with prefill isolation, and ours with and without its delay bound, on
-four kinds of traffic at two loads. There is one row per point: a kind of traffic at a load, with all orders.
-
-A row per order would make the file seven times as large. The P99s are stored by seed, because orders are
+A row per policy would make the file seven times as large. The P99s are stored by seed, because orders are
 compared by paired differences. Of the other figures, tables need only the mean and its interval.
 """
 
@@ -13,15 +10,17 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.experiment import Context, Measurement
 from experiments.common.rows import Key, Row
 from experiments.policies.grid import PolicyGrid, cells_of, play_grid
-from experiments.policies.tables import COLUMNS
 from serve_app.core.metrics.summary import interval_95
 
 SHORT, LONG = "short_ttft_p99_s", "long_ttft_p99_s"
 _PAIRED = (SHORT, LONG)
-_MEANS = tuple(column.figure for column in COLUMNS if column.figure not in _PAIRED)
+_MEANS = (
+    *("short_ttft_mean_s", "long_ttft_mean_s", "queue_wait_max_s", "tpot_mean_s"),
+    *("goodput_per_s", "tokens_per_s"),
+)
 _POINT = ("case", "profile", "load")
 # Names of orders contain commas.
 _BETWEEN = " | "
@@ -96,6 +95,3 @@ def _point(key: Key) -> tuple[str | int | float | bool, ...]:
 def _mean_and_half(values: Sequence[float]) -> list[float | None]:
     found = interval_95(values)
     return [fmean(values), None if found.high is None else found.high - found.mean]
-
-
-EXPERIMENT = Experiment(settings=PolicyGrid, play=play_points)

@@ -1,1 +1,0 @@
-"""Every order of service with and without isolation, simulated."""

@@ -1,1 +1,0 @@
-"""Policies whose assumptions fail, simulated."""
