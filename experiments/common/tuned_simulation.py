@@ -9,7 +9,7 @@ The clock of work counts simulated requests at a stated pace, so runs can be rep
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +21,6 @@ from serve_app.core.decision_log import Decision
 from serve_app.core.events import Arrived, FirstToken, Retuned
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.retuning import checked_retuning
-from serve_app.errors import SettingsError
 from serve_app.lab.simulation.simulation import (
     PartitionLearner,
     Phase,
@@ -35,38 +34,9 @@ from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, search_twin
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.parameter_loop import ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Observation, Retune
-from serve_app.tuning.search_space import Tunable, Values, parameters_of, with_values
+from serve_app.tuning.search_space import Values, with_values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, WindowResult
-
-DEFAULTS: Mapping[str, object] = {}
-"""The product's own values."""
-
-BAD_START: Mapping[str, object] = {
-    "a_u": 0.01,
-    "b_u": 5.0,
-    "max_long_prefills": 8,
-    "max_longest_prefills": 8,
-    "short_work_share": 0.6,
-    "target_waiting": 16,
-}
-"""An engine queue so long that no order matters, and urgency that reduces every order to arrival order."""
-
-
-def begun_from(settings: SchedulerSettings, start: Mapping[str, object]) -> Tunable:
-    """Return the settings with these values.
-
-    Raises:
-        SettingsError: the policy has no such parameter, or the value is not allowed.
-    """
-    tunable = Tunable(scheduler=settings)
-    parameters = {each.name: each for each in parameters_of(settings)}
-    for name, value in start.items():
-        if name not in parameters:
-            raise SettingsError(f"cannot start from {name}: there are {', '.join(parameters)}")
-        tunable = tunable.with_setting(parameters[name], value)
-    return tunable
-
 
 PACE_REQUESTS_PER_S = 2_000.0
 """Assumed number of requests that a core simulates per second."""

@@ -8,15 +8,10 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
-from experiments.common.tuned_simulation import (
-    BAD_START,
-    DEFAULTS,
-    TunedSimulation,
-    begun_from,
-    counting_worker,
-)
-from experiments.tuned_drift.run import DriftExperiment, mixed, seconds_of, traffic
-from experiments.tuner.run import SearchPair, TunerExperiment, searched
+from experiments.common.tuned_simulation import TunedSimulation, counting_worker
+from experiments.tuner.drift import DriftSettings, mixed, seconds_of, traffic
+from experiments.tuner.run import EXPERIMENT
+from experiments.tuner.searches import SearchesSettings, SearchPair, searched
 from serve_app.core.decision_log import Decision
 from serve_app.core.events import Retuned
 from serve_app.lab.simulation.run import (
@@ -39,13 +34,14 @@ from serve_app.tuning.study import RolloutSettings, StudySettings
 from tests.tuning.rewards import found
 
 
-def experiment() -> TunerExperiment:
-    return read_settings(Catalogue().config("tuner"), TunerExperiment, quick=True)
+def experiment() -> SearchesSettings:
+    read = read_settings(Catalogue().config("tuner"), EXPERIMENT.settings, quick=True)
+    found: SearchesSettings = read.searches
+    return found
 
 
 def test_the_bad_start_differs_from_the_defaults_in_every_value() -> None:
-    settings = scheduler_settings("ewsjf", FleetSettings(profile="laptop").routing, {})
-    good, bad = (begun_from(settings, start) for start in (DEFAULTS, BAD_START))
+    good, bad = experiment().tunable("good"), experiment().tunable("bad")
     assert bad.scheduler.backpressure.target_waiting == 16
     assert bad.scheduler.isolation.max_long_prefills == 8
     assert good.scheduler.isolation != bad.scheduler.isolation
@@ -72,8 +68,9 @@ def test_a_start_of_a_mix_that_does_not_exist_is_rejected() -> None:
 # -- drifting traffic -------------------------------------------------------------------------------------
 
 
-def drift_experiment() -> DriftExperiment:
-    return read_settings(Catalogue().config("tuned_drift"), DriftExperiment)
+def drift_experiment() -> DriftSettings:
+    found: DriftSettings = read_settings(Catalogue().config("tuner"), EXPERIMENT.settings).drift
+    return found
 
 
 def test_lengths_are_of_the_papers_mix_by_kind() -> None:

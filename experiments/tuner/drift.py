@@ -1,4 +1,4 @@
-"""What does tuning gain for a running system whose traffic changes half-way, and what does it risk?
+"""Drift: a running system with a tuner, whose traffic changes half-way.
 
 The production scheduler runs on simulated engines beside the loop that tunes live schedulers, with its
 searches in the twin, its slices, roll-backs and pauses. Time is simulated.
@@ -16,25 +16,18 @@ from typing import Any
 
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
-from experiments.common.tuned_simulation import (
-    BAD_START,
-    DEFAULTS,
-    TunedSimulation,
-    begun_from,
-    counting_worker,
-)
+from experiments.common.tuned_simulation import TunedSimulation, counting_worker
+from experiments.tuner.start import Start, TunedFleet
 from serve_app.core import SchedulerSettings
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.run import (
-    ONE_POOL,
     Disclosure,
     FleetSettings,
     fit,
     requests_of,
     saturated_rate_of,
-    scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.workloads import LognormalLengths, Trace, TraceRequest, UniformLengths, stream
@@ -100,59 +93,40 @@ class Variant:
     """A production.
 
     Attributes:
-        bad_start: start with `BAD_START` instead of the defaults.
         tuned: whether the tuner changes the values.
     """
 
-    bad_start: bool = False
+    start: Start = "good"
     tuned: bool = False
-
-    @property
-    def start(self) -> Mapping[str, object]:
-        """Return the start values."""
-        return BAD_START if self.bad_start else DEFAULTS
 
 
 @settings
-class DriftExperiment:
-    """Settings of the experiment.
+class DriftSettings(TunedFleet):
+    """Settings of the part.
 
     Attributes:
         variants: by their names in the table.
         long_shares: share of long requests, in each half of the time.
-        load: 1.0 is the rate at which the same replicas finish a backlog of the mix under FCFS.
         minutes: simulated.
         phases: shares of the time between which requests are judged, by name.
         tuning: settings of the tuner; its `profile` is the twin's, which differs from production's if the
             twin is to be wrong.
-        pace_requests_per_s: requests that the twin simulates per CPU second.
     """
 
     variants: Mapping[str, Variant]
     long_shares: Halves
-    load: float
     minutes: float
     phases: Mapping[str, tuple[float, float]]
-    profile: str
     tuning: ParameterTuningSettings
-    seeds: int
-    replicas: int = 1
-    pace_requests_per_s: float = 2_000.0
-    policy: str = "ewsjf"
 
     @property
     def duration_s(self) -> float:
         """Return the simulated duration of a run."""
         return 60.0 * self.minutes
 
-    @property
-    def fleet(self) -> FleetSettings:
-        """Return a fleet with all replicas in one pool."""
-        return FleetSettings(profile=self.profile, replicas={ONE_POOL: self.replicas})
-
     def scheduler(self, variant: Variant) -> SchedulerSettings:
         """Return a variant's start settings."""
-        return begun_from(scheduler_settings(self.policy, self.fleet.routing, {}), variant.start).scheduler
+        return self.tunable(variant.start).scheduler
 
     def tuner(self, variant: Variant) -> ParameterTuningSettings:
         """Return a variant's tuner; with fixed values it tries nothing."""
@@ -161,7 +135,7 @@ class DriftExperiment:
         return replace(self.tuning, rollout=replace(self.tuning.rollout, mode="off"))
 
 
-def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
+def play(experiment: DriftSettings, context: Context) -> Iterator[Measurement]:
     """Measure every variant without a row; all get the same requests."""
     names = [name for name in experiment.variants if not context.has({"variant": name})]
     if not names:
@@ -178,10 +152,10 @@ def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]
         )
         for name in names
     ]
-    yield from play_cells("tuned_drift", cells, call, context)
+    yield from play_cells("drift", cells, call, context)
 
 
-def _settings(experiment: DriftExperiment, variant: Variant, seconds: Halves) -> dict[str, Any]:
+def _settings(experiment: DriftSettings, variant: Variant, seconds: Halves) -> dict[str, Any]:
     shared = ("profile", "replicas", "load", "minutes", "long_shares", "phases", "pace_requests_per_s")
     return {
         **{name: getattr(experiment, name) for name in shared},
@@ -191,7 +165,7 @@ def _settings(experiment: DriftExperiment, variant: Variant, seconds: Halves) ->
     }
 
 
-def _figures(experiment: DriftExperiment, variant: Variant, seconds: Halves, seed: int) -> dict[str, Any]:
+def _figures(experiment: DriftSettings, variant: Variant, seconds: Halves, seed: int) -> dict[str, Any]:
     """Return one run's figures: service of each phase, and the tuner's actions."""
     tuning, plans = experiment.tuner(variant), experiment.fleet.plans(isolated=True)
     carry_out = counting_worker(experiment.pace_requests_per_s)
@@ -224,7 +198,7 @@ def _figures(experiment: DriftExperiment, variant: Variant, seconds: Halves, see
     }
 
 
-def _requests(experiment: DriftExperiment, seconds: Halves, seed: int) -> list[SimulatedRequest]:
+def _requests(experiment: DriftSettings, seconds: Halves, seed: int) -> list[SimulatedRequest]:
     drift = traffic(experiment.long_shares, seconds, experiment.load, experiment.duration_s, seed)
     plans = experiment.fleet.plans()
     longest = max(plan.engine.max_model_len for plan in plans)
@@ -232,7 +206,7 @@ def _requests(experiment: DriftExperiment, seconds: Halves, seed: int) -> list[S
 
 
 def _phase(
-    experiment: DriftExperiment, records: Sequence[RequestRecord], begin: float, end: float
+    experiment: DriftSettings, records: Sequence[RequestRecord], begin: float, end: float
 ) -> dict[str, Any]:
     """Return the service of requests that arrived between two shares of the time."""
     first_s, last_s = begin * experiment.duration_s, end * experiment.duration_s
@@ -256,4 +230,4 @@ def pairs(audit: Sequence[Audit]) -> list[float]:
     return [each.figures["difference"] for each in audit if each.kind is DecisionKind.JUDGED]
 
 
-EXPERIMENT = Experiment(settings=DriftExperiment, play=play)
+EXPERIMENT = Experiment(settings=DriftSettings, play=play)

@@ -1,1 +1,0 @@
-"""Simulated production whose traffic changes half-way, with and without a tuner."""
