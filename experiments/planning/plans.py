@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.common.experiment import Context, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
 from experiments.planning.closed_forms import ClosedForm, closed_form
 from serve_app.cli.command import progress_bar
@@ -134,7 +134,7 @@ class PlansSettings:
 _LEAST, _MOST = 2 / 3, 4 / 3
 
 
-def play_plans(experiment: PlansSettings, context: Context) -> Iterator[Measurement]:
+def play(experiment: PlansSettings, context: Context) -> Iterator[Measurement]:
     """Plan the cases, then the grid."""
     seeds = range(experiment.seeds)
     mixes = list(experiment.grid.mixes())
@@ -209,3 +209,6 @@ def closed_forms(plan: Plan) -> dict[str, ClosedForm]:
         for one in (plan.result.worst_case, plan.result.paged)
         if one is not None and pools is not None
     }
+
+
+EXPERIMENT = Experiment(settings=PlansSettings, play=play)

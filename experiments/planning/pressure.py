@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.common.experiment import Cell, Context, Measurement, play_cells
+from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
 from serve_app.core.metrics.record import RequestRecord
@@ -65,7 +65,7 @@ class PressureSettings:
     seeds: int
 
 
-def play_pressure(experiment: PressureSettings, context: Context) -> Iterator[Measurement]:
+def play(experiment: PressureSettings, context: Context) -> Iterator[Measurement]:
     """Yield a row for each case, load, fleet and control."""
     cells = [cell for case in experiment.cases for cell in _cells(case, range(experiment.seeds), context)]
     return play_cells("pressure", cells, _played, context)
@@ -136,3 +136,6 @@ def _played(run: RunSettings) -> dict[str, Any]:
 def _preempted(records: list[RequestRecord]) -> float:
     """Return the share of these requests that were preempted at least once."""
     return sum(one.preemptions > 0 for one in records) / max(1, len(records))
+
+
+EXPERIMENT = Experiment(settings=PressureSettings, play=play)

@@ -5,7 +5,8 @@ from statistics import fmean
 from typing import Any
 
 from experiments.common.rows import ANY, Row
-from experiments.common.tables import Table, markdown
+from experiments.common.tables import Column, Table, line_per_row, markdown
+from experiments.policies.tables import GOODPUT, LONG_P99, LONGEST_WAIT
 from serve_app.lab.planning.queueing import PAGED, POOLS, WORST_CASE
 
 _FORMS = {
@@ -27,12 +28,8 @@ _PRINTED = {
 
 def _cases(rows: Sequence[Row]) -> str:
     head = [
-        "demand",
-        "one pool, 16 sequences",
-        "one paged pool",
-        "two pools",
-        "cost against one paged pool",
-        "saving printed in the source",
+        *("demand", "one pool, 16 sequences", "one paged pool", "two pools"),
+        *("cost against one paged pool", "saving printed in the source"),
     ]
     lines = [
         [
@@ -126,22 +123,62 @@ def _range(values: Sequence[float]) -> str:
 
 _CASES_NOTE = "Simulated; ± is the resolution of the search, one simulated replica or a quarter of one"
 
+# KV pressure
+
+_SHORT = Column("short preempted, per mille", "preempted_short", 1, 1_000)
+_LONG = Column("long preempted, per mille", "preempted_long", 1, 1_000)
+_REJECTED = Column("rejected, per mille", "rejected_ratio", 2, 1_000)
+_COLUMNS = (
+    _SHORT,
+    _LONG,
+    _REJECTED,
+    Column("answers cut, per mille", "clipped_ratio", 2, 1_000),
+    Column("short TTFT p99, s", "short_ttft_p99_s"),
+    LONG_P99,
+    LONGEST_WAIT,
+    Column("TPOT p99, ms", "tpot_p99_s", 0, 1_000),
+    GOODPUT,
+)
+
+
+_NOTE = "Simulated; fleets of a case have as many GPUs. Means over seeds with their 95 % intervals"
+_PRESSURE = {"part": "pressure", "load": 0.9, "control": ("router", "gateway, ewsjf")}
+_PLANS = {"part": "plans", "case": ANY}
+
 TABLES = {
     "headline": Table(
         text=_headline,
-        where={"case": ("lmsys-8b", "lmsys-a100", "azure-a100", "lmsys-mi300x")},
+        where={"part": "plans", "case": ("lmsys-8b", "lmsys-a100", "azure-a100", "lmsys-mi300x")},
         note=_CASES_NOTE,
     ),
-    "cases": Table(text=_cases, where={"case": ANY}, note=_CASES_NOTE),
+    "cases": Table(text=_cases, where=_PLANS, note=_CASES_NOTE),
     "dollars": Table(
         text=_dollars,
-        where={"case": ANY},
+        where=_PLANS,
         note="Saving by two pools at the GPU prices of the planner's table, with the resolution of the "
         "search; negative values are losses",
     ),
     "grid": Table(
         text=_promises,
-        where={"mix": ANY},
+        where={"part": "plans", "mix": ANY},
         note="Excess of the closed form's saving over the simulated one, in percentage points of cost",
+    ),
+    "pressure": Table(
+        text=line_per_row(
+            {
+                "fleet": "{case}: {fleet}",
+                "control": lambda row: str(row.key["control"]).partition(",")[0],
+            },
+            (_SHORT, _LONG, _REJECTED, LONG_P99),
+        ),
+        where=_PRESSURE,
+        note=f"Load 0.9. {_NOTE}",
+    ),
+    "pressure-all": Table(
+        text=line_per_row(
+            {"case": "{case}", "load": "{load}", "fleet": "{fleet}", "control": "{control}"}, _COLUMNS
+        ),
+        where=_PRESSURE,
+        note=_NOTE,
     ),
 }

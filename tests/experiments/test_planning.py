@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.planning.run import MixGrid, write_mix
+from experiments.planning.plans import MixGrid, write_mix
 from serve_app.lab.workloads import TraceChoice, resolve
 
 GRID = MixGrid(

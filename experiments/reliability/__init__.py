@@ -1,1 +1,0 @@
-"""One pool against two under KV pressure: preemptions, rejections and tails, simulated."""
