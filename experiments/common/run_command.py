@@ -74,9 +74,9 @@ def _measured(name: str, experiment: Experiment[Any], settings: object, context:
 
 _QUICK_S = 60.0
 _EPILOG = """examples:
-  experiments/run prefix                          replaces experiments/prefix/results.jsonl
-  experiments/run prefix --quick                  a smoke test: small, into a temporary file
-  experiments/run prefix --set seeds=2 --out out/prefix.jsonl
+  experiments/run batch                           replaces experiments/batch/results.jsonl
+  experiments/run batch --quick                   a smoke test: small, into a temporary file
+  experiments/run batch --set seeds=2 --out out/batch.jsonl
   experiments/run --all --quick
 """
 

@@ -11,9 +11,8 @@ from experiments.common.config import as_json
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.provenance import generated
 from experiments.decisions.workloads import WORKLOADS
+from experiments.placement.sessions import SESSIONS, ConversationSettings, conversations
 from experiments.policies.grid import PolicyVariant
-from experiments.prefix.run import ConversationSettings, conversations
-from experiments.prefix.sessions import SESSIONS
 from serve_app.core.settings_base import at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.run import ONE_POOL, FleetSettings, RunSettings, SloByLength, simulate

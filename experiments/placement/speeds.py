@@ -1,4 +1,4 @@
-"""What does it cost to learn the speeds of unlike replicas, instead of knowing them?
+"""Speeds: the cost to learn those of unlike replicas, instead of knowing them.
 
 Every second replica of a pool takes twice as long for each iteration. The scheduler learns the speeds, knows
 them from the start, or takes all replicas for alike; the rule of choice is the same. Two load balancers
@@ -12,12 +12,15 @@ alone.
 import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from operator import call
 
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.load_balancers import LMetric
 from experiments.common.provenance import generated
-from experiments.prefix.sessions import SESSIONS
+from experiments.placement.affinity import Figures, after_warm_up, ttft_figures
+from experiments.placement.sessions import SESSIONS
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefill_cost import ReplicaSpeed
 from serve_app.core.settings_base import settings
@@ -35,9 +38,6 @@ from serve_app.lab.simulation.run import (
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
 from serve_app.lab.workloads import Trace, TraceChoice
 
-# The first fifth of requests, while caches fill and speeds are unknown, is not in the figures.
-_WARM_UP_RATIO = 0.2
-
 
 @settings
 class Workload:
@@ -53,8 +53,8 @@ class Workload:
 
 
 @settings
-class UnlikeSettings:
-    """Settings of the experiment.
+class SpeedsSettings:
+    """Settings of the part.
 
     Attributes:
         slowness: time of the slow replicas, relative to the others.
@@ -71,31 +71,6 @@ class UnlikeSettings:
     metrics: tuple[bool, ...]
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One variant at one load with one seed."""
-
-    settings: UnlikeSettings
-    workload: str
-    load: float
-    metrics: bool
-    variant: str
-    seed: int
-
-    def trace(self) -> Trace:
-        """Return the requests."""
-        one = self.settings.workloads[self.workload]
-        rate_per_s = self.load * one.saturated_per_s
-        if self.workload in SESSIONS:
-            return SESSIONS[self.workload].trace(one.requests, rate_per_s, self.seed)
-        return at_rate(
-            choose_trace(TraceChoice(name=self.workload, requests=one.requests), self.seed), rate_per_s
-        )
-
-
-Figures = Mapping[str, float]
 
 
 class _Known(ReplicaSpeed):
@@ -137,7 +112,7 @@ _BALANCERS: Mapping[str, Callable[[Sequence[ReplicaPlan]], DirectSimulation]] = 
 LEARNED, KNOWN, ALIKE = "learned speeds", "known speeds", "no speeds"
 
 
-def play(settings: UnlikeSettings, context: Context) -> Iterator[Measurement]:
+def play(settings: SpeedsSettings, context: Context) -> Iterator[Measurement]:
     """Measure every variant at every load."""
     known = (LEARNED, KNOWN, ALIKE, *_BALANCERS)
     if unknown := set(settings.variants) - set(known):
@@ -145,7 +120,9 @@ def play(settings: UnlikeSettings, context: Context) -> Iterator[Measurement]:
     cells = [
         Cell(
             key={"workload": workload, "metrics": metrics, "load": load, "variant": variant},
-            runs=[Run(settings, workload, load, metrics, variant, seed) for seed in settings.seeds],
+            runs=[
+                partial(play_run, settings, workload, load, metrics, variant, seed) for seed in settings.seeds
+            ],
             seeds=settings.seeds,
             traces=generated(workload),
         )
@@ -154,45 +131,50 @@ def play(settings: UnlikeSettings, context: Context) -> Iterator[Measurement]:
         )
         if metrics or variant not in _BALANCERS
     ]
-    return play_cells("unlike", cells, play_run, context)
+    return play_cells("speeds", cells, call, context)
 
 
-def play_run(run: Run) -> Figures:
-    """Play a run."""
+def play_run(
+    settings: SpeedsSettings, workload: str, load: float, metrics: bool, variant: str, seed: int
+) -> Figures:
+    """Play one variant at one load with one seed."""
     fleet = FleetSettings(
-        profile=run.settings.profile,
-        replicas={ONE_POOL: run.settings.replicas},
-        reports_load=run.metrics,
+        profile=settings.profile, replicas={ONE_POOL: settings.replicas}, reports_load=metrics
     )
-    equal = fleet.plans(isolated=run.variant not in _BALANCERS)
+    equal = fleet.plans(isolated=variant not in _BALANCERS)
     slowness = {
-        plan.replica_id: run.settings.slowness if number % 2 else 1.0 for number, plan in enumerate(equal)
+        plan.replica_id: settings.slowness if number % 2 else 1.0 for number, plan in enumerate(equal)
     }
     plans = [replace(plan, step_time=plan.step_time.scaled(slowness[plan.replica_id])) for plan in equal]
-    requests = list(requests_of(run.trace(), Disclosure(), plans[0].engine.block_size))
-    if (balancer := _BALANCERS.get(run.variant)) is not None:
+    trace = _trace(settings.workloads[workload], workload, load, seed)
+    requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+    if (balancer := _BALANCERS.get(variant)) is not None:
         return _figures(balancer(plans).run(requests), slowness)
-    simulation = Simulation(scheduler_settings(run.settings.policy, fleet.routing, {}), plans)
-    if run.variant != LEARNED:
+    simulation = Simulation(scheduler_settings(settings.policy, fleet.routing, {}), plans)
+    if variant != LEARNED:
         ledger = simulation.scheduler.ledger
         for replica in ledger:
-            known = run.variant == KNOWN
+            known = variant == KNOWN
             replica.speed = _Known(slowness[replica.spec.replica_id] if known else 1.0)
         ledger.speeds.compare(ONE_POOL, ledger.of_pool(ONE_POOL), 0.0)
     return _figures(simulation.run(requests), slowness)
 
 
+def _trace(one: Workload, name: str, load: float, seed: int) -> Trace:
+    rate_per_s = load * one.saturated_per_s
+    if name in SESSIONS:
+        return SESSIONS[name].trace(one.requests, rate_per_s, seed)
+    return at_rate(choose_trace(TraceChoice(name=name, requests=one.requests), seed), rate_per_s)
+
+
 def _figures(records: list[RequestRecord], slowness: Mapping[str, float]) -> Figures:
-    records.sort(key=lambda record: record.arrived_at)
-    measured = records[round(_WARM_UP_RATIO * len(records)) :]
-    ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
+    measured = after_warm_up(records)
     return {
-        "ttft_mean_s": statistics.fmean(ttft_s),
-        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))],
+        **ttft_figures(measured),
         "e2e_mean_s": statistics.fmean(record.finished_at - record.arrived_at for record in measured),
         # Share of requests on slow replicas.
         "slow_ratio": statistics.fmean(slowness[record.replica] > 1.0 for record in measured),
     }
 
 
-EXPERIMENT = Experiment(settings=UnlikeSettings, play=play)
+EXPERIMENT = Experiment(settings=SpeedsSettings, play=play)

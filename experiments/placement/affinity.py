@@ -1,4 +1,4 @@
-"""What is prefix affinity worth on conversations, and what does it cost per request?
+"""Affinity: its worth on conversations and sessions, and its cost per request.
 
 Simulates conversations with affinity, without it (each request goes to the replica with the least load), and
 without any gateway, in turn and to the less loaded of two. All choices get the same requests at the same
@@ -6,18 +6,6 @@ times.
 
 Load 1.0 is the rate at which the same replicas finish the same requests under FCFS by load alone, with the
 cache hits that this gives.
-
-Conversations are multi-turn chats, in which every prompt repeats the conversation so far after shared
-instructions.
-
-A session belongs to an application, whose instructions begin each of its prompts. Each turn adds a message
-and, for later turns, the answer. So some engine has computed most of a prompt before, which prefix affinity
-exploits.
-
-Mean turns near 3.5, and messages and answers of some hundred tokens, follow ShareGPT, LMSYS-Chat-1M and
-WildChat (2 to 7 turns). These are assumptions: a tenth of the messages contain a document; a dozen
-applications have instructions of 500 to 3,000 tokens and are chosen by Zipf's law; turns are half a minute
-apart. A turn does not wait for the previous answer, because a trace has one clock for all systems.
 """
 
 import itertools
@@ -25,17 +13,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from operator import call
 from typing import Literal
 
-import numpy as np
-
 from experiments.common.experiment import Cell, Context, Experiment, Measurement, play_cells
 from experiments.common.load_balancers import LMetric, PowerOfTwo, RoundRobin, StickyUntilSaturated
 from experiments.common.provenance import generated
-from experiments.prefix.sessions import SESSIONS
+from experiments.placement.sessions import SESSIONS, ConversationSettings, conversations
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.prefix import PrefixIndex
 from serve_app.core.settings_base import settings
@@ -51,14 +37,8 @@ from serve_app.lab.simulation.run import (
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
 from serve_app.lab.workloads import (
-    PREFIX_BLOCK_TOKENS,
-    GammaArrivals,
-    LognormalLengths,
-    MixedLengths,
     Trace,
-    TraceRequest,
     scale_to_rate,
-    stream,
 )
 from serve_app.serving.gateway.request.fields import CompletionFields
 from serve_app.serving.gateway.request.measure import completion_prompt
@@ -119,93 +99,6 @@ def _microseconds(call: Callable[[], object], calls: int) -> float:
     return min(rounds) * 1e6
 
 
-_MESSAGES = MixedLengths(
-    (
-        (0.9, LognormalLengths(mean=120, cv=1.2, max_tokens=1_500)),
-        (0.1, LognormalLengths(mean=2_000, cv=0.6, max_tokens=6_000)),
-    )
-)
-_ANSWERS = LognormalLengths(mean=220, cv=0.8, max_tokens=1_000)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationSettings:
-    """Settings of the conversations.
-
-    Attributes:
-        mean_turns: geometric; a session ends earlier when `max_context_tokens` is full.
-        pause_s: mean time from one turn of a session to the next, exponential.
-        applications: sets of instructions, each shared by all sessions of its application.
-        zipf: skew of sessions over applications.
-        instruction_tokens: shortest and longest instructions.
-    """
-
-    mean_turns: float = 3.5
-    pause_s: float = 30.0
-    applications: int = 12
-    zipf: float = 1.0
-    instruction_tokens: tuple[int, int] = (500, 3_000)
-    max_context_tokens: int = 12_000
-
-
-def conversations(count: int, rate_per_s: float, seed: int, settings: ConversationSettings) -> Trace:
-    """Return `count` requests of sessions with random starts, at nearly `rate_per_s` turns per second.
-
-    No session is active at the start, so the first minutes have few and short histories.
-    """
-    made = _Conversations(settings, seed)
-    starts = GammaArrivals(rate_per_s=rate_per_s / settings.mean_turns)
-    requests = [
-        request
-        for start in starts.sample(count, stream(seed, "conversation starts"))
-        for request in made.session(float(start))
-    ]
-    requests.sort(key=lambda request: request.arrival_s)
-    return Trace(
-        name="multi-turn",
-        source=f"generated conversations at {rate_per_s:.4g} turns/s, seed {seed}, {settings}",
-        requests=tuple(requests[:count]),
-    )
-
-
-class _Conversations:
-    """Draws sessions, and assigns IDs to their blocks."""
-
-    def __init__(self, settings: ConversationSettings, seed: int) -> None:
-        self._settings = settings
-        self._rng = stream(seed, "conversations")
-        low, high = settings.instruction_tokens
-        lengths = self._rng.integers(low, high, settings.applications, endpoint=True)
-        self._ids = itertools.count()
-        # Whole blocks of the instructions; the block in which they end differs between sessions.
-        self._instructions = [
-            (int(tokens), [next(self._ids) for _ in range(int(tokens) // PREFIX_BLOCK_TOKENS)])
-            for tokens in lengths
-        ]
-        shares = 1 / np.arange(1, settings.applications + 1) ** settings.zipf
-        self._shares = shares / shares.sum()
-
-    def session(self, start_s: float) -> Iterator[TraceRequest]:
-        """Yield the turns of one session."""
-        rng, settings = self._rng, self._settings
-        turns = int(rng.geometric(1 / settings.mean_turns))
-        messages, answers = _MESSAGES.sample(turns, rng), _ANSWERS.sample(turns, rng)
-        pauses_s = rng.exponential(settings.pause_s, turns)
-        tokens, instructions = self._instructions[int(rng.choice(settings.applications, p=self._shares))]
-        ids, at = list(instructions), start_s
-        for message, answer, pause_s in zip(messages, answers, pauses_s, strict=True):
-            tokens += int(message)
-            if tokens + int(answer) > settings.max_context_tokens:
-                return
-            ids += [next(self._ids) for _ in range(tokens // PREFIX_BLOCK_TOKENS - len(ids))]
-            yield TraceRequest(
-                arrival_s=at, prompt_tokens=tokens, output_tokens=int(answer), prefix=tuple(ids)
-            )
-            tokens += int(answer)
-            at += float(pause_s)
-
-
-# The first fifth of requests, while caches fill, is not in the TTFT.
 _WARM_UP_RATIO = 0.2
 # Rate at which conversations are drawn, before they are scaled to a load.
 _DRAWN_RATE_PER_S = 10.0
@@ -244,8 +137,8 @@ class SessionSettings:
 
 
 @settings
-class PrefixSettings:
-    """Settings of the experiment.
+class AffinitySettings:
+    """Settings of the part.
 
     Attributes:
         choices: by their names in the table.
@@ -281,7 +174,7 @@ class PrefixSettings:
 Figures = Mapping[str, float]
 
 
-def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
+def play(settings: AffinitySettings, context: Context) -> Iterator[Measurement]:
     """Measure every choice at every load, then the costs."""
     seeds = range(settings.seeds)
     rates = list(parallel(_saturated_rate_per_s, [(settings, seed) for seed in seeds], context.jobs))
@@ -298,7 +191,7 @@ def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
         for load in settings.loads
         for name, choice in settings.choices.items()
     ]
-    yield from play_cells("prefix", cells, call, context)
+    yield from play_cells("affinity", cells, call, context)
     yield from _sessions(settings.sessions, context)
     yield from _costs(settings)
 
@@ -336,7 +229,7 @@ def play_sessions(
     return _figures(*_outcome(choice, fleet, trace))
 
 
-def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
+def _costs(settings: AffinitySettings) -> Iterator[Measurement]:
     """Measure hashing and the index in microseconds of one core."""
     for size in settings.hashed_bytes:
         yield Measurement(key={"cost": "hash", "bytes": size}, figures={"us": hashing_us(size)})
@@ -344,7 +237,7 @@ def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
         yield Measurement(key={"cost": "index", "replicas": replicas}, figures=index_us(replicas))
 
 
-def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
+def _saturated_rate_per_s(of: tuple[AffinitySettings, int]) -> float:
     """Return the fleet's requests per second when it never runs out of work, placed by load alone."""
     settings, seed = of
     trace = scale_to_rate(settings.trace(seed), _AT_ONCE_PER_S)
@@ -352,27 +245,39 @@ def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
     return len(records) / max(record.finished_at for record in records)
 
 
-def _play(settings: PrefixSettings, choice: ReplicaChoice, seed: int, rate_per_s: float) -> Figures:
+def _play(settings: AffinitySettings, choice: ReplicaChoice, seed: int, rate_per_s: float) -> Figures:
     trace = scale_to_rate(settings.trace(seed), rate_per_s)
     return {"rate_per_s": rate_per_s, **_figures(*_outcome(choice, settings.fleet(), trace))}
 
 
 def _figures(records: list[RequestRecord], replicas: list[SimulatedReplica]) -> Figures:
-    records.sort(key=lambda record: record.arrived_at)
-    measured = records[round(_WARM_UP_RATIO * len(records)) :]
-    ttft_s = sorted(record.ttft_s for record in measured if record.ttft_s is not None)
+    measured = after_warm_up(records)
     end_s = max(record.finished_at for record in records)
     snapshots = [replica.model.snapshot(end_s) for replica in replicas]
     queries = sum(snapshot.prefix_queries_tokens for snapshot in snapshots)
     return {
         # Share of looked-up prompt tokens that engines had in their caches.
         "hit_ratio": sum(snapshot.prefix_hits_tokens for snapshot in snapshots) / max(1, queries),
+        **ttft_figures(measured),
+        "tpot_mean_s": statistics.fmean(record.tpot_s for record in measured if record.tpot_s is not None),
+        "tokens_per_s": sum(record.prompt_tokens + record.output_tokens for record in records) / end_s,
+    }
+
+
+def after_warm_up(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the records without the first fifth of arrivals, while caches fill and speeds are unknown."""
+    ordered = sorted(records, key=lambda record: record.arrived_at)
+    return ordered[round(_WARM_UP_RATIO * len(ordered)) :]
+
+
+def ttft_figures(records: Sequence[RequestRecord]) -> Figures:
+    """Return mean and percentiles of TTFT."""
+    ttft_s = sorted(record.ttft_s for record in records if record.ttft_s is not None)
+    return {
         "ttft_mean_s": statistics.fmean(ttft_s),
         "ttft_p50_s": ttft_s[len(ttft_s) // 2],
         "ttft_p95_s": ttft_s[int(0.95 * len(ttft_s))],
         "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))],
-        "tpot_mean_s": statistics.fmean(record.tpot_s for record in measured if record.tpot_s is not None),
-        "tokens_per_s": sum(record.prompt_tokens + record.output_tokens for record in records) / end_s,
     }
 
 
@@ -398,4 +303,4 @@ def _outcome(
     return simulation.run(requests), list(simulation.replicas.values())
 
 
-EXPERIMENT = Experiment(settings=PrefixSettings, play=play)
+EXPERIMENT = Experiment(settings=AffinitySettings, play=play)

@@ -1,9 +1,12 @@
 """Tables of this experiment."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from experiments.common.rows import Row
-from experiments.common.tables import Column, Computed, Table, line_per_row
+from experiments.common.rows import Row, where
+from experiments.common.tables import Column, Computed, Table, line_per_row, markdown
+from experiments.placement.speeds import KNOWN, LEARNED
 
 _HITS = Column("cache hits, %", "hit_ratio", 0, 100)
 _MEAN, _P95 = Column("TTFT mean, s", "ttft_mean_s", 3), Column("p95, s", "ttft_p95_s", 3)
@@ -28,6 +31,14 @@ _INDEX_COLUMNS = (
 _HASHING = Computed("hashing, µs", lambda row: f"{row.figures['us']:,.1f}")
 
 
+_SPEED_COLUMNS = (
+    _MEAN,
+    Column("P99, s", "ttft_p99_s", 3),
+    Column("end-to-end mean, s", "e2e_mean_s", 3),
+    Column("on slow replicas, %", "slow_ratio", 0, 100),
+)
+
+
 def _rate(row: Row) -> str:
     """Return the requests per second of a fleet; keys have those of four replicas."""
     return f"{float(row.key['rate_per_s']) * float(row.key['replicas']) / 4:.1f}"
@@ -38,6 +49,22 @@ _NOTE = "Means over seeds with their 95 % intervals; TTFT counts from arrival"
 _COST_NOTE = "The best of five rounds, on one core"
 _BY_LOAD_OR_PREFIX = {"ewsjf, by load": "by load", "ewsjf, affinity": "by load and cached prefix"}
 _CHOICES = ("round-robin, no gateway", "power of two, no gateway", "ewsjf, by load", "ewsjf, affinity")
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    head = ["requests", "metrics", "load", "TTFT mean", "P99", "end-to-end mean"]
+    compared, lines = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s"), []
+    for row in where(rows, variant=LEARNED):
+        (known,) = where(rows, **{**row.key, "variant": KNOWN})
+        ratios = (fmean(row.figures[name]) / fmean(known.figures[name]) for name in compared)
+        metrics = "yes" if row.key["metrics"] else "no"
+        lines.append(
+            [str(row.key["workload"]), metrics, str(row.key["load"]), *(f"{each:.2f}" for each in ratios)]
+        )
+    return markdown(head, lines, text_columns=3)
+
+
+_BY_LOAD = line_per_row({"load": "{load}", "choice": "{variant}"}, _SPEED_COLUMNS)
 
 TABLES = {
     "headline": Table(
@@ -56,9 +83,9 @@ TABLES = {
         where={"choice": _CHOICES},
         note=_NOTE,
     ),
-    "code": Table(text=_SESSIONS, where={"workload": "code generation"}, note=_NOTE),
-    "reasoning": Table(text=_SESSIONS, where={"workload": "reasoning"}, note=_NOTE),
-    "b2b": Table(text=_SESSIONS, where={"workload": "b2b-saas"}, note=_NOTE),
+    "code": Table(text=_SESSIONS, where={"part": "affinity", "workload": "code generation"}, note=_NOTE),
+    "reasoning": Table(text=_SESSIONS, where={"part": "affinity", "workload": "reasoning"}, note=_NOTE),
+    "b2b": Table(text=_SESSIONS, where={"part": "affinity", "workload": "b2b-saas"}, note=_NOTE),
     "hashing": Table(
         text=line_per_row({"bytes of the prompt": "{bytes:,}"}, [_HASHING], text_columns=0),
         where={"cost": "hash"},
@@ -69,4 +96,14 @@ TABLES = {
         where={"cost": "index"},
         note=_COST_NOTE,
     ),
+    "speeds": Table(
+        text=_ratios, where={"part": "speeds"}, note="Learned relative to known speeds, means over seeds"
+    ),
+    **{
+        f"speeds-{name}{suffix}": Table(
+            text=_BY_LOAD, where={"part": "speeds", "workload": workload, "metrics": metrics}, note=_NOTE
+        )
+        for name, workload in (("paper", "paper-mix"), ("code", "code generation"))
+        for suffix, metrics in (("", True), ("-blind", False))
+    },
 }

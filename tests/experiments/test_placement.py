@@ -1,23 +1,26 @@
-"""The experiment `prefix`: conversations, and sessions that share instructions."""
+"""The experiment `placement`: conversations, sessions that share instructions, and unlike replicas."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from experiments.common.catalogue import Catalogue
+from experiments.common.config import read_settings
 from experiments.common.experiment import Context
-from experiments.prefix.run import (
+from experiments.placement.affinity import (
     EXPERIMENT,
-    ConversationSettings,
-    PrefixSettings,
+    AffinitySettings,
     ReplicaChoice,
     SessionSettings,
-    conversations,
     play_sessions,
 )
-from experiments.prefix.sessions import SESSIONS
+from experiments.placement.run import EXPERIMENT as PLACEMENT
+from experiments.placement.sessions import SESSIONS, ConversationSettings, conversations
+from experiments.placement.speeds import ALIKE, KNOWN, LEARNED, SpeedsSettings, Workload, play_run
 from serve_app.errors import SettingsError
 from serve_app.lab.workloads import PREFIX_BLOCK_TOKENS, Trace
 
@@ -109,7 +112,7 @@ def test_reasoning_has_short_prompts_of_their_own_and_long_answers() -> None:
 
 
 def test_an_unknown_workload_is_named_with_those_that_there_are() -> None:
-    settings = PrefixSettings(
+    settings = AffinitySettings(
         profile="llama31-8b-rtx4090-tp1",
         replicas=1,
         loads=(),
@@ -122,3 +125,20 @@ def test_an_unknown_workload_is_named_with_those_that_there_are() -> None:
         SettingsError, match=r"no workload chess: there are code generation, reasoning, b2b-saas"
     ):
         list(EXPERIMENT.play(settings, Context(jobs=1)))
+
+
+# -- replicas of unlike speed -----------------------------------------------------------------------------
+
+
+@pytest.mark.application
+@pytest.mark.parametrize("metrics", [True, False])
+def test_learned_speeds_serve_sessions_about_as_well_as_known_ones(metrics: bool) -> None:
+    code = "code generation"
+    read: SpeedsSettings = read_settings(Catalogue().config("placement"), PLACEMENT.settings).speeds
+    settings = replace(read, workloads={code: Workload(saturated_per_s=8.2, requests=1_500)})
+    learned, known, alike = (
+        play_run(settings, code, 0.9, metrics, variant, seed=7) for variant in (LEARNED, KNOWN, ALIKE)
+    )
+    assert learned["e2e_mean_s"] < 1.05 * known["e2e_mean_s"]
+    assert learned["e2e_mean_s"] < 1.02 * alike["e2e_mean_s"]
+    assert learned["ttft_mean_s"] < 1.1 * min(known["ttft_mean_s"], alike["ttft_mean_s"])

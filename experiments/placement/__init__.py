@@ -1,0 +1,1 @@
+"""Choice of replicas: cached prefixes and unlike speeds."""

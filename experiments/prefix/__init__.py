@@ -1,1 +1,0 @@
-"""Prefix affinity on conversations."""

@@ -1,1 +1,0 @@
-"""Replicas of one pool that differ in speed."""
