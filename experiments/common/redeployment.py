@@ -1,5 +1,6 @@
 """Redeployment of a served application through Ray Serve's controller, as `serve deploy` does it."""
 
+import copy
 import json
 import os
 import subprocess
@@ -41,6 +42,18 @@ while time.monotonic() < since + float(sys.argv[2]):
     time.sleep(0.2)
 sys.exit(f"not complete: {found}")
 """
+
+
+def changed_args(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with other values at these paths."""
+    changed = copy.deepcopy(dict(args))
+    for path, value in changes.items():
+        *steps, last = path.split(".")
+        place: Any = changed
+        for step in steps:
+            place = place[int(step)] if isinstance(place, list) else place.setdefault(step, {})
+        place[last] = value
+    return changed
 
 
 def redeploy(served: Application, config: Mapping[str, Any]) -> None:

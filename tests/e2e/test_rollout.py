@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from experiments.common.audit import ENDS, asked
-from experiments.common.redeployment import redeploy, replica_processes
-from experiments.rollouts.run import changed_args
+from experiments.common.redeployment import changed_args, redeploy, replica_processes
 from tests.e2e.served import Served, serve, serve_config_of, wait_for
 
 POOL = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve import Deployment
 
-from experiments.rollouts.run import changed_args
+from experiments.common.redeployment import changed_args
 from serve_app.app import application_of
 from serve_app.cli.serve.changes import UNCHANGED, effects
 from serve_app.core.settings_base import with_hot_settings

@@ -8,7 +8,7 @@ from ray.serve._private.deploy_utils import deploy_args_to_deployment_info, get_
 from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.version import DeploymentVersion
 
-from experiments.rollouts.run import changed_args
+from experiments.common.redeployment import changed_args
 from serve_app.serving.deployments import version_of
 from tests.serving.test_hot import ARGS, GATEWAY, LONG, SCHEDULER, SHORT, built
 

@@ -1,4 +1,4 @@
-"""What do clients see when parts of a served application are killed, and how soon has it recovered?
+"""Deaths: parts of a served application are killed or halted under traffic.
 
 There is one application for each kind of process, with two gateways and two short replicas. Traffic is steady
 and streamed. Once the application is complete again, and after a pause, the next process of the kind is
@@ -72,7 +72,7 @@ class DeathsCase:
 
 @settings
 class DeathsSettings:
-    """Settings of the experiment.
+    """Settings of the part.
 
     Attributes:
         cases: each with its own application.
@@ -93,21 +93,6 @@ LENGTHS = 180
 """Number of different lengths of answers."""
 # Log lines follow their answers a little later.
 LOG_DELAY_S = 2.0
-
-
-def figures_of(traffic: SteadyTraffic, back_s: Sequence[float | None], log: Iterable[str]) -> dict[str, Any]:
-    """Return the ends of requests and the times until killed processes were replaced.
-
-    Args:
-        back_s: time from each death until the application was complete; None if it took too long.
-        log: log lines of all gateways.
-    """
-    return {
-        **ends_of(traffic.ended, log, f"{traffic.label}-"),
-        "deaths": len(back_s),
-        "back_s": list(back_s),
-        "slowest_s": max(one.ended_s - one.started_s for one in traffic.ended),
-    }
 
 
 _POLL_S = 0.2
@@ -132,6 +117,19 @@ class DeathsPlay:
         label = self.case.kind.replace(" ", "-")
         self.traffic = SteadyTraffic(label, self.settings.rate_per_s, client, LENGTHS)
         await self.traffic.run_beside(self._die_again_and_again())
+
+    def figures(self, log: Iterable[str]) -> dict[str, Any]:
+        """Return the ends of requests and the times until killed processes were replaced.
+
+        Args:
+            log: log lines of all gateways.
+        """
+        return {
+            **ends_of(self.traffic.ended, log, f"{self.traffic.label}-"),
+            "deaths": len(self.back_s),
+            "back_s": self.back_s,
+            "slowest_s": max(one.ended_s - one.started_s for one in self.traffic.ended),
+        }
 
     async def _die_again_and_again(self) -> None:
         chance = random.Random(self.case.kind)  # noqa: S311 - when, and which of several
@@ -221,7 +219,8 @@ def play_nodes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any]:
         played = NodeDeathsPlay(settings, case, served)
         uvloop.run(played.run())
         time.sleep(LOG_DELAY_S)
-        return played.figures()
+        figures = played.figures(served.cluster.log_lines(NAME, "gateway"))
+        return {**figures, "without_s": played.without_s} if played.without_s else figures
 
 
 @dataclass(slots=True)
@@ -263,12 +262,6 @@ class NodeDeathsPlay(DeathsPlay):
     def die(self, _: random.Random) -> float | None:
         """Kill a node, or take the head away."""
         return self._head_dies() if self.case.kind in {HEAD, CONTROL} else self._node_dies()
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures of the row."""
-        log = self.served.cluster.log_lines(NAME, "gateway")
-        figures = figures_of(self.traffic, self.back_s, log)
-        return {**figures, "without_s": self.without_s} if self.without_s else figures
 
     def _node_dies(self) -> float | None:
         """Kill a node and wait until the application is complete on other nodes; then restart the node."""
@@ -356,9 +349,8 @@ def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any
     with served_application(_config(case)) as served:
         played = ProcessDeathsPlay(settings, case, served)
         uvloop.run(played.run())
-        # Log lines follow the answers a little later.
         time.sleep(LOG_DELAY_S)
-        return figures_of(played.traffic, played.back_s, served.log_lines("gateway"))
+        return played.figures(served.log_lines("gateway"))
 
 
 def _config(case: DeathsCase) -> dict[str, Any]:
@@ -373,4 +365,4 @@ def _config(case: DeathsCase) -> dict[str, Any]:
     return serve_config("deaths", {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.1}})
 
 
-EXPERIMENT = Experiment(settings=DeathsSettings, play=play, only_by_name="it takes an hour: name it")
+EXPERIMENT = Experiment(settings=DeathsSettings, play=play)

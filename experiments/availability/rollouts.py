@@ -1,4 +1,4 @@
-"""What do clients see while an application is redeployed, and how much longer do they wait?
+"""Rollouts: an application is redeployed with other settings under traffic.
 
 There is one application for each case. Steady streamed requests of nearly one length run all the time, and
 long streams are opened just before the change. Changes are deployed as by `serve deploy`.
@@ -6,7 +6,6 @@ long streams are opened just before the change. Changes are deployed as by `serv
 
 import asyncio
 import contextlib
-import copy
 import re
 import subprocess
 import sys
@@ -20,12 +19,13 @@ from typing import Annotated, Any
 import httpx
 import uvloop
 
+from experiments.availability.deaths import LOG_DELAY_S
 from experiments.common.application import Application, serve_config, served_application
 from experiments.common.audit import NO_LIMIT, Ended, SteadyTraffic, ends_of
 from experiments.common.errors import ExperimentError
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
-from experiments.common.redeployment import redeploy, replica_processes
+from experiments.common.redeployment import changed_args, redeploy, replica_processes
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _TIMEOUT_S = 180.0
@@ -55,7 +55,7 @@ class RolloutCase:
 
 @settings
 class RolloutSettings:
-    """Settings of the experiment.
+    """Settings of the part.
 
     Attributes:
         before_s: span of steady requests before the change, for comparison.
@@ -185,22 +185,9 @@ def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
             changed = serve_config("rollouts", changed_args(args, case.changes), port=port)
             played = RolloutPlay(settings, case, served, changed, client_key)
             uvloop.run(played.run())
-            # Log lines follow the answers a little later.
-            time.sleep(2.0)
+            time.sleep(LOG_DELAY_S)
             figures = figures_of(played, before, replica_processes(served))
         yield Measurement(key=key, figures=figures, seeds=(0,), traces=generated("steady traffic"))
-
-
-def changed_args(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with other values at these paths."""
-    changed = copy.deepcopy(dict(args))
-    for path, value in changes.items():
-        *steps, last = path.split(".")
-        place: Any = changed
-        for step in steps:
-            place = place[int(step)] if isinstance(place, list) else place.setdefault(step, {})
-        place[last] = value
-    return changed
 
 
 def figures_of(
@@ -246,4 +233,4 @@ def _shares(values: list[float]) -> dict[str, float]:
     return {"p50": took[len(took) // 2], "p99": took[int(0.99 * (len(took) - 1))], "worst": took[-1]}
 
 
-EXPERIMENT = Experiment(settings=RolloutSettings, play=play, only_by_name="it takes half an hour: name it")
+EXPERIMENT = Experiment(settings=RolloutSettings, play=play)

@@ -1,0 +1,1 @@
+"""Client view of failures and rollouts of a served application."""

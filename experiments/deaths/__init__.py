@@ -1,1 +1,0 @@
-"""Client view of repeated kills in a served application."""

@@ -1,1 +1,0 @@
-"""Client view of redeployments with other settings."""
