@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from operator import call
 from typing import Literal
@@ -30,16 +30,14 @@ from serve_app.lab.simulation.run import (
     ONE_POOL,
     DirectSimulation,
     Disclosure,
+    EngineChanges,
     FleetSettings,
     parallel,
     requests_of,
     scheduler_settings,
 )
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedReplica, Simulation
-from serve_app.lab.workloads import (
-    Trace,
-    scale_to_rate,
-)
+from serve_app.lab.workloads import Trace, scale_to_rate
 from serve_app.serving.gateway.request.fields import CompletionFields
 from serve_app.serving.gateway.request.measure import completion_prompt
 
@@ -113,11 +111,13 @@ class ReplicaChoice:
         policy: of the gateway's queue; None for no gateway.
         affinity: with a gateway, whether cached prefixes count.
         balance: without a gateway.
+        chunk_tokens: the engines' limit on tokens of one prompt per iteration; 0 for none, as engines have.
     """
 
     policy: str | None = None
     affinity: bool = False
     balance: Literal["round-robin", "power-of-two", "lmetric", "sticky"] = "round-robin"
+    chunk_tokens: int = 0
 
 
 @settings
@@ -293,7 +293,8 @@ def _outcome(
     choice: ReplicaChoice, fleet: FleetSettings, trace: Trace
 ) -> tuple[list[RequestRecord], list[SimulatedReplica]]:
     """Return the records of one run, and the replicas after it."""
-    plans = fleet.plans(isolated=choice.policy == "ewsjf")
+    engine = EngineChanges(long_prefill_token_threshold=choice.chunk_tokens)
+    plans = replace(fleet, engine=engine).plans()
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if choice.policy is None:
         direct = _BALANCERS[choice.balance](plans)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from experiments.common.rows import Row, where
+from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Column, Computed, Table, line_per_row, markdown
 from experiments.placement.speeds import KNOWN, LEARNED
 
@@ -48,7 +48,6 @@ _SESSIONS = line_per_row({"replicas": "{replicas}", "requests/s": _rate, "rule":
 _NOTE = "Means over seeds with their 95 % intervals; TTFT counts from arrival"
 _COST_NOTE = "The best of five rounds, on one core"
 _BY_LOAD_OR_PREFIX = {"ewsjf, by load": "by load", "ewsjf, affinity": "by load and cached prefix"}
-_CHOICES = ("round-robin, no gateway", "power of two, no gateway", "ewsjf, by load", "ewsjf, affinity")
 
 
 def _ratios(rows: Sequence[Row]) -> str:
@@ -80,7 +79,7 @@ TABLES = {
     ),
     "choices": Table(
         text=line_per_row({"load": "{load}", "choice": "{choice}"}, _CHOICE_COLUMNS),
-        where={"choice": _CHOICES},
+        where={"choice": ANY},
         note=_NOTE,
     ),
     "code": Table(text=_SESSIONS, where={"part": "affinity", "workload": "code generation"}, note=_NOTE),
