@@ -101,8 +101,17 @@ light = st.lists(
 )
 
 
+bursts = st.lists(
+    st.tuples(
+        st.floats(0.5, 60.0), st.sampled_from(LIGHT), st.lists(st.integers(50, 1_000), min_size=2, max_size=8)
+    ),
+    min_size=1,
+    max_size=6,
+).map(lambda each: [Arrival(at, tenant, tokens) for at, tenant, prompts in each for tokens in prompts])
+
+
 @settings(max_examples=60, deadline=None)
-@given(heavy, light)
+@given(heavy, light | bursts)
 def test_a_tenant_that_uses_less_than_its_share_waits_as_if_alone_on_its_share_plus_one_request_of_each(
     heavy: list[Arrival], light: list[Arrival]
 ) -> None:
