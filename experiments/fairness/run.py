@@ -5,6 +5,7 @@ is simulated with the paper's mix of lengths. Load 1.0 is the rate that saturate
 FCFS. Times are TTFT from arrival.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,12 +35,14 @@ from serve_app.lab.simulation.run import (
 from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation, SimulationSettings
 from serve_app.lab.workloads import (
     LognormalLengths,
+    OnOffArrivals,
     Trace,
     TraceChoice,
     TraceRequest,
     merge,
     scale_to_rate,
     stream,
+    zipf_shares,
 )
 from serve_app.request import PriorityClass
 
@@ -54,8 +57,8 @@ class Variant:
         engine: changes to every engine.
         simulation: delay of reports.
         limits: in the scenes of silent engines, whether their limits are configured.
-        load: in the scene `silent`, the load of the engines with configured limits.
-        profile: in the scenes of silent engines, the profile of the engines.
+        load: in the scene `silent`, the load of the engines with configured limits; in `bursts`, the load.
+        profile: in the scene `bursts` and those of silent engines, the profile of the engines.
         replicas: their number.
         burst: in the scene `silent-burst`, the number of requests.
     """
@@ -82,7 +85,8 @@ class FairnessSettings:
         weights_window_s: span of that scene in which service is counted.
         light_s: duration of arrivals in the scene `light`.
         span_s: the same for the other scenes.
-        light_tenants: beside the heavy one, which sends as much as all of them.
+        light_tenants: beside the heavy one, which sends as much as all of them; in `bursts`, one less than
+            all tenants.
     """
 
     profile: str
@@ -108,6 +112,9 @@ _DECODE_WEIGHT = 2.0
 # Separate seed for a scene's second kind of requests.
 _OTHER_SEED = 1_000
 _BATCH_LOAD, _INTERACTIVE_LOAD = 1.5, 0.3
+# The scene `bursts`: the mean burst, the duration in spans, and the tenants that are not light.
+_BURST_S, _BURSTS_SPANS = 5.0, 10
+_LARGEST = ("tenant-1", "tenant-2", "tenant-3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,40 @@ def light(play: Play) -> Figures:
         **_ttft("heavy", (record for record in records if record.tenant == "heavy"), "mean", "p99"),
         "jain": jain_of_tenants(records) or 0.0,
         "tokens_per_s": _throughput(records),
+    }
+
+
+def bursts(play: Play) -> Figures:
+    """Run tenants with shares by Zipf, each silent but for bursts at ten times its mean rate, on one engine.
+
+    Its light tenants are all but the three largest.
+    """
+    one = replace(play, settings=replace(play.settings, profile=play.variant.profile), replicas=1)
+    span_s = _BURSTS_SPANS * play.settings.span_s
+    trace = one.mix(play.variant.load, span_s)
+    drawn = iter(trace.requests)
+    requests: list[TraceRequest] = []
+    for tenant, share in zipf_shares(play.settings.light_tenants + 1).items():
+        rng = stream(play.seed, f"bursts of {tenant}")
+        own = list(itertools.islice(drawn, max(1, round(share * len(trace.requests)))))
+        rate = len(own) / span_s
+        times = OnOffArrivals(rate_per_s=rate, on_s=_BURST_S, off_s=9 * _BURST_S).sample(len(own) + 1, rng)
+        # Scaled to the mean, and turned so that tenants do not begin together.
+        places = (times[:-1] * span_s / times[-1] + rng.uniform(0, span_s)) % span_s
+        requests += [
+            replace(each, arrival_s=float(at), tenant=tenant) for each, at in zip(own, places, strict=False)
+        ]
+    requests.sort(key=lambda each: each.arrival_s)
+    by_tenant: dict[str, list[RequestRecord]] = {}
+    for record in one.serve(replace(trace, requests=tuple(requests))):
+        by_tenant.setdefault(record.tenant, []).append(record)
+    lights = [records for tenant, records in by_tenant.items() if tenant not in _LARGEST]
+    heavy = [record for tenant in _LARGEST for record in by_tenant.get(tenant, ())]
+    worst = max(_ttft("light", records, "p99")["light_p99_s"] for records in lights)
+    return {
+        **_ttft("light", itertools.chain.from_iterable(lights), "mean", "p99"),
+        "light_worst_p99_s": worst,
+        **_ttft("heavy", heavy, "mean", "p99"),
     }
 
 
@@ -304,6 +345,7 @@ def _serve_silent(play: Play, requests: Sequence[TraceRequest]) -> list[RequestR
 SCENES: Mapping[str, Callable[[Play], Figures]] = {
     "weights": weights,
     "light": light,
+    "bursts": bursts,
     "targets": targets,
     "engine-priority": engine_priority,
     "silent": silent,

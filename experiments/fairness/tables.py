@@ -57,6 +57,16 @@ TABLES = {
         _JAIN,
         _RATE,
     ),
+    "bursts": _table(
+        "bursts",
+        "load, service",
+        "Simulated, Llama-3.1-8B on an RTX 4090, one replica",
+        _LIGHT_MEAN,
+        Column("light: P99, s", "light_p99_s"),
+        Column("worst light tenant: P99, s", "light_worst_p99_s"),
+        _HEAVY_MEAN,
+        Column("heavy: P99, s", "heavy_p99_s"),
+    ),
     "targets": _table(
         "targets",
         "policy, `target_waiting`",
