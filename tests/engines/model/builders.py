@@ -50,9 +50,13 @@ def step(engine: EngineModel | VllmModel, now: float | None = None) -> StepOutco
 
 
 def run_until_idle(
-    engine: EngineModel | VllmModel, arrivals: Iterable[EngineSequence] = (), *, max_steps: int = 1
+    engine: EngineModel | VllmModel,
+    arrivals: Iterable[EngineSequence] = (),
+    *,
+    max_steps: int = 1,
+    most_outcomes: int | None = None,
 ) -> list[StepOutcome]:
-    """Feed arrivals in order of time and step until the engine is idle."""
+    """Feed arrivals in order of time and step until the engine is idle or there are so many outcomes."""
     pending = list(arrivals)[::-1]
     outcomes: list[StepOutcome] = []
     now = 0.0
@@ -68,6 +72,8 @@ def run_until_idle(
         else:
             now = ends_at
             outcomes.append(engine.end_step())
+            if len(outcomes) == most_outcomes:
+                return outcomes
 
 
 def names(sequences: Iterable[EngineSequence]) -> list[str]:
