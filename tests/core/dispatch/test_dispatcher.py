@@ -289,8 +289,18 @@ def test_a_session_of_batch_work_moves_from_a_full_kv_cache() -> None:
     assert sessions.find("second").replica_id == "s2"
 
 
-def test_a_session_waits_while_all_kv_caches_are_full() -> None:
+def test_a_session_moves_from_a_full_kv_cache_if_its_tenant_must_leave_tokens_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sessions = with_a_full_cache()
+    monkeypatch.setattr(sessions.scheduler.headroom, "tokens", lambda _scheduled, _pool: 500)
+    assert sessions.replica_of("second") == "s2"
+
+
+# Under EWSJF it is a long prompt, of which only a short part is left to compute.
+@pytest.mark.parametrize("policy", ["fcfs", "ewsjf"])
+def test_a_session_waits_while_all_kv_caches_are_full(policy: str) -> None:
+    sessions = with_a_full_cache(policy=policy)
     for number in range(7):
         sessions.feed(Resumed(request(f"other {number}", prompt_tokens=14_000), "s2", started=True))
     sessions.ask("second")

@@ -38,7 +38,7 @@ class VllmLike(Engine):
 
     Attributes:
         api_key: the required key; empty for none.
-        kv_usage, others: load by other clients.
+        kv_usage, others, queued: load by other clients.
         hangs: the engine makes no progress.
         is_mute: its metrics show no requests, as after a hang while idle.
         metrics_status: status of its metrics page.
@@ -50,7 +50,7 @@ class VllmLike(Engine):
         self.models: Any = {"data": [{"id": MODEL, "max_model_len": 4096}]}
         self.api_key = ""
         self.kv_usage = 0.0
-        self.others = 0
+        self.others = self.queued = 0
         self.steps, self.hangs, self.is_mute = 0, False, False
         self.metrics_status = 200
         self.scrapes = 0
@@ -63,7 +63,7 @@ class VllmLike(Engine):
         elif path == "/metrics":
             self.scrapes += 1
             running = 0 if self.is_mute else self.running + self.others
-            page = METRICS.replace("RUNNING", str(running)).replace("WAITING", "0")
+            page = METRICS.replace("RUNNING", str(running)).replace("WAITING", str(self.queued))
             page = page.replace("STEPS", str(self.steps if self.hangs else self.scrapes))
             page = page.replace("KV_USAGE", str(self.kv_usage))
             await _answer(send, self.metrics_status, page.encode())

@@ -366,15 +366,18 @@ async def test_an_endpoint_whose_cache_is_full_receives_no_requests() -> None:
         assert len(engine.bodies) == 1
 
 
-async def test_an_endpoint_is_read_less_often_while_it_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("load", "value"), [("kv_usage", 0.75), ("others", 3), ("queued", 1)])
+async def test_an_endpoint_is_read_less_often_while_it_is_not_full(
+    monkeypatch: pytest.MonkeyPatch, load: str, value: float
+) -> None:
     monkeypatch.setattr(endpoint, "_CALM_INTERVALS", 1_000.0)
     engine = VllmLike()
-    engine.kv_usage = 0.75
-    async with serving(engine) as url, watched(url) as fleet:
+    setattr(engine, load, value)
+    async with serving(engine) as url, watched(url, max_num_seqs=3) as fleet:
         await wait_until(lambda: len(fleet.open()) == 1, "it serves")
         before = engine.scrapes
         await wait_until(lambda: engine.scrapes > before + 5, "it is read again and again")
-        engine.kv_usage = 0.625
+        engine.kv_usage, engine.others, engine.queued = 0.625, 0, 0
         await wait_until(
             lambda: "0.625" in str(fleet.control_plane.live.status()["replicas"]), "the change is read"
         )
