@@ -232,7 +232,11 @@ class FairShares:
 
     def correct(self, name: str, difference: float) -> None:
         """Adjust a tenant's service by the difference between actual and charged service."""
-        self._add(self._tenant(name), difference)
+        tenant = self._tenant(name)
+        is_highest = tenant.counter >= self._highest
+        self._add(tenant, difference)
+        if is_highest:
+            self._highest = tenant.counter
 
     def order(self, among: Collection[str] | None = None) -> Iterator[list[str]]:
         """Yield the backlogged tenants in the order of service, in groups within which the score decides.

@@ -145,25 +145,6 @@ def test_service_without_a_backlog_is_not_charged() -> None:
     assert [serve(shares) for _ in range(10)].count("early") == 5
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.sampled_from([-40.0, -10.0, 10.0, 50.0])), min_size=1, max_size=30
-    )
-)
-def test_all_start_level_after_a_time_without_a_backlog(services: list[tuple[int, float]]) -> None:
-    shares = fair_shares()
-    for number, service in services:
-        name = f"t{number}"
-        if service > 0:
-            shares.on_immediate_dispatch(name)
-            shares.charge(name, service)
-        else:
-            shares.correct(name, service)
-    shares.on_backlog("first")
-    for name, counter in shares.counters().items():
-        assert counter <= shares.counters()["first"], name
-
-
 def test_a_lead_over_a_tenant_whose_requests_do_not_fit_is_bounded() -> None:
     shares = fair_shares(mode="requests", quantum_requests=0.0, max_lead_requests=10.0)
     shares.on_backlog("stuck")
