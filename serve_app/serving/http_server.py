@@ -22,7 +22,7 @@ the head, and may respond at once, later by callbacks, or in a task (`Exchange.r
 - The head of a response is sent with the first piece of its body, in one segment.
 
 Several processes may accept from the same socket. They take turns: the one with the fewest connections
-accepts the next one, or, if it is busy for 2 ms, any other. `stop` then loses no request:
+accepts the next one, or, if it is busy for 2 ms, any other one does, once. `stop` then loses no request:
 
 1. The server accepts no more connections; they wait in the kernel for another process.
 2. Each connection gets one more response, with `connection: close`.
@@ -166,12 +166,13 @@ class HttpServer:
         asyncio.get_running_loop().add_reader(sock, self._accept, sock)
 
     def _accept(self, listening: socket.socket, *, in_turn: bool = True) -> None:
-        """Accept connections that wait, as long as it is this process' turn."""
+        """Accept connections that wait, in this process' turn; without `in_turn`, the first one anyway."""
         for _ in range(_ACCEPTED_AT_ONCE):
             has_turn = self._has_turn(self.connections)
             if in_turn and not has_turn:
                 self._pause_accepting(listening, _TURN_S)
                 return
+            in_turn = True
             try:
                 sock, _address = listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -191,7 +192,7 @@ class HttpServer:
     def _resume_accepting(self, sock: socket.socket) -> None:
         if not self.stopping:
             asyncio.get_running_loop().add_reader(sock, self._accept, sock)
-            # Those that are still waiting, because the process whose turn it was is busy or halted.
+            # One that is still waiting, because the process whose turn it was is busy or halted.
             self._accept(sock, in_turn=False)
 
     def check_health(self) -> None:
