@@ -41,7 +41,7 @@ class SceneSettings:
     """
 
     loads: tuple[float, ...] = (0.5,)
-    seeds: tuple[int, ...] = (1,)
+    seeds: tuple[int, ...] = (1, 2, 3)
     warm_up_s: float = 8.0
     seconds: float = 25.0
 

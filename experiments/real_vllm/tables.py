@@ -19,9 +19,9 @@ _SCENES = {
 _PRICE = Column("ms per token", "token_ms", 1)
 _MIX = (
     *(
-        Column(f"{kind} TTFT, {name}, s", f"{kind}_ttft_{figure}_s")
+        Column(f"{kind} TTFT, {name}, s", f"{kind}_ttft_{figure}_s", digits)
         for kind in ("short", "long")
-        for name, figure in (("mean", "mean"), ("P50", "p50"), ("P99", "p99"))
+        for name, figure, digits in (("mean", "mean", 2), ("P50", "p50", 3), ("P99", "p99", 2))
     ),
     Column("completed/s", "completed_per_s", 1),
     Column("goodput/s", "goodput_per_s", 1),

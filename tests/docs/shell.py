@@ -175,7 +175,7 @@ def _check_options(path: Path, arguments: list[str]) -> None:
     is_shell = path.suffix != ".py" and "bash" in source.splitlines()[0]
     for word in arguments:
         name = word.partition("=")[0]
-        is_checked = name.startswith("-") or (is_shell and name.isalpha())
+        is_checked = name.startswith("-") or (is_shell and word.isalpha())
         # `experiments/run` takes the names of folders beside it.
         if is_checked and name not in source and not (path.parent / name).is_dir():
             raise BlockError(f"{path.relative_to(ROOT)} knows no {name}")
