@@ -268,6 +268,7 @@ class Life(RuleBasedStateMachine):
         begun: the client has a part of the answer.
         is_continuing: the engine was asked for an answer that another one can continue.
         ignores: it begins anew.
+        is_unseen: the gateway would see that, but reads nothing, because its client does not.
         base: words with which the attempt began.
         made: words that have been generated, with those.
         is_finished: the last one is among them.
@@ -344,6 +345,7 @@ class Life(RuleBasedStateMachine):
         self.path, self.kind, self.model, self.may_fall_back = path, kind, "a", routed
         self.limit = limit
         self.begun = self.is_commented = self.engine_failed = self.gave_up = self.is_continuing = False
+        self.is_unseen = False
         self.fed = self.sent = self.first_tokens = 0
         self.first_id = self.reason = ""
         self.rejected: tuple[Outcome, str] | None = None
@@ -402,7 +404,9 @@ class Life(RuleBasedStateMachine):
         self.client.reads, self.client.unread = True, 0
         if self.client.on_writable is not None:
             self.on_loop(self.client.on_writable)
-        if self.state in (SENDING, ANSWERING):
+        if self.is_unseen:
+            self.cannot_continue()
+        elif self.state in (SENDING, ANSWERING):
             self.feed()
 
     @precondition(lambda self: self.client.reads)
@@ -511,7 +515,7 @@ class Life(RuleBasedStateMachine):
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         self.arrive(*[self.event(role)] if self.path == CHAT else [], headers=EVENTS)
         if self.ignores and self.path == CHAT:
-            self.cannot_continue()
+            self.shows_that_it_ignores()
         else:
             self.feed()
 
@@ -521,9 +525,15 @@ class Life(RuleBasedStateMachine):
         """The next word arrives, and the reason if it is the last one."""
         self.arrive(self.next_word(reason))
         if self.ignores:
-            self.cannot_continue()
+            self.shows_that_it_ignores()
         else:
             self.feed()
+
+    def shows_that_it_ignores(self) -> None:
+        """The engine has sent the ids of the prompt alone."""
+        self.is_unseen = not self.client.reads
+        if not self.is_unseen:
+            self.cannot_continue()
 
     @precondition(streams)
     @rule(code=st.sampled_from([400, 500]), after_word=st.booleans())
@@ -549,6 +559,9 @@ class Life(RuleBasedStateMachine):
         kind = EngineSilentError if is_silent else UpstreamError
         self.on_loop(self.responses[-1].break_off, kind(DispatchFailure.LOST, "it broke"))
         self.client.unread = 0
+        if self.is_unseen:
+            self.cannot_continue()
+            return
         if self.forwards == "continued":
             self.read()
         if self.forwards == "passed" and self.has_output:
@@ -568,6 +581,9 @@ class Life(RuleBasedStateMachine):
         counts = usage_json(len(PROMPT) + self.base, self.made - self.base)
         events += [{"id": self.own_id, "choices": [], "usage": counts}, b"data: [DONE]\n\n"]
         self.arrive(*events, ends=True)
+        if self.is_unseen:
+            self.cannot_continue()
+            return
         self.read(is_forwarded=False)
         is_full = self.reason == "length" and len(PROMPT) + self.made in (CONTEXT - 1, CONTEXT)
         is_full &= self.made != self.limit and self.model == "a"
@@ -636,7 +652,8 @@ class Life(RuleBasedStateMachine):
         self.state, self.base, self.made, self.fed = SENDING, base, base, base
         self.own_id = f"answer-{len(self.bodies)}"
         self.first_id = self.first_id if base else self.own_id
-        self.has_head = self.ignores = self.has_output = self.is_finished = self.is_complete = False
+        self.has_head = self.ignores = self.is_unseen = self.has_output = False
+        self.is_finished = self.is_complete = False
         sent, is_chat = self.bodies[-1], self.path == CHAT
         ids: Any = (
             (sent.get("kv_transfer_params") or {}).get("prompt_token_ids") if is_chat else sent["prompt"]
@@ -702,6 +719,7 @@ class Life(RuleBasedStateMachine):
 
     def cannot_continue(self) -> None:
         """The engine begins anew by the same grant, unless the client has a part of the answer."""
+        self.is_unseen = False
         if self.begun:
             self.end(Outcome.FAILED, "the answer is incomplete")
         else:
