@@ -22,7 +22,8 @@ the head, and may respond at once, later by callbacks, or in a task (`Exchange.r
 - The head of a response is sent with the first piece of its body, in one segment.
 
 Several processes may accept from the same socket. They take turns: the one with the fewest connections
-accepts the next one, or, if it is busy for 2 ms, any other one does, once. `stop` then loses no request:
+accepts the next one. If it is busy for 2 ms, another one accepts one connection. `stop` then loses no
+request:
 
 1. The server accepts no more connections; they wait in the kernel for another process.
 2. Each connection gets one more response, with `connection: close`.
@@ -166,7 +167,7 @@ class HttpServer:
         asyncio.get_running_loop().add_reader(sock, self._accept, sock)
 
     def _accept(self, listening: socket.socket, *, in_turn: bool = True) -> None:
-        """Accept connections that wait, in this process' turn; without `in_turn`, the first one anyway."""
+        """Accept waiting connections in this process' turn; without `in_turn`, the first in any case."""
         for _ in range(_ACCEPTED_AT_ONCE):
             has_turn = self._has_turn(self.connections)
             if in_turn and not has_turn:
