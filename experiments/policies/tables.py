@@ -144,6 +144,10 @@ def _order_headline(rows: Sequence[Row]) -> str:
     return markdown(head, lines, text_columns=2)
 
 
+def _engine(row: Row) -> str:
+    return str(row.key["profile"]).split("-")[2]
+
+
 def _comparison(case: str, profile: str) -> Table:
     return Table(text=grid_table("load"), where={**_COMPARISON, "case": case, "profile": profile}, note=NOTE)
 
@@ -161,6 +165,15 @@ TABLES = {
     "rtx4090": _comparison("paper-mix", _RTX4090),
     "azure": _comparison("azure", _H100),
     "robustness": Table(text=grid_table("case", "load"), where={"part": "robustness"}, note=NOTE),
+    "frontier": Table(
+        text=line_per_row(
+            {"traffic": "{case}", "engine": _engine, "load": "{load}", "variant": "{policy}"},
+            (SHORT_P99, LONG_MEAN, LONG_P99, TPOT, GOODPUT),
+        ),
+        where={"part": "frontier"},
+        note=f"{NOTE}. Simulated, four replicas of Llama-2-70B on four H100 (h100) or of Llama-3.1-8B on an "
+        "RTX 4090 (rtx4090)",
+    ),
     "orders": Table(
         text=_order_headline,
         where=_ORDERS,
