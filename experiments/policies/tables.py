@@ -152,7 +152,8 @@ def _comparison(case: str, profile: str) -> Table:
     return Table(text=grid_table("load"), where={**_COMPARISON, "case": case, "profile": profile}, note=NOTE)
 
 
-_COMPARISON, _ORDERS = {"part": "comparison"}, {"part": "orders"}
+_COMPARISON, _ORDERS, _FRONTIER = ({"part": part} for part in ("comparison", "orders", "frontier"))
+_FRONTIER_COLUMNS = (SHORT_P99, LONG_MEAN, LONG_P99, TPOT, GOODPUT)
 
 TABLES = {
     "headline": Table(
@@ -166,11 +167,16 @@ TABLES = {
     "azure": _comparison("azure", _H100),
     "robustness": Table(text=grid_table("case", "load"), where={"part": "robustness"}, note=NOTE),
     "frontier": Table(
+        text=line_per_row({"traffic": "{case}", "variant": "{policy}"}, _FRONTIER_COLUMNS),
+        where={**_FRONTIER, "profile": _H100, "load": 1.1},
+        note=f"{NOTE}. Simulated, load 1.1, four replicas of Llama-2-70B on four H100 each",
+    ),
+    "frontier-all": Table(
         text=line_per_row(
             {"traffic": "{case}", "engine": _engine, "load": "{load}", "variant": "{policy}"},
-            (SHORT_P99, LONG_MEAN, LONG_P99, TPOT, GOODPUT),
+            _FRONTIER_COLUMNS,
         ),
-        where={"part": "frontier"},
+        where=_FRONTIER,
         note=f"{NOTE}. Simulated, four replicas of Llama-2-70B on four H100 (h100) or of Llama-3.1-8B on an "
         "RTX 4090 (rtx4090)",
     ),
