@@ -19,8 +19,8 @@ METRIC_ADVICE = {
         "preemptions and prefill isolation."
     ),
     "ewsjf_gateway_ignored_headers_total": (
-        "Clients send headers for another gateway that have no effect here: an objective that is no class, a "
-        "fairness id that is no tenant's name, or values that their key does not allow."
+        "Clients send headers for another gateway that have no effect here: an `objective` that is not "
+        "configured, a fairness id that is no tenant's name, or values that their key does not allow."
     ),
     "ewsjf_gateway_fallbacks_total": (
         "`reason` is the outcome at `model`. Many with `rejected_queue_full`: the model needs more capacity."

@@ -28,6 +28,7 @@ from serve_app.lab.tables import documents_table, value_at
 from serve_app.serving.scheduler.findings import (
     Finding,
     Severity,
+    gateway_findings,
     lost_scheduler,
     queue_findings,
     status_findings,
@@ -167,11 +168,13 @@ def run(args: argparse.Namespace) -> int:
     findings = readiness_findings(client.url, list(running_instances()))
     if not args.json:
         _print(findings)
-    status, queue, costs = (client.models(f"/debug/{name}") for name in ("status", "queue", "costs"))
+    page = client.document("/debug/status", "models")
+    status, queue, costs = page["models"], client.models("/debug/queue"), client.models("/debug/costs")
     # `/ready` has named the schedulers that are not connected.
     connected = [model for model in status if lost_scheduler(model["model"]) not in findings]
     inside = [each for model in connected for each in status_findings(model)]
     inside += [each for model in queue if "error" not in model for each in queue_findings(model)]
+    inside += gateway_findings(page)
     inside.sort(key=lambda each: each.severity)
     findings += inside
     if args.json:

@@ -14,6 +14,8 @@ A setting has one of three audiences. Settings without a mark are for every user
 `advanced` in their block of a file. `INTERNAL` ones are in no file and no reference: they are for code that
 creates settings in Python (experiments, ablations, tests that shorten a time) and for `simulate --set`. A
 value that never needs to change is a constant in the code.
+
+A setting whose name is a keyword of Python has an underscore there: `class_` is `class` in files.
 """
 
 import difflib
@@ -24,6 +26,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
+from keyword import iskeyword
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, overload
 
 from serve_app.errors import SettingsError
@@ -192,7 +195,7 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
 def _described(declared: "Field[Any]", kind: Any) -> Setting:
     default = declared.default if declared.default_factory is MISSING else declared.default_factory()
     return Setting(
-        name=declared.name,
+        name=declared.name.removesuffix("_"),
         kind=_plain(kind),
         default=default,
         allowed=_range(kind),
@@ -241,7 +244,7 @@ def read(cls: type[Settings], value: object, *, as_file: bool) -> Settings:
 def plain(value: object) -> Any:
     """Return settings as plain values, all side by side. `read` restores them."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name.removesuffix("_"): plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
@@ -343,7 +346,7 @@ class _Reader:
         if len(self.errors) > before:
             return _INVALID
         try:
-            return cls(**found)
+            return cls(**{f"{name}_" if iskeyword(name) else name: each for name, each in found.items()})
         except ValueError as exc:
             return self._error(f"{path}: {exc}" if path else str(exc))
 

@@ -501,6 +501,8 @@ def _served(model: ModelConfig) -> Iterator[ServedModel]:
     known = [limit for limit in limits if limit is not None]
     longest = max(known) if known and len(known) == len(limits) else None
     on_demand = any(pool.starts_on_demand for pool in model.pools)
+    remote = [pool.engine.remote for pool in model.pools if pool.engine.remote is not None]
+    endpoints = [text for each in remote for text in each.endpoints]
     for name in model.names:
         yield ServedModel(
             name=name,
@@ -509,6 +511,7 @@ def _served(model: ModelConfig) -> Iterator[ServedModel]:
             price=model.price,
             targets=model.tuner.targets,
             resume_streams=model.resume_streams,
+            inference_pools=tuple(text for text in endpoints if text.startswith("inferencepool+")),
         )
 
 

@@ -253,6 +253,7 @@ def test_pods_may_discover_endpoints_if_enabled(mode: str) -> None:
     assert {(*rule["apiGroups"], *rule["resources"], *rule["verbs"]) for rule in role["rules"]} == {
         ("discovery.k8s.io", "endpointslices", "get", "list", "watch"),
         ("inference.networking.k8s.io", "inferencepools", "get", "list", "watch"),
+        ("inference.networking.x-k8s.io", "inferenceobjectives", "get", "list", "watch"),
         ("", "pods", "get", "list", "watch"),
     }
 

@@ -316,6 +316,20 @@ def test_the_most_severe_comes_first_and_sets_the_exit_status(
     assert shown.count("down: ") == code
 
 
+def test_objectives_that_a_gateway_does_not_know_are_named_with_the_remedy(show: Show) -> None:
+    def named(answers: Answered) -> None:
+        unknown = {"unknown_objectives": {"premium": 1_200, "other": 3}, "known_objectives": ["batch", "vip"]}
+        answers["/debug/status"] |= unknown
+
+    with running(named) as url:
+        code, shown, _ = show("--url", url)
+    assert code == 0
+    assert shown.startswith(
+        "risk: requests name objectives that this gateway does not know, so these have no effect: other (3), "
+        "premium (1,200)\n  next: add them to gateway.objectives; known: batch, vip. If they are "
+    )
+
+
 def test_a_key_without_admin_is_rejected_with_the_remedy_after_what_needs_none(show: Show) -> None:
     with running(has_no_replica) as url:
         code, shown, message = show("--url", url, "--api-key", "k2")

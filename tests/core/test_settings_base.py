@@ -144,6 +144,16 @@ def test_plain_values_become_settings_and_plain_values_again() -> None:
     assert read(Garden, plain(garden), as_file=False) == garden
 
 
+def test_a_setting_named_after_a_keyword_has_an_underscore_in_python_only() -> None:
+    @settings
+    class Plot:
+        class_: Literal["wet", "dry"] = "wet"
+
+    assert [each.name for each in describe(Plot)] == ["class"]
+    assert read(Plot, {"class": "dry"}, as_file=True) == Plot(class_="dry")
+    assert plain(Plot(class_="dry")) == {"class": "dry"}
+
+
 def test_all_errors_are_reported_together() -> None:
     given = {
         "beds": 1.5,

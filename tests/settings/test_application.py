@@ -86,6 +86,44 @@ def test_a_mistake_in_an_advanced_setting_is_reported_by_its_full_name() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (
+            {"class": 100},
+            "gateway.objectives.vip.class must be one of interactive, default, batch, got 100",
+        ),
+        (
+            {"queue_timeout_s": 90_000},
+            "gateway.objectives.vip.queue_timeout_s must be from 0.001 to 86,400.0, got 90000.0",
+        ),
+        (
+            {"latency_target": {"ttft_s": 0}},
+            "gateway.objectives.vip.latency_target.ttft_s must be a positive number, got 0.0",
+        ),
+        ({"timeout_s": 5}, "gateway.objectives.vip.timeout_s: unknown key; did you mean queue_timeout_s?"),
+    ],
+)
+def test_a_mistake_in_an_objective_is_reported_with_its_value(
+    objective: dict[str, Any], message: str
+) -> None:
+    assert rejection(gateway={"objectives": {"vip": objective}}) == message
+
+
+def test_an_objective_has_a_name_that_a_header_can_carry() -> None:
+    assert rejection(gateway={"objectives": {"two words": {}}}) == (
+        "gateway: the objective 'two words' does not fit into a header: use 1 to 128 printable ASCII "
+        "characters without spaces"
+    )
+
+
+def test_a_gateway_receives_the_inference_pools_of_its_models() -> None:
+    endpoints = ["http://a:8000", "inferencepool+http://chat.prod"]
+    remote = {"name": "remote", "engine": {"remote": {"endpoints": endpoints}}}
+    (served,) = parse({**model(pools=[remote]), "name": "m"}).gateway.models
+    assert served.inference_pools == ("inferencepool+http://chat.prod",)
+
+
 def test_a_key_with_nothing_behind_it_is_a_block_of_defaults() -> None:
     assert parse(model(scheduler=None), gateway=None) == parse()
 

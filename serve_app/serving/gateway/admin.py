@@ -440,16 +440,17 @@ class DebugPages:
         queries: Mapping[str, SchedulerQueries],
         reader: RequestReader,
         prices: Mapping[str, TokenPrices] = MappingProxyType({}),
+        ignored_objectives: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._queries = queries
         self._reader = reader
         self._prices = prices
+        self._ignored_objectives = ignored_objectives
 
     def routes(self) -> Iterator[HttpRoute]:
         """Yield the routes of all pages."""
         pages: tuple[tuple[str, str, Query, str], ...] = (
             ("GET", "queue", _named("queue"), "queued requests by sub-queue, with wait causes"),
-            ("GET", "status", _named("status"), "replicas, learned queues and the tuner"),
             ("GET", "scaling", _named("scaling"), "desired replicas of each pool, with reasons"),
             ("GET", "usage", self._usage, "usage by API key"),
             ("GET", "costs", _named("costs"), "engine time and imposed delay by pool, class and tenant"),
@@ -460,6 +461,7 @@ class DebugPages:
         route = partial(admin_route, self._reader)
         for method, name, query, summary in pages:
             yield route(method, f"/debug/{name}", partial(self._show, query), summary)
+        yield route("GET", "/debug/status", self._status, "replicas, learned queues and the tuner")
         recent = (
             "trace of the requests of the last ten minutes, without text; with full=true also tenants, "
             "outcomes and times"
@@ -471,6 +473,13 @@ class DebugPages:
         yield route("GET", RECEIPTS_PATH, self._receipt, receipt)
         program = "where the time of an agent program went, with its last turns"
         yield route("GET", PROGRAMS_PATH, self._program, program)
+
+    async def _status(self, request: Request, _: Caller) -> None:
+        known = self._reader.objectives
+        # Others were ignored because a key does not allow them, or are known by now.
+        unknown = {name: count for name, count in self._ignored_objectives.items() if name not in known}
+        objectives = {"unknown_objectives": unknown, "known_objectives": sorted(known)} if unknown else {}
+        request.respond_json({"models": await query_all(self._queries, _named("status")), **objectives})
 
     async def _receipt(self, request: Request, _: Caller, request_id: str) -> None:
         """Return the receipt of a request of any model.

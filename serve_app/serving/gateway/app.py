@@ -193,7 +193,7 @@ class Gateway:
             self._served,
             self._budgets,
             self._tracer,
-            lambda name: self.telemetry.on_ignored_header(name),  # noqa: PLW0108 - created below
+            lambda *ignored: self.telemetry.on_ignored_header(*ignored),  # noqa: PLW0108 - created below
             holders := ResponseHolders(),
         )
         self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
@@ -230,7 +230,7 @@ class Gateway:
         # `Retry-After` of rejections, in seconds, once the application stops.
         self._stopping_retry_after_s: float | None = None
         self._batches: BatchApi | None = None
-        self._debug = DebugPages(self._queries, self._reader, prices)
+        self._debug = DebugPages(self._queries, self._reader, prices, self.telemetry.ignored_objectives)
         self._key_admin = KeyAdmin(self._reader, self._budgets, settings.keys_path)
         self.router = Router(self._routes(watchers or {}))
 
@@ -266,6 +266,10 @@ class Gateway:
         names = [each.name for each in fields(changed)]
         differing = [name for name in names if getattr(before, name) != getattr(changed, name)]
         logger.info("event=audit action=settings_changed by=deploy settings=%s", ",".join(differing))
+
+    def show_objectives(self, source: str, priorities: Mapping[str, int]) -> None:
+        """Replace the `InferenceObjective`s of a source: priorities by name."""
+        self._reader.show_objectives(source, priorities)
 
     def _routes(self, watchers: Mapping[tuple[str, str], PoolWatcher]) -> Iterator[HttpRoute]:
         for path, endpoint in ENDPOINTS.items():

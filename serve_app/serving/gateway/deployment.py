@@ -14,6 +14,8 @@ import logging
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.http_server import Application, Exchange, HttpServer, HttpServerOptions
 from serve_app.serving.listening import HeldSocket
 from serve_app.serving.process import tune_memory
+from serve_app.serving.remote.sources import ApiServer, InferencePoolSource, SourceHealth, source_of
 from serve_app.serving.watchdog import start_watchdog
 
 # Listen backlog; the kernel's default limit.
 _BACKLOG = 4096
 _OWN_PAGES = "/-/"
 _RETRY_AFTER_S = 1.0
+# First pause after a failed look at the cluster; further ones are longer.
+_REFRESH_S = 5.0
 
 
 class GatewayListener:
@@ -225,6 +230,7 @@ class GatewayDeployment:
         self._cpu = CpuMeter()
         self._rejected = ""
         self._gateway = Gateway(settings, dispatchers, gateway_id, self._clients, channel.tls, watchers)
+        self._following = follow_objectives(settings, self._gateway)
         for client in self._clients.values():
             client.start()
         self._stop_times = drain_timeout_s, deregister_s
@@ -287,10 +293,28 @@ class GatewayDeployment:
             await gateway.stop_batches()
         if (listener := getattr(self, "_listener", None)) is not None:
             await listener.stop(*self._stop_times)
+        for task in getattr(self, "_following", ()):
+            task.cancel()
         for client in getattr(self, "_clients", {}).values():
             await client.close()
         if gateway is not None:
             gateway.close()
+
+
+def follow_objectives(
+    settings: GatewaySettings, gateway: Gateway, api: ApiServer | None = None, refresh_s: float = _REFRESH_S
+) -> list[asyncio.Task[None]]:
+    """Start to follow the InferenceObjectives of the models' InferencePools, and return the tasks."""
+    tasks = []
+    for text in sorted({each for model in settings.models for each in model.inference_pools}):
+        pool = source_of(text)
+        assert isinstance(pool, InferencePoolSource), "only those are among the settings"
+        pool = replace(pool, api=api or pool.api)
+        health = SourceHealth(f"InferenceObjectives of {text}")
+        work = pool.follow_objectives(partial(gateway.show_objectives, text), refresh_s, health)
+        # In an empty context, because Serve cancels the tasks of a call's context with the call.
+        tasks.append(asyncio.get_running_loop().create_task(work, context=contextvars.Context()))
+    return tasks
 
 
 class CpuMeter:

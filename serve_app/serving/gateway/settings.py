@@ -30,9 +30,11 @@ from serve_app.core.settings_base import (
 )
 from serve_app.errors import SettingsError
 from serve_app.serving.access import is_loopback
+from serve_app.serving.api_keys import MAX_TENANT_CHARACTERS, is_tenant_name
 from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
+from serve_app.serving.gateway.request.fields import ObjectiveSettings
 from serve_app.serving.gateway.request.measure import PrefixSettings
 from serve_app.serving.gateway.router import CorsSettings
 from serve_app.serving.gateway.tracing.request_trace import check_tracing
@@ -125,6 +127,7 @@ class ServedModel:
         targets: latency targets by class, the same as in the objective of its tuner.
         price: price of its tokens; None if it has none.
         resume_streams: whether another engine continues a stream whose replica dies or drains.
+        inference_pools: its sources of endpoints that are InferencePools, whose objectives requests can name.
     """
 
     name: str
@@ -133,6 +136,7 @@ class ServedModel:
     targets: ClassTargets = field(default_factory=ClassTargets)
     price: TokenPrices | None = None
     resume_streams: bool = False
+    inference_pools: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -152,6 +156,8 @@ class GatewayConfig:
         insecure: without keys, accept requests on non-loopback addresses too.
         cors: web origins whose pages may call from a browser; none by default.
         routes: names in front of models: canaries, A/B tests and fallbacks.
+        objectives: objectives by name, as clients of llm-d send them in `x-llm-d-inference-objective`. They
+            precede the `InferenceObjective`s of the cluster, and those precede the names of classes.
         batches: files and batches of requests.
     """
 
@@ -160,6 +166,7 @@ class GatewayConfig:
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
     routes: tuple[RouteSettings, ...] = ()
+    objectives: Mapping[str, ObjectiveSettings] = field(default_factory=dict)
     batches: BatchSettings = field(default_factory=BatchSettings)
     # Key of a scraper for `/metrics`. Without one, an admin key is required if keys are configured.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
@@ -196,6 +203,11 @@ class GatewayConfig:
             raise SettingsError(
                 f"gateway.keys_file must be an absolute path, got {self.keys_file!r}: each gateway has "
                 "its own working directory"
+            )
+        if unfit := [name for name in self.objectives if not is_tenant_name(name)]:
+            raise SettingsError(
+                f"the objective {unfit[0]!r} does not fit into a header: use 1 to {MAX_TENANT_CHARACTERS} "
+                "printable ASCII characters without spaces"
             )
 
     @property

@@ -1,7 +1,8 @@
 """Telemetry of a gateway: metrics, and the log line of each concluded request.
 
-Label values are bounded by the configuration (model, class, pool, outcome); tenants and request ids appear in
-the log only. Every series has the gateway's id, because gateways behind one address answer scrapes in turn.
+Label values are bounded by the configuration (model, class, pool, outcome). The names of unknown
+objectives are bounded in number. Tenants and request ids appear in the log only. Every series has the
+gateway's id, because gateways behind one address answer scrapes in turn.
 """
 
 import logging
@@ -17,6 +18,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import ClassTargets, Miss
 from serve_app.errors import Outcome
+from serve_app.serving.api_keys import is_tenant_name
 from serve_app.serving.gateway.answer.responses import ClientGone, RequestRejected
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request_log import (
@@ -43,6 +45,9 @@ _TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.25, 
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
 _USUAL_TARGETS = ClassTargets()
+
+# Clients choose the names of objectives.
+_MAX_OBJECTIVES = 32
 
 
 class _Series:
@@ -109,6 +114,8 @@ class Telemetry:
 
     Attributes:
         log_requests: write one line per concluded request; may change at any time.
+        ignored_objectives: requests by the name of an objective that is unknown, or not allowed for their
+            key; a bounded number of names, and `other`.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Telemetry:
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
+        self.ignored_objectives: dict[str, int] = {}
         self._gateway_id = gateway_id
         self._log = RequestLog(logger)
         self.log_requests = log_requests
@@ -146,7 +154,7 @@ class Telemetry:
             ("gateway", "model", "failure"),
         )
         text = "Headers of other gateways that were ignored, because their value is invalid or not allowed."
-        self.ignored_headers = self._counter("ignored_headers", text, ("gateway", "header"))
+        self.ignored_headers = self._counter("ignored_headers", text, ("gateway", "header", "objective"))
         text = "Requests to a route that moved on to a fallback, by the reason of the rejection."
         self.fallbacks = self._counter("fallbacks", text, ("gateway", "route", "model", "fallback", "reason"))
         text = (
@@ -218,11 +226,21 @@ class Telemetry:
         """Count a granted request that was put back."""
         self.put_backs[self._gateway_id, request.submission.spec.model, failure].inc()
 
-    def on_ignored_header(self, name: bytes) -> None:
-        """Count a header of another gateway whose value is ignored; the first of each name is logged."""
-        cell = self.ignored_headers[self._gateway_id, name.decode()]
+    def on_ignored_header(self, name: bytes, objective: str) -> None:
+        """Count a header of another gateway whose value is ignored; the first of each name is logged.
+
+        Args:
+            objective: the objective that it names; empty for other headers.
+        """
+        header, counts = name.decode(), self.ignored_objectives
+        if objective:
+            fits = len(counts) < _MAX_OBJECTIVES and is_tenant_name(objective)
+            objective = objective if fits or objective in counts else "other"
+            counts[objective] = counts.get(objective, 0) + 1
+        cell = self.ignored_headers[self._gateway_id, header, objective]
         if not cell.value:
-            logger.warning("event=ignored_header header=%s reason='invalid or not allowed'", name.decode())
+            named = f" objective={objective}" if objective else ""
+            logger.warning("event=ignored_header header=%s%s reason='invalid or not allowed'", header, named)
         cell.inc()
 
     def on_fallback(self, request: Request, fallback: str, reason: Outcome) -> None:

@@ -16,6 +16,7 @@ costs the API server.
 
 The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
 `pods` in the namespace, and for InferencePools also `inferencepools` (group `inference.networking.k8s.io`).
+Gateways also read `inferenceobjectives` (group `inference.networking.x-k8s.io`) there.
 """
 
 import asyncio
@@ -131,6 +132,7 @@ class EndpointSource(Protocol):
 
 Document = Mapping[str, Any]
 Show = Callable[[Mapping[str, Document]], None]
+ShowPriorities = Callable[[Mapping[str, int]], None]
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_S = 10.0
@@ -474,6 +476,22 @@ class InferencePoolSource:
                     following = tasks.create_task(pods.follow(publish, refresh_s, health))
 
             await self._watch().follow(show, refresh_s, health)
+
+    async def follow_objectives(self, show: ShowPriorities, refresh_s: float, health: SourceHealth) -> None:
+        """Report the priority of each InferenceObjective of the InferencePool by name, after each change."""
+
+        def show_own(objectives: Mapping[str, Document]) -> None:
+            show(
+                {
+                    name: item["spec"].get("priority", 0)
+                    for name, item in objectives.items()
+                    if item["spec"]["poolRef"]["name"] == self.name
+                }
+            )
+
+        group = "/apis/inference.networking.x-k8s.io/v1alpha2"
+        watch = ObjectWatch(self.api, group, "inferenceobjectives", "", self.namespace)
+        await watch.follow(show_own, refresh_s, health)
 
     def _watch(self) -> ObjectWatch:
         # All of the namespace, so that a message can list their names.

@@ -368,6 +368,19 @@ def queue_findings(queue: Document) -> Iterator[Finding]:
     yield from check_growth(queue)
 
 
+def gateway_findings(page: Document) -> Iterator[Finding]:
+    """Yield the findings about the gateway that answers, for `status`, from its page `/debug/status`."""
+    # A gateway of an older release does not report this.
+    if unknown := page.get("unknown_objectives"):
+        named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unknown.items()))
+        yield Finding(
+            Severity.RISK,
+            f"requests name objectives that this gateway does not know, so these have no effect: {named}",
+            f"add them to gateway.objectives; known: {', '.join(page['known_objectives'])}. If they are "
+            "InferenceObjectives, see event=discovery_failed in the log of the gateway",
+        )
+
+
 def findings_document(status: Document, queue: Document) -> list[dict[str, str]]:
     """Return all findings of a model as plain values, the most severe first."""
     found = sorted([*status_findings(status), *queue_findings(queue)], key=lambda each: each.severity)

@@ -16,6 +16,9 @@ import pytest
 from aiohttp import web
 from dns.asyncresolver import Resolver
 
+from serve_app.request import PriorityClass
+from serve_app.serving.gateway import GatewaySettings, ServedModel
+from serve_app.serving.gateway.deployment import follow_objectives
 from serve_app.serving.remote import sources
 from serve_app.serving.remote.sources import (
     ApiServer,
@@ -30,6 +33,8 @@ from serve_app.serving.remote.sources import (
     source_of,
 )
 from tests.serving.channel.harness import wait_until
+from tests.serving.gateway.builders import chat
+from tests.serving.gateway.conftest import running_gateway
 
 FoundUrls = list[set[str]]
 
@@ -233,8 +238,9 @@ def _is_of(item: dict[str, Any], request: web.Request) -> bool:
     """Return whether an object is in a collection. Objects without labels match every selector."""
     labels = item.get("metadata", {}).get("labels")
     wanted = [each.split("=") for each in request.query["labelSelector"].split(",") if each]
-    is_pool = item.get("kind") == "InferencePool"
-    return is_pool == request.path.endswith("/inferencepools") and (
+    kind = item.get("kind", "")
+    is_custom = request.path.rpartition("/")[2] in ("inferencepools", "inferenceobjectives")
+    return (request.path.endswith(f"/{kind.lower()}s") if kind else not is_custom) and (
         labels is None or all(labels.get(name) == value for name, value in wanted)
     )
 
@@ -279,6 +285,16 @@ def pool_of(name: str, labels: dict[str, str], *ports: int) -> dict[str, Any]:
             "targetPorts": [{"number": port} for port in ports],
             "endpointPickerRef": {"name": "epp", "port": {"number": 9002}},
         },
+    }
+
+
+def objective_of(name: str, pool: str, **spec: int) -> dict[str, Any]:
+    """Return an InferenceObjective as the schema of Gateway API's inference extension has it."""
+    return {
+        "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+        "kind": "InferenceObjective",
+        "metadata": {"name": name},
+        "spec": {"poolRef": {"group": "inference.networking.k8s.io", "name": pool}, **spec},
     }
 
 
@@ -372,6 +388,46 @@ async def test_a_missing_inference_pool_is_named_with_those_that_exist_and_remov
         await wait_until(lambda: "has no InferencePool chatt" in health.failure)
         double.put(pod("a", "10.0.0.2"))
         await wait_until(lambda: found_urls[-1] == {"http://10.0.0.2:8000"})
+
+
+async def test_requests_can_name_the_objectives_of_an_inference_pool(
+    api: tuple[FakeApiServer, ApiServer],
+) -> None:
+    double, server = api
+    double.rejects = 1
+    double.put(objective_of("premium", "chat", priority=100))
+    double.put(objective_of("standard", "chat"))
+    double.put(objective_of("of-another-pool", "code", priority=7))
+    pools = ("inferencepool+http://chat.prod",)
+    # Aliases of a model have the same pools.
+    settings = GatewaySettings(models=tuple(ServedModel(name=each, inference_pools=pools) for each in "ab"))
+    async with running_gateway() as harness:
+
+        async def priority_of(objective: str) -> PriorityClass:
+            headers = {"x-gateway-inference-objective": objective}
+            answer = await harness.http.post("/v1/chat/completions", json=chat(), headers=headers)
+            assert answer.status_code == 200
+            return harness.dispatcher.submissions[-1].priority
+
+        async def becomes(objective: str, priority: PriorityClass) -> None:
+            async with asyncio.timeout(20):
+                while await priority_of(objective) is not priority:  # noqa: ASYNC110 - over HTTP
+                    await asyncio.sleep(0.005)
+
+        (following,) = follow_objectives(settings, harness.gateway, server, refresh_s=0.05)
+        await wait_until(lambda: double.watched)
+        assert await priority_of("premium") is PriorityClass.INTERACTIVE
+        assert await priority_of("standard") is PriorityClass.DEFAULT
+        assert await priority_of("of-another-pool") is PriorityClass.DEFAULT
+        double.put(objective_of("premium", "chat", priority=-10))
+        double.put(objective_of("batch", "chat", priority=1), "ADDED")
+        await becomes("batch", PriorityClass.INTERACTIVE)
+        assert await priority_of("premium") is PriorityClass.BATCH
+        double.put(objective_of("batch", "chat"), "DELETED")
+        await becomes("batch", PriorityClass.BATCH)
+        following.cancel()
+    path = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/prod/inferenceobjectives"
+    assert double.paths == {path}
 
 
 async def test_pods_of_an_inference_pool_that_cannot_be_read_are_reported(

@@ -10,10 +10,12 @@
 | synonym                                                              | own header          |
 |----------------------------------------------------------------------|---------------------|
 | `x-llm-d-inference-fairness-id`, `x-gateway-inference-fairness-id`    | `x-tenant`          |
-| `x-llm-d-inference-objective`, `x-gateway-inference-objective`        | `x-priority`        |
 | `x-llm-d-inference-ttl`, a duration such as `1500ms` or `1m30s`       | `x-queue-timeout-s` |
 | `x-llm-d-slo-ttft-ms`                                                | `x-slo-ttft-ms`     |
 | `x-llm-d-slo-tpot-ms`                                                | `x-slo-tpot-ms`     |
+
+`x-llm-d-inference-objective` and `x-gateway-inference-objective` name an objective, which stands for several
+own headers; see `ObjectiveSettings`.
 
 The `x-llm-d` names are those of llm-d's router (pkg/epp/metadata/consts.go), the others those of the Gateway
 API Inference Extension. Clients may send them for another gateway, so an invalid or forbidden value is
@@ -23,12 +25,15 @@ ignored and never an error.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from serve_app.core.commands import Dispatch
+from serve_app.core.latency_targets import TargetLimits
+from serve_app.core.settings_base import between, settings
 from serve_app.errors import Outcome
 from serve_app.request import MAX_TARGET_S, LatencyTarget, PriorityClass, RequestTimes
 from serve_app.serving.api_keys import is_tenant_name
@@ -386,14 +391,6 @@ def _tenant(value: bytes, caller: Caller) -> bytes | None:
     return value if caller.may_act_for_tenants and is_tenant_name(header_text(value)) else None
 
 
-def _priority(value: bytes, caller: Caller) -> bytes | None:
-    try:
-        named = PriorityClass(header_text(value).strip().lower())
-    except ValueError:
-        return None
-    return value if caller.may_use_class(named) else None
-
-
 def _timeout_s(value: bytes, _caller: Caller) -> bytes | None:
     parts = _PART.findall(value)
     if not parts or b"".join(number + unit for number, unit in parts) != value:
@@ -409,22 +406,69 @@ def _target(value: bytes, _caller: Caller) -> bytes | None:
 _SYNONYMS: Mapping[bytes, tuple[bytes, _Translate]] = {
     b"x-llm-d-inference-fairness-id": (b"x-tenant", _tenant),
     b"x-gateway-inference-fairness-id": (b"x-tenant", _tenant),
-    b"x-llm-d-inference-objective": (b"x-priority", _priority),
-    b"x-gateway-inference-objective": (b"x-priority", _priority),
     b"x-llm-d-inference-ttl": (b"x-queue-timeout-s", _timeout_s),
     b"x-llm-d-slo-ttft-ms": (b"x-slo-ttft-ms", _target),
     b"x-llm-d-slo-tpot-ms": (b"x-slo-tpot-ms", _target),
 }
-_NAMES = frozenset(_SYNONYMS)
+_OBJECTIVE_NAMES = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_NAMES = frozenset((*_SYNONYMS, *_OBJECTIVE_NAMES))
+
+
+@settings
+class ObjectiveSettings:
+    """An objective, as llm-d and the Gateway API name them: what applies to requests that name it.
+
+    What a request states with its own headers takes precedence.
+
+    Attributes:
+        class: class of the requests. With a key that does not allow it, the objective is ignored.
+        queue_timeout_s: maximum time in the queue; null for that of the class.
+        latency_target: latency target.
+    """
+
+    class_: PriorityClass = PriorityClass.DEFAULT
+    queue_timeout_s: Annotated[float | None, between(0.001, MAX_QUEUE_TIMEOUT_S)] = None
+    latency_target: TargetLimits = field(default_factory=TargetLimits)
+
+    @classmethod
+    def with_number(cls, priority: int) -> "ObjectiveSettings":
+        """Return the objective that an `InferenceObjective` with this priority stands for."""
+        if not priority:
+            return cls()
+        return cls(class_=PriorityClass.INTERACTIVE if priority > 0 else PriorityClass.BATCH)
+
+    def headers(self) -> dict[bytes, bytes]:
+        """Return the gateway's own headers that state the same."""
+        target = self.latency_target
+        numbers = {
+            b"x-queue-timeout-s": self.queue_timeout_s,
+            b"x-slo-ttft-ms": None if target.ttft_s is None else target.ttft_s * 1e3,
+            b"x-slo-tpot-ms": None if target.tpot_s is None else target.tpot_s * 1e3,
+        }
+        found = {name: b"%r" % number for name, number in numbers.items() if number is not None}
+        if target.refuse:
+            found[b"x-slo"] = b"refuse"
+        return {b"x-priority": self.class_.value.encode(), **found}
+
+
+CLASS_OBJECTIVES: Mapping[str, ObjectiveSettings] = {
+    each.value: ObjectiveSettings(class_=each) for each in PriorityClass
+}
+"""Objectives with the names of the classes."""
 
 
 def with_own_names(
-    headers: Mapping[bytes, bytes], caller: Caller, on_ignored: Callable[[bytes], None]
+    headers: Mapping[bytes, bytes],
+    caller: Caller,
+    objectives: Mapping[str, ObjectiveSettings],
+    on_ignored: Callable[[bytes, str], None],
 ) -> Mapping[bytes, bytes]:
     """Return the headers of a request, with the gateway's own in place of synonyms.
 
     Args:
-        on_ignored: called with the name of each synonym whose value is invalid or not allowed for the caller.
+        objectives: all known objectives by name in lower case.
+        on_ignored: called with the name of each synonym whose value is invalid or not allowed for the caller,
+            and with the objective that it names; empty for other synonyms.
     """
     if _NAMES.isdisjoint(headers):
         return headers
@@ -434,9 +478,18 @@ def with_own_names(
             continue
         value = translate(found.pop(name), caller)
         if value is None:
-            on_ignored(name)
+            on_ignored(name, "")
         else:
             found.setdefault(own, value)
+    # Last, because the other synonyms also state what the request itself wants.
+    for name in _OBJECTIVE_NAMES:
+        if name not in headers:
+            continue
+        named = header_text(headers[name]).strip().lower()
+        objective = objectives.get(named)
+        if objective is not None and caller.may_use_class(objective.class_):
+            return {**objective.headers(), **found}
+        on_ignored(name, named)
     return found
 
 

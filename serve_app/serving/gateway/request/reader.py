@@ -50,9 +50,11 @@ from serve_app.serving.gateway.request.body import (
 from serve_app.serving.gateway.request.endpoints import ParsedBody
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
+    CLASS_OBJECTIVES,
     BodyFields,
     GenerationFields,
     MessagesFields,
+    ObjectiveSettings,
     ResponsesFields,
     UsageOnRequestFields,
     with_own_names,
@@ -183,7 +185,11 @@ _OWN_PIECE_BYTES = 4 * 1024
 
 
 class RequestReader:
-    """Reader and validator of requests, before a scheduler sees them."""
+    """Reader and validator of requests, before a scheduler sees them.
+
+    Attributes:
+        objectives: all objectives that requests can name, by name in lower case.
+    """
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class RequestReader:
         models: ServedModels,
         budgets: Budgets | None = None,
         tracer: RequestTracer | None = None,
-        on_ignored_header: Callable[[bytes], None] = lambda _name: None,
+        on_ignored_header: Callable[[bytes, str], None] = lambda _name, _objective: None,
         holders: ResponseHolders | None = None,
     ) -> None:
         self._settings = settings
@@ -200,6 +206,8 @@ class RequestReader:
         self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
         self._on_ignored_header = on_ignored_header
+        self._discovered: dict[str, Mapping[str, ObjectiveSettings]] = {}
+        self.objectives = self._all_objectives()
         self._holders = holders or ResponseHolders()
         self.bodies = BodyBudget(settings.max_held_body_bytes)
         # One thread: the GIL makes more no faster, and the event loop is not blocked.
@@ -213,8 +221,22 @@ class RequestReader:
         """
         keyring, before = Keyring(settings.keys, path=settings.keys_path), self._keyring
         self._settings, self._keyring = settings, keyring
+        self.objectives = self._all_objectives()
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
+
+    def show_objectives(self, source: str, priorities: Mapping[str, int]) -> None:
+        """Replace the `InferenceObjective`s of a source: priorities by name."""
+        self._discovered[source] = {
+            name: ObjectiveSettings.with_number(priority) for name, priority in priorities.items()
+        }
+        self.objectives = self._all_objectives()
+
+    def _all_objectives(self) -> dict[str, ObjectiveSettings]:
+        found = dict(CLASS_OBJECTIVES)
+        for source in sorted(self._discovered):
+            found |= self._discovered[source]
+        return found | {name.lower(): each for name, each in self._settings.objectives.items()}
 
     @property
     def max_body_bytes(self) -> int:
@@ -230,7 +252,9 @@ class RequestReader:
         if request.caller is None:
             within = request.exchange.caller
             request.caller = within if isinstance(within, Caller) else self.caller(request.headers)
-            request.headers = with_own_names(request.headers, request.caller, self._on_ignored_header)
+            request.headers = with_own_names(
+                request.headers, request.caller, self.objectives, self._on_ignored_header
+            )
         return request.caller
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:

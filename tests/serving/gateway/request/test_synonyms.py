@@ -1,12 +1,14 @@
 """Headers of other gateways: what they mean here, and that none of them ever fails a request."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.request import PriorityClass
+from serve_app.request import LatencyTarget, PriorityClass
 from serve_app.serving.gateway import ApiKey
+from serve_app.serving.gateway.request.fields import ObjectiveSettings
 from tests.serving.gateway.builders import chat, rejection
 from tests.serving.gateway.conftest import GatewayHarness, running_gateway
 
@@ -31,6 +33,15 @@ async def ignored(harness: GatewayHarness) -> dict[str, float]:
     return {line.split('header="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
+async def ignored_objectives(harness: GatewayHarness) -> dict[str, float]:
+    """Return the counts of ignored objectives by name, from the page of metrics."""
+    found = {}
+    for line in (await harness.http.get("/metrics")).text.splitlines():
+        if line.startswith("ewsjf_gateway_ignored_headers_total{") and f'header="{OBJECTIVE[0]}"' in line:
+            found[line.split('objective="')[1].split('"')[0]] = float(line.split()[-1])
+    return found
+
+
 @pytest.mark.parametrize("name", FAIRNESS)
 async def test_a_fairness_id_is_the_tenant(harness: GatewayHarness, name: str) -> None:
     assert (await submission(harness, {name: "team"}, user="someone")).tenant == "team"
@@ -43,6 +54,82 @@ async def test_an_objective_with_the_name_of_a_class_is_the_class(harness: Gatew
     assert (await submission(harness, {name: "Batch"})).priority is PriorityClass.BATCH
     headers = {name: "batch", "x-priority": "interactive"}
     assert (await submission(harness, headers)).priority is PriorityClass.INTERACTIVE
+
+
+PREMIUM: Mapping[str, Any] = {
+    "class": "interactive",
+    "queue_timeout_s": 20.5,
+    "latency_target": {"ttft_s": 0.3, "tpot_s": 0.05, "refuse": True},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+async def test_an_objective_gives_what_the_request_does_not_state(harness: GatewayHarness, name: str) -> None:
+    harness.gateway.change({"objectives": {"premium-traffic": PREMIUM, "nightly": {"class": "batch"}}})
+    found = await submission(harness, {name: "premium-traffic"})
+    assert (found.priority, found.queue_timeout_s) == (PriorityClass.INTERACTIVE, 20.5)
+    assert found.target == LatencyTarget(ttft_s=0.3, tpot_s=0.05, refuse=True)
+    found = await submission(harness, {name: "nightly"})
+    assert (found.priority, found.queue_timeout_s, found.target) == (PriorityClass.BATCH, None, None)
+
+    stated = {"x-priority": "default", TTL: "1500ms", "x-slo-ttft-ms": "900"}
+    found = await submission(harness, {name: "premium-traffic", **stated})
+    assert (found.priority, found.queue_timeout_s) == (PriorityClass.DEFAULT, 1.5)
+    assert found.target == LatencyTarget(ttft_s=0.9, tpot_s=0.05, refuse=True)
+    assert await ignored(harness) == {}
+
+
+async def test_configured_objectives_precede_those_of_the_cluster_and_these_the_names_of_classes(
+    harness: GatewayHarness,
+) -> None:
+    async def classes(*names: str) -> list[PriorityClass]:
+        return [(await submission(harness, {OBJECTIVE[1]: name})).priority for name in names]
+
+    default, interactive, batch = PriorityClass.DEFAULT, PriorityClass.INTERACTIVE, PriorityClass.BATCH
+    harness.gateway.show_objectives("pool", {"premium": 100, "batch": 5, "standard": 0, "nightly": -10})
+    assert await classes("premium", "batch", "standard", "nightly") == [
+        interactive,
+        interactive,
+        default,
+        batch,
+    ]
+    harness.gateway.change({"objectives": {"Premium": {"class": "batch"}}})
+    assert await classes("premium", "PREMIUM", "batch", "interactive") == [
+        batch,
+        batch,
+        interactive,
+        interactive,
+    ]
+    harness.gateway.show_objectives("pool", {})
+    harness.gateway.change({"objectives": {}})
+    assert await classes("premium", "batch") == [default, batch]
+
+
+async def test_unknown_objectives_are_counted_by_name_up_to_a_bound_and_have_no_effect() -> None:
+    keys = (
+        ApiKey(tenant="slow", key="slow", default_class=PriorityClass.BATCH),
+        ApiKey(tenant="ops", key="ops", admin=True),
+    )
+    async with running_gateway(keys=keys) as harness:
+
+        async def sent(name: str) -> PriorityClass:
+            headers = {"authorization": "Bearer slow", OBJECTIVE[0]: name}
+            return (await submission(harness, headers)).priority  # type: ignore[no-any-return]
+
+        assert await sent("two words") is PriorityClass.BATCH
+        for number in range(40):
+            await sent(f"o{number}")
+        await sent("O3")
+        harness.http.headers["authorization"] = "Bearer ops"
+        counts = await ignored_objectives(harness)
+        assert counts == {**{f"o{number}": 1.0 for number in range(31)}, "o3": 2.0, "other": 10.0}
+
+        page = (await harness.http.get("/debug/status")).json()
+        assert page["unknown_objectives"] == counts
+        assert page["known_objectives"] == ["batch", "default", "interactive"]
+        harness.gateway.change({"objectives": {f"o{number}": {} for number in range(40)}})
+        page = (await harness.http.get("/debug/status")).json()
+        assert page["unknown_objectives"] == {"other": 10}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +160,23 @@ async def test_impossible_values_are_ignored_and_counted_once_each(
 async def test_a_key_decides_which_values_are_allowed() -> None:
     keys = (
         ApiKey(tenant="team", key="own", highest_class=PriorityClass.DEFAULT),
-        ApiKey(tenant="proxy", key="proxy", may_act_for_tenants=True),
+        ApiKey(tenant="proxy", key="proxy", may_act_for_tenants=True, admin=True),
     )
-    async with running_gateway(keys=keys) as harness:
+    objectives = {"premium": ObjectiveSettings(class_=PriorityClass.INTERACTIVE, queue_timeout_s=5.0)}
+    async with running_gateway(keys=keys, objectives=objectives) as harness:
         headers = {FAIRNESS[0]: "guest", OBJECTIVE[0]: "interactive"}
         found = await submission(harness, {"authorization": "Bearer own", **headers})
         assert (found.tenant, found.priority) == ("team", PriorityClass.DEFAULT)
         found = await submission(harness, {"authorization": "Bearer proxy", **headers})
         assert (found.tenant, found.priority) == ("guest", PriorityClass.INTERACTIVE)
+
+        found = await submission(harness, {"authorization": "Bearer own", OBJECTIVE[0]: "premium"})
+        assert (found.priority, found.queue_timeout_s) == (PriorityClass.DEFAULT, None)
+        found = await submission(harness, {"authorization": "Bearer proxy", OBJECTIVE[0]: "premium"})
+        assert (found.priority, found.queue_timeout_s) == (PriorityClass.INTERACTIVE, 5.0)
+        harness.http.headers["authorization"] = "Bearer proxy"
+        assert await ignored_objectives(harness) == {"interactive": 1, "premium": 1}
+        assert "unknown_objectives" not in (await harness.http.get("/debug/status")).json()
 
 
 async def test_a_slow_body_is_counted_once(harness: GatewayHarness) -> None:
