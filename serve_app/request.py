@@ -30,6 +30,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+MAX_FLOOR = 1e9
 """Range of the fair-share weight of a tenant. Beyond it, its counter could exceed what a float can hold."""
 
 
@@ -68,6 +69,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         key_id: name of the key in limits and usage records; not secret.
         weight: fair-share weight of the request's tenant; None to use `fairness.weights`.
+        floor_tokens_per_s: floor of the request's tenant; None to use `floors.tenants`.
         target: latency target of its requests that state none. Limits that it lacks are those of the class.
     """
 
@@ -75,6 +77,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     weight: float | None = None
     limits: KeyLimits = KeyLimits()
     target: LatencyTarget | None = None
+    floor_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--tenant", help="tenant of the key; required to create one")
     group.add_argument("--name", default="", help="description")
     add_number(group, "--weight", "weight of the tenant in fair sharing")
+    add_number(group, "--floor-tokens-per-s", "service that the tenant gets before others while it waits")
     group.add_argument(
         "--highest-class",
         choices=[each.value for each in PriorityClass],
@@ -195,6 +196,7 @@ def _create(path: Path, args: argparse.Namespace) -> int:
         tenant=args.tenant,
         name=args.name,
         weight=args.weight,
+        floor_tokens_per_s=args.floor_tokens_per_s,
         highest_class=args.highest_class,
         models=tuple(args.model),
         expires_at=expires_at,
@@ -226,6 +228,7 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
             "status": key.status(),
             "highest_class": key.highest_class.value,
             "weight": "" if key.weight is None else f"{key.weight:g}",
+            "floor": "" if key.floor_tokens_per_s is None else f"{key.floor_tokens_per_s:,.0f}",
             "models": ", ".join(key.models) or "all",
             "limits": ", ".join(f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit))),
             "expires": key.expires_at.date().isoformat() if key.expires_at else "",
@@ -233,13 +236,14 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
         }
         for key in keys
     ]
-    print_result(documents_table(_KEYS, rows, text_columns=10))
+    print_result(documents_table(_KEYS, rows, text_columns=11))
     return 0
 
 
 _KEYS = (
     "id: {id} | tenant: {tenant} | name: {name} | status: {status} | weight: {weight} | "
-    "highest class: {highest_class} | models: {models} | limits: {limits} | expires: {expires} | may: {may}"
+    "floor, tokens/s: {floor} | highest class: {highest_class} | "
+    "models: {models} | limits: {limits} | expires: {expires} | may: {may}"
 )
 
 

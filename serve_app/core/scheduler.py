@@ -58,7 +58,7 @@ from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.core.routing.request_routing import Rejections, RequestRouting
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Request
+from serve_app.request import PriorityClass, Request
 
 
 class Scheduler:
@@ -103,7 +103,7 @@ class Scheduler:
         self.prefill_costs = PrefillCosts()
         inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs, policies)
-        self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)
+        self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound, settings.floors)
         backpressure = settings.effective_backpressure
         self._backfill = Backfill(settings.backfill, self.prefill_costs)
         self._backpressure = EngineBackpressure(backpressure, self.prefill_costs, self._backfill)
@@ -202,8 +202,12 @@ class Scheduler:
         if not self.queue.waiting:
             return earliest(report, outage, routing, start)
         timeout, backoff = self._expiry.next_at(), self.queue.next_backoff_end()
-        prefill, programs = self._prefills.next_at(), self.programs.next_at()
-        return earliest(timeout, backoff, report, outage, routing, start, prefill, programs)
+        prefill, programs, floor = (
+            self._prefills.next_at(),
+            self.programs.next_at(),
+            self.queue.next_floor_at(),
+        )
+        return earliest(timeout, backoff, report, outage, routing, start, prefill, programs, floor)
 
     @property
     def now(self) -> float:
@@ -366,7 +370,7 @@ class Scheduler:
         self._release(scheduled, running, now, ran=is_revoked)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
-            self.queue.refund(scheduled)
+            self.queue.refund(scheduled, running)
         self.suspensions.on_failure(event, scheduled.dispatched_at, now)
         many_lost = self.suspensions.many_lost(now)
         conclusion = retry_limit_conclusion(scheduled, self.settings, many_lost=many_lost)
@@ -474,7 +478,8 @@ class Scheduler:
         for scheduled in self._slow_starts.overdue(now):
             assert scheduled.attempts.moved_from is not None, "it is marked as moved"
             self._commands.append(_revocation(scheduled, scheduled.attempts.moved_from))
-        for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, now):
+        due = {floor.tenant for floor in self.queue.due_floors(now) if floor.tenant is not None}
+        for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, due, now):
             self._commands.append(_revocation(scheduled, replica_id))
 
     def _send(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:
@@ -482,7 +487,7 @@ class Scheduler:
         replica = running.replica
         if scheduled.queued:
             self._dequeue(scheduled)
-        self.waits.on_dispatch(scheduled, replica, now)
+        self.waits.on_dispatch(scheduled, running, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         running.prefilled_alone = replica.unstarted == 0
         scheduled.expect_cached(scheduled.estimate.expected_prompt_tokens - running.prefill_tokens)
@@ -490,6 +495,10 @@ class Scheduler:
             self.targets.on_dispatch(scheduled, replica)
         self.in_flight.hold(scheduled, running, now)
         self._on_held(scheduled, replica)
+        if running.by_floor and scheduled.request.priority is PriorityClass.BATCH:
+            self.arrived.add(
+                scheduled.pools, scheduled.request, scheduled.estimate, scheduled.cached_tokens, by_floor=True
+            )
         self._prefills.on_dispatch(scheduled, running, now)
         self._slow_starts.on_dispatch(scheduled, running, now)
         request = scheduled.request

@@ -11,7 +11,8 @@ from serve_app.core.dispatch.promotion import ClassFloorSettings, EnginePriority
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.latency_targets import LatencyTargetSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
-from serve_app.core.queueing.fairness import FairnessSettings
+from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
+from serve_app.core.queueing.floors import FloorSettings
 from serve_app.core.routing.estimation.estimate import EstimatorSettings
 from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
 from serve_app.core.routing.prefix import AffinitySettings
@@ -153,6 +154,7 @@ class SchedulerConfig:
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     backfill: Annotated[BackfillSettings, ADVANCED] = field(default_factory=BackfillSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
+    floors: FloorSettings = field(default_factory=FloorSettings)
     class_floors: Annotated[ClassFloorSettings, ADVANCED] = field(default_factory=ClassFloorSettings)
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
     affinity: Annotated[AffinitySettings, ADVANCED] = field(default_factory=AffinitySettings)
@@ -197,3 +199,8 @@ class SchedulerSettings(SchedulerConfig):
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must not be empty: give the name that clients send")
+        if self.fairness.mode is not FairnessMode.TOKENS and (self.floors.tenants or self.floors.classes):
+            raise ValueError(
+                f"floors are tokens per second, but fairness.mode is {self.fairness.mode.value}: "
+                "set it to tokens, or remove floors"
+            )

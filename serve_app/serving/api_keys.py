@@ -24,6 +24,7 @@ import msgspec
 
 from serve_app.errors import SettingsError
 from serve_app.request import (
+    MAX_FLOOR,
     MAX_TARGET_S,
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -121,6 +122,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         hash: hash of the whole secret; see `hashed`.
         name: description for operators.
         weight: weight of its tenant in fair sharing; None uses `fairness.weights`.
+        floor_tokens_per_s: service that its tenant gets before others; None uses `floors.tenants`.
         highest_class: highest priority class that requests may use.
         default_class: class of requests that name none; None means `default`, or the highest class if that is
             lower.
@@ -140,6 +142,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     created_at: Moment
     name: str = ""
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] | None = None
+    floor_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOOR)] | None = None
     highest_class: PriorityClass = PriorityClass.INTERACTIVE
     default_class: PriorityClass | None = None
     models: tuple[str, ...] = ()
@@ -183,7 +186,13 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             target = LatencyTarget(
                 ttft_s=self.ttft_target_s, tpot_s=self.tpot_target_s, refuse=self.refuse_missed
             )
-        return KeyTerms(key_id=self.id, weight=self.weight, limits=limits, target=target)
+        return KeyTerms(
+            key_id=self.id,
+            weight=self.weight,
+            limits=limits,
+            target=target,
+            floor_tokens_per_s=self.floor_tokens_per_s,
+        )
 
     @property
     def has_budget(self) -> bool:

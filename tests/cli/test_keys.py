@@ -51,11 +51,11 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "keys.json"
     options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
     limits = ("--cost-per-day", "2.5", "--ttft-target-s", "0.5", "--weight", "2", "--expires-in-days", "30")
-    secret = created(capsys, path, *options, *limits, "--name", "night")
+    secret = created(capsys, path, *options, *limits, "--name", "night", "--floor-tokens-per-s", "1500")
     (key,) = read_keys(path)
     assert is_secret_of(secret.encode(), *parsed_hash(key.hash))
     assert (key.admin, key.may_act_for_tenants, key.models) == (True, False, ("demo",))
-    assert (key.cost_per_day, key.ttft_target_s) == (2.5, 0.5)
+    assert (key.cost_per_day, key.ttft_target_s, key.floor_tokens_per_s) == (2.5, 0.5, 1500)
 
     assert main(["keys", "list", "--file", str(path), "--json"]) == 0
     shown = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     assert main(["keys", "list", "--file", str(path)]) == 0
     table = capsys.readouterr().out
     assert "requests_per_minute=60, cost_per_day=2.5" in table
-    assert re.search(r"\| valid +\| 2 +\| batch", table)
+    assert re.search(r"\| valid +\| 2 +\| 1,500 +\| batch", table)
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
     assert [key.status() for key in read_keys(path)] == ["revoked"]

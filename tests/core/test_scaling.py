@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.events import FirstToken, ReplicaJoined, ReplicaLost, Retuned
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.events import Finished, FirstToken, ReplicaJoined, ReplicaLost, Retuned
+from serve_app.core.queueing.floors import FloorSettings
 from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
 from serve_app.core.scaling.pool_scaler import (
     DecodeLine,
@@ -21,8 +23,9 @@ from serve_app.core.scaling.pool_scaler import (
     StartTime,
     share_gpus,
 )
+from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from tests.builders import ManualDriver, fill, key, spec, two_pools
+from tests.builders import ManualDriver, dispatched, fill, key, spec, two_pools
 
 # A prompt token costs an engine 1 ms, an output token 10 ms / 10.
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))
@@ -373,6 +376,27 @@ def test_batch_work_starts_a_pool_and_adds_no_further_replica() -> None:
     view = observe(driver.scheduler, POOLS, driver.now)["short"]
     assert view.has_demand
     assert (view.arrived_requests, view.waiting_requests, view.oldest_wait_s) == (0, 0, 0.0)
+
+
+def test_batch_work_counts_as_far_as_its_floor() -> None:
+    """Requests that the floor has dispatched have arrived, and one that it should have waits."""
+    driver = ManualDriver(
+        floors=FloorSettings(tenants={"night": 50.0}),
+        backpressure=BackpressureSettings(lag_factor=0.0, target_waiting=1),
+    )
+    driver.join("s1", "short", max_model_len=1_000)
+    driver.arrive("other", prompt_tokens=100)
+    for number in range(3):
+        driver.arrive(f"b{number}", prompt_tokens=100, tenant="night", priority=PriorityClass.BATCH)
+    view = observe(driver.scheduler, POOLS, driver.now)["short"]
+    assert (view.arrived_requests, view.oldest_wait_s) == (1, 0.0)
+    driver.report("s1", after_s=6.0)
+    assert observe(driver.scheduler, POOLS, driver.now)["short"].oldest_wait_s == 6.0
+    assert len(dispatched(driver.feed(Finished("other", Outcome.COMPLETED)))) == 1
+    view = observe(driver.scheduler, POOLS, driver.now)["short"]
+    assert (view.arrived_requests, view.arrived_prefill_tokens) == (2, 200)
+    driver.report("s1", after_s=20.0)
+    assert observe(driver.scheduler, POOLS, driver.now)["short"].oldest_wait_s == 10.0
 
 
 def test_the_longest_wait_is_that_of_the_oldest_head() -> None:

@@ -13,6 +13,7 @@ from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.isolation import IsolationSettings
+from serve_app.core.queueing.floors import FloorSettings
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.pools import RoutingSettings, least_budget_tokens
 from serve_app.core.routing.replica import ReplicaSpec
@@ -35,6 +36,8 @@ SPECS = {
 THREE_POOLS = {**SPECS, "s2": spec("s2", "mid", max_model_len=2_000, kv_tokens=2_400, max_num_seqs=2)}
 ROUTING = RoutingSettings(b_short_tokens=1_000)
 PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5)
+# Of a tenant with two classes, and of the batch class; a request has 1 to 5,000 tokens.
+FLOORS = FloorSettings(tenants={"b": 500.0}, classes={BATCH: 200.0})
 ISOLATION = IsolationSettings(
     max_long_prefills=2, max_longest_prefills=1, prior_boundary_tokens=350, prior_longest_tokens=600
 )
@@ -61,6 +64,7 @@ class RecordingMachine(RuleBasedStateMachine):
     """Feeds a scheduler, and derives its state from events and commands alone."""
 
     policy = "fcfs"
+    floors = FloorSettings()
     specs = SPECS
     routing = ROUTING
 
@@ -75,6 +79,7 @@ class RecordingMachine(RuleBasedStateMachine):
                 max_attempts=2,
                 max_put_backs=5,
                 promotion=PROMOTION,
+                floors=self.floors,
                 no_replica_grace_s=1.0,
                 routing=self.routing,
                 # Without growth by pace, capacity follows from this record alone.

@@ -21,6 +21,7 @@ from tests.builders import report, request, running_of
 from tests.properties.recording_machine import (
     BATCH,
     DEFAULT,
+    FLOORS,
     INTERACTIVE,
     SPECS,
     THREE_POOLS,
@@ -357,13 +358,19 @@ class ThreePoolsMachine(SchedulerMachine):
     routing = RoutingSettings(pools=("short", "mid", "long"), b_short_tokens=600, costs=(1.0, 3.0, 2.0))
 
 
+class FloorsMachine(IsolatingMachine):
+    floors = FLOORS
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestThreePoolsMachine = ThreePoolsMachine.TestCase
 TestIsolatingMachine = IsolatingMachine.TestCase
+TestFloorsMachine = FloorsMachine.TestCase
 for case, examples in (
     (TestSchedulerMachine, 50),
     (TestIsolatingMachine, 50),
     (TestThreePoolsMachine, 30),
+    (TestFloorsMachine, 50),
 ):
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.events import Event, Finished, FirstToken
 from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import PriorityClass, Usage
 from tests.builders import ONE_POOL, ManualDriver, dispatched
 
 TOKENS_PER_S, OUTPUT = 1_000.0, 10
@@ -32,6 +33,7 @@ class Arrival:
     at: float
     tenant: str
     prompt_tokens: int
+    priority: PriorityClass = PriorityClass.DEFAULT
     number: int = -1
     sent_at: float = math.inf
 
@@ -47,13 +49,16 @@ class SerialEngine(ManualDriver):
         order: requests in the order of dispatch.
     """
 
-    def __init__(self, arrivals: Sequence[Arrival], promoted_share: float = PROMOTED_SHARE) -> None:
+    def __init__(
+        self, arrivals: Sequence[Arrival], promoted_share: float = PROMOTED_SHARE, **changes: Any
+    ) -> None:
         super().__init__(
             policy="ewsjf",
             routing=ONE_POOL,
             isolation=IsolationSettings(max_long_prefills=0),
             backpressure=BackpressureSettings(target_waiting=1, lag_factor=0.0),
             promotion=PromotionSettings(default_s=BOUND_S, promoted_share=promoted_share),
+            **changes,
         )
         self.arrivals = arrivals
         self.order: list[Arrival] = []
@@ -80,7 +85,11 @@ class SerialEngine(ManualDriver):
                 one.number = len(self.by_name)
                 self.by_name[one.name] = one
                 self.arrive(
-                    one.name, prompt_tokens=one.prompt_tokens, max_output_tokens=OUTPUT, tenant=one.tenant
+                    one.name,
+                    prompt_tokens=one.prompt_tokens,
+                    max_output_tokens=OUTPUT,
+                    tenant=one.tenant,
+                    priority=one.priority,
                 )
                 continue
             ended, self.ends_at = self.order[-1], math.inf

@@ -15,8 +15,9 @@ from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nano
 from serve_app.core.accounting.waits import BUSY, INDEX_OF, WaitUpdater
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.routing.replica_state import Running
 from serve_app.core.scheduler import Scheduler
+from tests.properties.recording_machine import FLOORS
 from tests.properties.test_engine_time import EngineTimeMachine
 from tests.properties.test_scheduler_invariants import IsolatingMachine, ThreePoolsMachine
 
@@ -35,8 +36,8 @@ class SlowWaitUpdater(WaitUpdater):
         # Waited-for requests after the last event.
         self.waited_for: dict[str, int] = {}
 
-    def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
-        at = nanoseconds(now)
+    def on_dispatch(self, taker: ScheduledRequest, running: Running, now: float) -> None:
+        at, replica = nanoseconds(now), running.replica
         for waiting in self.scheduler.queue:
             account = waiting.waits.account if waiting.waits is not None else None
             if account is None or account.pool != replica.spec.pool or account.state != BUSY:
@@ -47,11 +48,11 @@ class SlowWaitUpdater(WaitUpdater):
                 and taker.request.priority.rank < waiting.request.priority.rank
             ):
                 lacking = None
-            cause = lacking or _order(waiting, taker)
+            cause = lacking or _order(waiting, taker, by_floor=running.by_floor)
             self._spend(waiting.request.request_id, cause, at)
             if lacking is None:
                 self.ahead.setdefault(waiting.request.request_id, Counter())[cause] += 1
-        super().on_dispatch(taker, replica, now)
+        super().on_dispatch(taker, running, now)
 
     def update(self, now: float) -> None:
         at = nanoseconds(now)
@@ -86,8 +87,10 @@ class SlowWaitUpdater(WaitUpdater):
         self.since[request_id] = at
 
 
-def _order(waiting: ScheduledRequest, taker: ScheduledRequest) -> WaitCause:
+def _order(waiting: ScheduledRequest, taker: ScheduledRequest, *, by_floor: bool) -> WaitCause:
     mine, theirs = waiting.request, taker.request
+    if by_floor and (theirs.tenant, theirs.priority) != (mine.tenant, mine.priority):
+        return WaitCause.OTHERS_FLOOR
     if theirs.priority is not mine.priority:
         is_higher = theirs.priority.rank < mine.priority.rank
         return WaitCause.HIGHER_CLASS if is_higher else WaitCause.LOWER_CLASS
@@ -154,10 +157,20 @@ class ThreePoolsWaitsMachine(WaitsMachine, ThreePoolsMachine):
     pass
 
 
+class FloorsWaitsMachine(IsolatingWaitsMachine):
+    floors = FLOORS
+
+
 TestWaits = WaitsMachine.TestCase
 TestIsolatingWaits = IsolatingWaitsMachine.TestCase
 TestThreePoolsWaits = ThreePoolsWaitsMachine.TestCase
-for case, examples in ((TestWaits, 100), (TestIsolatingWaits, 100), (TestThreePoolsWaits, 60)):
+TestFloorsWaits = FloorsWaitsMachine.TestCase
+for case, examples in (
+    (TestWaits, 100),
+    (TestIsolatingWaits, 100),
+    (TestThreePoolsWaits, 60),
+    (TestFloorsWaits, 100),
+):
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WaitCause(enum.StrEnum):
-    """A cause of a wait. The first four mean that a slot became free and another request got it."""
+    """A cause of a wait. The first five mean that a slot became free and another request got it."""
 
     HIGHER_CLASS = "higher_class"
     """A request of a higher class got the slot."""
@@ -23,6 +23,8 @@ class WaitCause(enum.StrEnum):
     """Another request of the same tenant and class got the slot."""
     LOWER_CLASS = "lower_class"
     """A request of a lower class got the slot, because of its class floor or its starvation bound."""
+    OTHERS_FLOOR = "others_floor"
+    """A request of a tenant or class that was behind its floor got the slot."""
     ENGINES_BUSY = "engines_busy"
     """No engine accepted more requests. This request got the next slot."""
     LONG_PREFILL = "long_prefill"
@@ -62,6 +64,7 @@ _MEANINGS = {
     WaitCause.OTHER_TENANTS: "requests of other tenants got the free slots",
     WaitCause.OWN_REQUESTS: "other requests of the same tenant got the free slots",
     WaitCause.LOWER_CLASS: "requests of a lower class got the free slots, by class floor or starvation bound",
+    WaitCause.OTHERS_FLOOR: "requests of a tenant or class with a floor got the free slots",
     WaitCause.ENGINES_BUSY: "no engine accepted more requests",
     WaitCause.LONG_PREFILL: "the maximum number of long prefills was in flight",
     WaitCause.KV_CACHE: "no engine had enough KV cache free",
@@ -106,13 +109,18 @@ def nanoseconds(at: float) -> int:
     return int(at * 1e9)
 
 
+OwnSlots = tuple[tuple[int, int], tuple[int, int]]
+"""Nanoseconds and number of the slots that a tenant took in its turn, and by a floor."""
+NO_SLOTS: OwnSlots = ((0, 0), (0, 0))
+
+
 class WaitTally:
     """The wait of one request so far, by cause.
 
     Attributes:
         account: the wait account that it has joined; None during backoff or on a replica.
         sums: sums of the account when the request joined it.
-        own: the same for the slots that its tenant took: nanoseconds and count.
+        own: the same for the slots that its tenant took.
         held_since: start of its backoff or of its parking, in nanoseconds; None outside of them.
         held_for: the cause of that time.
     """
@@ -122,7 +130,7 @@ class WaitTally:
     def __init__(self) -> None:
         self.account: WaitAccount | None = None
         self.sums: list[int] = []
-        self.own = (0, 0)
+        self.own = NO_SLOTS
         self.held_since: int | None = None
         self.held_for = WaitCause.BACKOFF
         self._causes: dict[WaitCause, int] = {}

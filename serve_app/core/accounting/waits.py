@@ -16,14 +16,21 @@ within an account differ by less than a factor of two; all requests below 4,096 
 Therefore a request that lacks KV cache may be attributed to the slots that others took.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from serve_app.core.accounting.costs import TenantTotals
-from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, WaitTally, nanoseconds
+from serve_app.core.accounting.wait_causes import (
+    NO_SLOTS,
+    OwnSlots,
+    WaitBreakdown,
+    WaitCause,
+    WaitTally,
+    nanoseconds,
+)
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
-from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
+from serve_app.core.routing.replica_state import PrefillClass, ReplicaState, Running
 from serve_app.request import ANYWHERE, Destination, PriorityClass
 
 # Wait accounts attribute the time of all waiting requests with the same key at the cost of one.
@@ -37,8 +44,10 @@ from serve_app.request import ANYWHERE, Destination, PriorityClass
 # joins during it (a newcomer) is not part of its wait.
 
 
-# Indices of the sums in an account. The first are slots that others took, by the rank of their class.
-BUSY = len(PriorityClass)
+# Indices of the sums in an account. The first are slots that others took: by the rank of their class, and by
+# a floor.
+_BY_FLOOR = len(PriorityClass)
+BUSY = _BY_FLOOR + 1
 _STATES = (
     WaitCause.ENGINES_BUSY,
     WaitCause.LONG_PREFILL,
@@ -51,9 +60,9 @@ _STATES = (
     WaitCause.FAILING_REPLICAS,
 )
 INDEX_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
-# After the sums, the numbers of slots that others took, by the rank of their class.
+# After the sums, the numbers of slots that others took, in the same order.
 _COUNTS = BUSY + len(_STATES)
-_LENGTH = _COUNTS + len(PriorityClass)
+_LENGTH = _COUNTS + BUSY
 # Requests below 2**12 tokens share an account: they never wait because of the size of a KV cache alone.
 _SMALL_TOKENS_BITS = 12
 
@@ -95,10 +104,14 @@ class WaitAccount:
         self.waiting = 0
         self._since = now
         self._sums = [0] * _LENGTH
-        # Time and number of the slots that each tenant with waiting requests took.
-        self._taken_by_tenant: dict[str, tuple[int, int]] = {}
+        # The slots that each tenant with waiting requests took.
+        self._taken_by_tenant: dict[str, OwnSlots] = {}
         self._tenants: dict[str, int] = {}
         self._newcomers: dict[ScheduledRequest, int] = {}
+
+    def has_any(self, tenants: Collection[str]) -> bool:
+        """Return whether requests of any of these tenants wait."""
+        return any(tenant in self._tenants for tenant in tenants)
 
     @property
     def cause(self) -> WaitCause:
@@ -122,7 +135,7 @@ class WaitAccount:
         tenant = scheduled.request.tenant
         tally.account = self
         tally.sums = self._sums.copy()
-        tally.own = self._taken_by_tenant.get(tenant, (0, 0))
+        tally.own = self._taken_by_tenant.get(tenant, NO_SLOTS)
         self.waiting += 1
         self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
 
@@ -139,34 +152,36 @@ class WaitAccount:
         before_ns = self._newcomers.get(scheduled, 0)
         gained = [now_ns - then_ns for now_ns, then_ns in zip(self._sums, tally.sums, strict=True)]
         gained[self.state] += now - self._since - (before_ns if self.state == BUSY else 0)
-        own_ns, own_count = self._taken_by_tenant.get(tenant, (0, 0))
-        own_ns, own_count = own_ns - tally.own[0], own_count - tally.own[1]
-        for other in range(BUSY):
+        taken, own = self._taken_by_tenant.get(tenant, NO_SLOTS), [(0, 0)] * BUSY
+        for index, now_taken, then_taken in zip((rank, _BY_FLOOR), taken, tally.own, strict=True):
+            own[index] = now_taken[0] - then_taken[0], now_taken[1] - then_taken[1]
+        for other, (own_ns, own_count) in enumerate(own):
             cause = _cause_of_slot(other, rank)
-            tally.add(cause, gained[other] - (own_ns if other == rank else 0))
-            tally.add_ahead(cause, gained[_COUNTS + other] - (own_count if other == rank else 0))
-        tally.add(WaitCause.OWN_REQUESTS, own_ns)
-        tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
+            tally.add(cause, gained[other] - own_ns)
+            tally.add_ahead(cause, gained[_COUNTS + other] - own_count)
+            tally.add(WaitCause.OWN_REQUESTS, own_ns)
+            tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
         for number, cause in enumerate(_STATES, start=BUSY):
             if gained[number]:
                 tally.add(cause, gained[number])
 
-    def on_slot_taken(self, taker: ScheduledRequest, now: int) -> int:
+    def on_slot_taken(self, taker: ScheduledRequest, now: int, *, by_floor: bool) -> int:
         """Attribute the unattributed time to `taker`. Return the delay of other tenants in nanoseconds."""
         rank, tenant = taker.request.priority.rank, taker.request.tenant
         unattributed_ns = now - self._since
         is_own_class = rank == self.priority.rank
         for newcomer, before_ns in self._newcomers.items():
             if is_own_class and newcomer.request.tenant == tenant and (tally := newcomer.waits) is not None:
-                tally.own = tally.own[0] + before_ns, tally.own[1]
+                tally.own = _with_slots(tally.own, before_ns, 0, by_floor=by_floor)
         imposed = unattributed_ns * (self.waiting - self._tenants.get(tenant, 0)) - sum(
             before_ns for each, before_ns in self._newcomers.items() if each.request.tenant != tenant
         )
-        self._attribute(rank, now)
-        self._sums[_COUNTS + rank] += 1
+        index = _BY_FLOOR if by_floor else rank
+        self._attribute(index, now)
+        self._sums[_COUNTS + index] += 1
         if is_own_class and tenant in self._tenants:
-            taken_ns, count = self._taken_by_tenant.get(tenant, (0, 0))
-            self._taken_by_tenant[tenant] = taken_ns + unattributed_ns, count + 1
+            taken = self._taken_by_tenant.get(tenant, NO_SLOTS)
+            self._taken_by_tenant[tenant] = _with_slots(taken, unattributed_ns, 1, by_floor=by_floor)
         return imposed
 
     def on_slot_unusable(self, state: int, now: int) -> None:
@@ -204,8 +219,17 @@ class WaitAccount:
         return f"<WaitAccount {self.priority} {pools} from {self.tokens} tokens: {self.waiting} waiting>"
 
 
+def _with_slots(slots: OwnSlots, nanoseconds: int, count: int, *, by_floor: bool) -> OwnSlots:
+    in_turn, of_floor = slots
+    if by_floor:
+        return in_turn, (of_floor[0] + nanoseconds, of_floor[1] + count)
+    return (in_turn[0] + nanoseconds, in_turn[1] + count), of_floor
+
+
 def _cause_of_slot(rank: int, own_rank: int) -> WaitCause:
-    """Return the cause if a request of class `rank` took the slot of one of class `own_rank`."""
+    """Return the cause if a floor, or else a request of class `rank`, took the slot of class `own_rank`."""
+    if rank == _BY_FLOOR:
+        return WaitCause.OTHERS_FLOOR
     if rank == own_rank:
         return WaitCause.OTHER_TENANTS
     return WaitCause.HIGHER_CLASS if rank < own_rank else WaitCause.LOWER_CLASS
@@ -354,8 +378,9 @@ class WaitUpdater:
     def __repr__(self) -> str:
         return f"<WaitUpdater {self._accounts}>"
 
-    def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
-        """Attribute waits to a request that takes a slot. The replica must not hold it yet."""
+    def on_dispatch(self, taker: ScheduledRequest, running: Running, now: float) -> None:
+        """Attribute waits to a request that takes a slot. Its replica must not hold it yet."""
+        replica, by_floor = running.replica, running.by_floor
         pool = replica.spec.pool
         for account in self._accounts:
             if account.pool != pool or account.state != BUSY:
@@ -366,7 +391,7 @@ class WaitUpdater:
             if lacking is None or (
                 lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
             ):
-                imposed = account.on_slot_taken(taker, at)
+                imposed = account.on_slot_taken(taker, at, by_floor=by_floor)
                 self.imposed.add(pool, taker.request, imposed / 1e9)
             else:
                 account.on_slot_unusable(INDEX_OF[lacking], at)

@@ -506,7 +506,7 @@ class Admission:
         scheduled.claimed = claimed and self._queue.policy.promotes
         if scheduled.target is not None:
             scheduled.target.is_promised = claimed
-        tokens_ahead = self._queue.work_ahead(scheduled.request)
+        tokens_ahead = self._tokens_ahead(scheduled.request)
         if not scheduled.attempts.returned:
             scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
         if scheduled.request.submission.no_wait:
@@ -579,7 +579,7 @@ class Admission:
     def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
         """Return the seconds after which an expired request should retry, and reserve its work for then."""
         self.predictor.on_expiry(scheduled, now)
-        tokens_ahead = self._queue.work_ahead(scheduled.request)
+        tokens_ahead = self._tokens_ahead(scheduled.request)
         conditions = self._conditions(scheduled, tokens_ahead, now, has_expired=True)
         admissible_in_s = max((self._admissible_in_s(each, now) for each in conditions), default=0.0)
         rejection = QueueRejection(Outcome.EXPIRED, "", admissible_in_s)
@@ -591,6 +591,15 @@ class Admission:
         return Conclusion(Outcome.REJECTED_NO_REPLICA, message, retry_after_s)
 
     # The conditions
+
+    def _tokens_ahead(self, request: Request) -> int:
+        """Return the tokens served before a request; a floor bounds them."""
+        ahead, queue = self._queue.work_ahead(request), self._queue
+        floor = queue.floors.of_tenant(request.tenant)
+        if floor is None:
+            return ahead
+        own_s = queue.service_of(request.tenant) / floor.per_s
+        return min(ahead, round(self.predictor.drain.tokens_per_s * own_s) or ahead)
 
     def _admissible_in_s(self, condition: _Condition, now: float) -> float:
         return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)

@@ -17,7 +17,8 @@ the last one.
   whole beside another prefill.
 - Running batch requests beyond that number are *revoked*: their gateways stop them, and they queue again.
   They continue with the tokens that they have generated, which then are a part of their prompt.
-- A request above the batch class that waits for KV cache or a place in a batch revokes as much as it needs.
+- A request above the batch class, or of a tenant that is behind its floor, that waits for KV cache or a place
+  in a batch revokes as much as it needs.
 - A replica that drains revokes all of them, and other requests that its gateways can continue elsewhere.
 
 The requests with the fewest tokens to compute again are revoked first. So those with the most progress end,
@@ -51,7 +52,7 @@ arrivals.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -192,7 +193,7 @@ _LIKELY_TPOT_S = 0.03
 # Share by which the chunk of a second prefill lengthens an iteration whose first chunk is hidden.
 _TWO_CHUNKS = 1.0
 # Causes of a wait that end when batch requests leave an engine.
-_CAPACITY = (WaitCause.ENGINES_BUSY, WaitCause.KV_CACHE)
+_CAPACITY = (WaitCause.ENGINES_BUSY, WaitCause.KV_CACHE, WaitCause.ENGINE_QUEUE)
 
 
 class IterationTime:
@@ -375,12 +376,13 @@ class Backfill:
         return replica.free_tokens > reserve * replica.kv_budget
 
     def revocations(
-        self, ledger: ReplicaLedger, waiting: Iterable[WaitAccount], now: float
+        self, ledger: ReplicaLedger, waiting: Iterable[WaitAccount], due: Collection[str], now: float
     ) -> Iterator[tuple[ScheduledRequest, str]]:
         """Yield the requests to revoke now, each once, with their replicas.
 
         Args:
             waiting: accounts of the queued requests.
+            due: tenants that are behind their floor, whose batch work precedes that of others.
         """
         crowded, self._crowded = self._crowded, set()
         for replica_id in sorted(crowded):
@@ -398,7 +400,8 @@ class Backfill:
         if not self._with_revocable:
             return
         for account in waiting:
-            if account.priority is not PriorityClass.BATCH and account.pool and account.cause in _CAPACITY:
+            precedes = account.priority is not PriorityClass.BATCH or account.has_any(due)
+            if precedes and account.pool and account.cause in _CAPACITY:
                 yield from self._make_room(ledger, account, now)
 
     def _count_prefill(self, load: _Load, running: Running, now: float) -> None:

@@ -11,16 +11,18 @@
 1. A request put back for a fault of its replica, such as its loss, or because it was too long for it: it had
    been dispatched in time.
 2. The request for which capacity is reserved (`CapacityReservations`).
-3. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
+3. Requests of a tenant or class that is behind its floor (`queueing.floors`).
+4. A lower class that is owed its floor share, which is larger while one of its requests is beyond its
    starvation bound (`promotion`).
-4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
+5. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Tenants with
    equal shares have one turn: first the oldest request of each that is beyond its starvation bound, at a
    bounded rate (`promotion`); then those that would otherwise miss their latency target (`latency_targets`);
    then the heads of the sub-queues by the policy's score, within the bound on delay (`delay_bound`). Capacity
-   is reserved for a promoted request, and for one of a tenant that is owed service, if it fits nowhere.
+   is reserved for a promoted request, for one of a tenant that is owed service, and for one that is due by a
+   floor, if it fits nowhere.
 
 The first request in this order that fits a replica of the pool is dispatched. Batch work requires capacity
-that others leave (`backfill`), unless it was put back, is promoted or is owed its floor share.
+that others leave (`backfill`), unless it was put back, is promoted, or is owed a floor or its floor share.
 
 `CandidateGroups`. For each group (`queueing.request_queue`) a hypothetical request is tested: the fewest
 tokens of any head, under the most permissive limits of any tenant. If no replica accepts it, no head of the
@@ -45,6 +47,7 @@ immediately to the replica with the fewest requests among those that can hold it
 load. The ledger holds these requests, too, so the scheduler knows the load of its engines.
 """
 
+import enum
 import math
 import zlib
 from collections import Counter
@@ -70,6 +73,18 @@ from serve_app.request import ANYWHERE, PriorityClass, Request
 OWED_REQUESTS = 0.5
 # Examining this many heads costs no more than testing the groups.
 _FEW_HEADS = 3
+
+
+class Rank(enum.Enum):
+    """Why a head has its place in the order of service."""
+
+    USUAL = enum.auto()
+    PROMOTED = enum.auto()
+    """Beyond its starvation bound, or capacity was reserved for it."""
+    BY_FLOOR = enum.auto()
+    """Its tenant or class is behind its floor."""
+    BACKFILL = enum.auto()
+    """It only gets capacity that others leave."""
 
 
 class CandidateGroups:
@@ -475,11 +490,12 @@ class Dispatcher:
         first = None if position else self.reservations.release_for_trial(pool)
         reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
         candidates = self._candidates.groups(pool, limit, now, position=position, reserves=reserves)
-        for head, is_backfill, is_promoted in self._order(pool, now, first, candidates, position=position):
+        for head, rank in self._order(pool, now, first, candidates, position=position):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
+            is_backfill = rank is Rank.BACKFILL
             query = self._query(head, CapacityQuery(pool, tokens, limits, is_backfill))
-            if not is_promoted and not head.attempts.returned:
+            if rank not in (Rank.PROMOTED, Rank.BY_FLOOR) and not head.attempts.returned:
                 query.headroom = self._headroom.tokens(head, pool)
             needed, replica = tokens + query.headroom, None
             if query.is_restricted:
@@ -490,9 +506,9 @@ class Dispatcher:
                     misfits[limits, is_backfill] = needed
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
-                placed.is_guaranteed = not is_backfill
+                placed.is_guaranteed, placed.by_floor = not is_backfill, rank is Rank.BY_FLOOR
                 return head, placed
-            if not position and (is_promoted or self._may_reserve(head, pool)):
+            if not position and (rank is Rank.PROMOTED or self._may_reserve(head, pool, rank)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
 
@@ -515,13 +531,16 @@ class Dispatcher:
         avoided = attempts.avoided if elsewhere else frozenset()
         return replace(query, avoided=avoided, quarantined=attempts.losses > 0)
 
-    def _may_reserve(self, head: ScheduledRequest, pool: str) -> bool:
+    def _may_reserve(self, head: ScheduledRequest, pool: str, rank: "Rank") -> bool:
         """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation.
 
-        A tenant that holds more than its share gets none, because light tenants would wait for its requests.
+        A tenant that holds more than its share gets none, because light tenants would wait for its requests,
+        unless it is behind its floor.
         """
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
+        if rank is Rank.BY_FLOOR:
+            return True
         is_owed = self._queue.deficit_requests(head.request) >= OWED_REQUESTS
         return is_owed and not self._headroom.tokens(head, pool)
 
@@ -547,10 +566,8 @@ class Dispatcher:
         candidates: Sequence[HeadGroup],
         *,
         position: int,
-    ) -> Iterator[tuple[ScheduledRequest, bool, bool]]:
+    ) -> Iterator[tuple[ScheduledRequest, Rank]]:
         """Yield heads in the order of service.
-
-        Each is with whether it only gets capacity that others leave, and whether it is promoted.
 
         Args:
             first: the request for which capacity was reserved; nothing is promoted before it.
@@ -559,9 +576,12 @@ class Dispatcher:
         queue = self._queue
         if queue.has_put_backs:
             for head in queue.put_back_heads(pool, position=position):
-                yield head, False, False
+                yield head, Rank.USUAL
         if first is not None:
-            yield first, False, True
+            yield first, Rank.PROMOTED
+        for floor in queue.due_floors(now):
+            for head in queue.heads_of_floor(floor, pool, position, now):
+                yield head, Rank.BY_FLOOR
         if not candidates:
             return
         queries = {
@@ -575,12 +595,13 @@ class Dispatcher:
         owed = [priority for priority in self._floors.owed() if priority in queries]
         for priority in chain(owed, queries):
             is_backfill = priority is PriorityClass.BATCH and priority not in owed
+            rank = Rank.BACKFILL if is_backfill else Rank.USUAL
             for turn in queue.turns(queries[priority], now):
                 if self._promotion is not None and first is None:
                     for head in self._promotion.among(turn, now):
-                        yield head, False, True
+                        yield head, Rank.PROMOTED
                 for head in turn:
-                    yield head, is_backfill, False
+                    yield head, rank
 
     def _obstacle(self, head: ScheduledRequest, pool: str, now: float) -> str:
         limit = self._ledger.context_limit(pool)

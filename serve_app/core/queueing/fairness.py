@@ -268,6 +268,11 @@ class FairShares:
         self._tenants[name].queued += service
         self._owed = None
 
+    def queued(self, name: str) -> float:
+        """Return the expected service of a tenant's queued requests."""
+        tenant = self._tenants.get(name)
+        return 0.0 if tenant is None else tenant.queued
+
     def on_weight(self) -> None:
         """Note that the weight of a tenant has changed."""
         self._owed = None

@@ -38,9 +38,10 @@ from serve_app.core.queueing.fairness import (
     FairWork,
     TenantWeights,
 )
+from serve_app.core.queueing.floors import Floor, Floors, FloorSettings
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.estimation.estimate import TokenEstimate
-from serve_app.core.routing.replica_state import PrefillClass
+from serve_app.core.routing.replica_state import PrefillClass, Running
 from serve_app.request import ANYWHERE, Destination, PriorityClass, Request, Usage
 
 # Heap entries for each sub-queue above which invalid ones are removed.
@@ -317,6 +318,7 @@ class RequestQueue:
     Attributes:
         is_fair: whether shares take precedence over scores.
         shares: the tenants' shares by class; counted even if fairness is off.
+        floors: service that precedes the shares.
         waiting: number of queued requests; faster to read than `len`.
         waiting_tokens: expected tokens of all queued requests.
         non_batch_work: work of queued requests above the batch class, by home pool.
@@ -333,6 +335,7 @@ class RequestQueue:
         policy: OrderingPolicy,
         fairness: FairnessSettings,
         delay_bound: DelayBoundSettings | None = None,
+        floors: FloorSettings | None = None,
     ) -> None:
         self.policy = policy
         self._bound = delay_bound or DelayBoundSettings()
@@ -360,6 +363,7 @@ class RequestQueue:
             priority: FairWork(tenants, self.weights) for priority, tenants in self._tenants.items()
         }
         self.shares = {priority: FairShares(fairness, self.weights) for priority in PriorityClass}
+        self.floors = Floors(floors or FloorSettings(), counts_tokens=fairness.mode is FairnessMode.TOKENS)
         self.waiting = 0
         self.waiting_tokens = 0
         self.restricted = 0
@@ -376,12 +380,14 @@ class RequestQueue:
         """Queue a request: first in its sub-queue if it returned, in none while in backoff or parked."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
         request = scheduled.request
-        self._observe_weight(request)
+        self._observe_key(request)
         tenants = self._tenants[request.priority]
         tenant = tenants.get(request.tenant)
         if tenant is None:
             tenant = tenants[request.tenant] = TenantQueues()
             self.shares[request.priority].on_backlog(request.tenant)
+        if self.floors:
+            self.floors.on_backlog(request, self._now)
         self._delay_bound(scheduled).join(scheduled)
         scheduled.queued = True
         self._insert_or_hold(scheduled, tenant)
@@ -410,6 +416,9 @@ class RequestQueue:
         if not tenant.waiting:
             del tenants[request.tenant]
             self.shares[request.priority].on_idle(request.tenant)
+            if self.floors:
+                is_idle = all(request.tenant not in others for others in self._tenants.values())
+                self.floors.on_idle(request, tenant=is_idle, priority=not tenants)
 
     def next_backoff_end(self) -> float | None:
         """Return the next end of a backoff, or None."""
@@ -436,6 +445,36 @@ class RequestQueue:
             return
         for equals in self.shares[priority].order(_few_tenants(query.groups)):
             yield self._ranked(equals, query, now)
+
+    def due_floors(self, now: float) -> list[Floor]:
+        """Return the floors of tenants and classes that are behind, the one behind most first."""
+        return self.floors.due(now, others_wait=self._others_wait()) if self.floors else []
+
+    def next_floor_at(self) -> float | None:
+        """Return when the next floor falls behind, or None."""
+        return self.floors.next_due_at(self._now) if self.floors else None
+
+    def heads_of_floor(
+        self, floor: Floor, pool: str, position: int, now: float
+    ) -> Iterator[ScheduledRequest]:
+        """Yield the heads of a tenant or class that may go to `pool`, the highest class first."""
+        groups = self.groups.at(pool, position)
+        for priority in self.waiting_classes() if floor.priority is None else (floor.priority,):
+            query = HeadQuery(priority, [group for group in groups if group.priority is priority])
+            if floor.tenant is None:
+                for turn in self.turns(query, now):
+                    yield from turn
+            elif floor.tenant in self._tenants[priority]:
+                yield from self._ranked((floor.tenant,), query, now)
+
+    def _others_wait(self) -> bool:
+        """Return whether requests without a floor are queued."""
+        floors = self.floors
+        return any(
+            len(tenants) > sum(floor.tenant in tenants for floor in floors)
+            for priority, tenants in self._tenants.items()
+            if not floors.has_class(priority)
+        )
 
     @property
     def has_put_backs(self) -> bool:
@@ -490,6 +529,10 @@ class RequestQueue:
             ahead += work.tokens
         return ahead
 
+    def service_of(self, tenant: str) -> float:
+        """Return the expected service of all queued requests of a tenant."""
+        return sum(shares.queued(tenant) for shares in self.shares.values())
+
     def spill_pools(self, pools: Sequence[str]) -> list[list[str]]:
         """Return the pools that are second in some queued request's preference, those that are third, etc."""
         found: list[set[str]] = []
@@ -543,17 +586,26 @@ class RequestQueue:
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge the tenant the expected service of a request at its dispatch."""
-        self._observe_weight(scheduled.request)
+        request = scheduled.request
+        self._observe_key(request)
         scheduled.charged = self.fairness.expected_service(scheduled.estimate, scheduled.cached_tokens)
-        self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
+        self._shares_of(scheduled).charge(request.tenant, scheduled.charged)
+        if self.floors:
+            self.floors.charge(
+                request,
+                scheduled.charged,
+                self._now,
+                by_floor=_is_by_floor(scheduled.running),
+                others_wait=self._others_wait(),
+            )
 
     def settle(self, scheduled: ScheduledRequest, usage: Usage) -> None:
         """Correct the charge by the engine's token counts."""
-        self._correct(scheduled, self.fairness.actual_service(usage))
+        self._correct(scheduled, self.fairness.actual_service(usage), scheduled.running)
 
-    def refund(self, scheduled: ScheduledRequest) -> None:
+    def refund(self, scheduled: ScheduledRequest, running: Running) -> None:
         """Refund the charge of a request that was put back unserved."""
-        self._correct(scheduled, 0.0)
+        self._correct(scheduled, 0.0, running)
 
     def reassign_length_queues(self) -> None:
         """Reassign every request to a length queue of the policy. Order of arrival is preserved."""
@@ -581,8 +633,11 @@ class RequestQueue:
             if sub_queue.first is not None:
                 yield sub_queue.first, len(sub_queue)
 
-    def _correct(self, scheduled: ScheduledRequest, cost: float) -> None:
-        self._shares_of(scheduled).correct(scheduled.request.tenant, cost - scheduled.charged)
+    def _correct(self, scheduled: ScheduledRequest, cost: float, running: Running | None) -> None:
+        difference = cost - scheduled.charged
+        self._shares_of(scheduled).correct(scheduled.request.tenant, difference)
+        if _is_by_floor(running):
+            self.floors.correct(scheduled.request, difference, self._now)
         scheduled.charged = cost
 
     def _shares_of(self, scheduled: ScheduledRequest) -> FairShares:
@@ -697,8 +752,9 @@ class RequestQueue:
             for tenant in tenants.values():
                 yield from tenant.sub_queues.values()
 
-    def _observe_weight(self, request: Request) -> None:
-        """Learn the weight sent with a request. A change affects all queued work of its tenant."""
+    def _observe_key(self, request: Request) -> None:
+        """Learn the weight and floor sent with a request. A weight affects all queued work of its tenant."""
+        self.floors.observe(request, self._now)
         if self.weights.observe(request):
             self.weights.forget_idle(self._tenants.values())
             for work in self._fair_work.values():
@@ -746,6 +802,10 @@ class RequestQueue:
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})
         return f"<RequestQueue {len(self)} of {tenants} tenants, {self.waiting_tokens} tokens>"
+
+
+def _is_by_floor(running: Running | None) -> bool:
+    return running is not None and running.by_floor
 
 
 def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:

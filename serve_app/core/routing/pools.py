@@ -51,10 +51,19 @@ class ArrivedWork:
         self._pools = {pool: PoolArrivals() for pool in pools}
 
     def add(
-        self, pools: Sequence[str], request: Request, estimate: TokenEstimate, cached_tokens: int = 0
+        self,
+        pools: Sequence[str],
+        request: Request,
+        estimate: TokenEstimate,
+        cached_tokens: int = 0,
+        *,
+        by_floor: bool = False,
     ) -> None:
-        """Count a request for its home pool, unless it is of the batch class or no pool can hold it."""
-        if not pools or request.priority is PriorityClass.BATCH:
+        """Count a request for its home pool, unless no pool can hold it.
+
+        Batch work counts only when its floor dispatches it: what is beyond the floor needs no replica.
+        """
+        if not pools or (request.priority is PriorityClass.BATCH and not by_floor):
             return
         arrivals = self._pools[pools[0]]
         arrivals.requests += 1

@@ -501,7 +501,8 @@ class Running:
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
         quarantined: whether an engine was lost under the request before, and its answer has not started.
         bypassed: whether it bypassed the queue (see pass-through in `dispatch.dispatcher`).
-        is_guaranteed: whether it was dispatched by a class floor or starvation bound, so it is not revoked.
+        is_guaranteed: whether it was dispatched by a floor or starvation bound, so it is not revoked.
+        by_floor: whether it was dispatched by the floor of its tenant or class.
         started: whether its answer has started.
         started_at: time of that; None before it, and if an earlier scheduler observed it.
         engine_priority: the priority sent to its engine; None for none.
@@ -520,6 +521,7 @@ class Running:
     quarantined: bool = False
     bypassed: bool = False
     is_guaranteed: bool = False
+    by_floor: bool = False
     started: bool = False
     started_at: float | None = None
     engine_priority: int | None = None

@@ -228,9 +228,12 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
 def _oldest_waits(scheduler: Scheduler, now: float) -> dict[str, float]:
     oldest: dict[str, float] = {}
     for head, _ in scheduler.queue.sub_queue_heads():
-        home = head.pools[0]
-        if head.request.priority is not PriorityClass.BATCH and _can_scale_out_help(scheduler, head, home):
-            oldest[home] = max(oldest.get(home, 0.0), now - head.request.arrived_at)
+        home, wait_s = head.pools[0], now - head.request.arrived_at
+        if head.request.priority is PriorityClass.BATCH:
+            # It waits for idle capacity, but not for its floor.
+            wait_s = min(wait_s, scheduler.queue.floors.longest_behind_s(head.request, now))
+        if wait_s > oldest.get(home, 0.0) and _can_scale_out_help(scheduler, head, home):
+            oldest[home] = wait_s
     return oldest
 
 

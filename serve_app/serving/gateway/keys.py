@@ -402,10 +402,12 @@ class Caller:
     def terms(self, tenant: str) -> KeyTerms | None:
         """Return the terms of the key for the scheduler, for a request of `tenant`."""
         terms = self.key_terms
-        if self.key is None or terms is None or terms.weight is None or tenant == self.key.tenant:
+        if self.key is None or terms is None or tenant == self.key.tenant:
             return terms
-        # The weight of a key applies to its own tenant only.
-        return replace(terms, weight=None)
+        if terms.weight is None and terms.floor_tokens_per_s is None:
+            return terms
+        # Weight and floor of a key apply to its own tenant only.
+        return replace(terms, weight=None, floor_tokens_per_s=None)
 
 
 def _tenant_of_user(user: str | None) -> str:

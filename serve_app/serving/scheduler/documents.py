@@ -58,6 +58,7 @@ class RemoteEndpoints:
 
 
 # Sized for a person on a page.
+_MAX_FLOORS = 50
 _MAX_PROGRAMS = 50
 _MAX_TENANTS = 50
 SUB_QUEUES_SHOWN = 60
@@ -99,7 +100,28 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "sub_queues_omitted": len(heads) - len(longest),
         "b_short_tokens": settings.routing.b_short_tokens,
         "served": served,
+        "floors": _floors(core, now),
         "settings": plain(settings),
+    }
+
+
+def _floors(core: Scheduler, now: float) -> dict[str, Any]:
+    """Return the floors, those behind most first, and what all requests and each of them were served."""
+    floors = core.queue.floors
+    shown = nlargest(_MAX_FLOORS, floors, key=lambda floor: floors.behind_s(floor, now))
+    return {
+        "tokens_per_s": sum(floor.per_s for floor in floors),
+        "served_tokens_per_s": floors.served.per_s(now),
+        "subjects": [
+            {
+                "subject": floor.subject,
+                "floor_tokens_per_s": floor.per_s,
+                "received_tokens_per_s": floor.received.per_s(now),
+                "waiting": floor.waiting,
+                "behind_s": floors.behind_s(floor, now),
+            }
+            for floor in shown
+        ],
     }
 
 

@@ -265,6 +265,27 @@ def check_growth(queue: Document) -> Iterator[Finding]:
         )
 
 
+# Nearly the most that the scheduler lets a floor fall behind.
+_FLOOR_MISSED_S = 8.0
+
+
+def check_floors(queue: Document) -> Iterator[Finding]:
+    """Yield a finding if tenants or classes get less than their floors."""
+    # A scheduler of an older release does not report this.
+    floors = queue.get("floors") or {"subjects": ()}
+    missed = [each for each in floors["subjects"] if each["behind_s"] >= _FLOOR_MISSED_S]
+    if missed:
+        first = missed[0]
+        yield Finding(
+            Severity.DEGRADED,
+            f"model {queue['model']}: {len(missed)} floors are not kept: {first['subject']} gets "
+            f"{first['received_tokens_per_s']:,.0f} of {first['floor_tokens_per_s']:,.0f} tokens/s; all "
+            f"floors add up to {floors['tokens_per_s']:,.0f}, and the fleet serves "
+            f"{floors['served_tokens_per_s']:,.0f}",
+            "lower floors, so that they add up to nine tenths of what the fleet serves, or add replicas",
+        )
+
+
 def check_saturation(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool for which requests wait while none of its replicas accepts more."""
     # A scheduler of an older release does not report this.
@@ -366,6 +387,7 @@ def queue_findings(queue: Document) -> Iterator[Finding]:
     yield from check_queue_length(queue)
     yield from check_longest_wait(queue)
     yield from check_growth(queue)
+    yield from check_floors(queue)
 
 
 def gateway_findings(page: Document) -> Iterator[Finding]:

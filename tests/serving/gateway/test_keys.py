@@ -58,18 +58,19 @@ def add(path: Path, keyring: Keyring, **fields: Any) -> tuple[str, str]:
 
 def test_a_key_of_a_file_carries_its_terms(path: Path, keyring: Keyring) -> None:
     tomorrow = datetime.now(UTC) + timedelta(days=1)
-    fields = {"tenant": "a", "highest_class": PriorityClass.BATCH, "models": ("m",), "weight": 2.0}
+    fields: dict[str, Any] = {"tenant": "a", "highest_class": PriorityClass.BATCH, "models": ("m",)}
+    fields |= {"weight": 2.0, "floor_tokens_per_s": 30.0}
     key_id, secret = add(path, keyring, **fields, expires_at=tomorrow, revoked_at=tomorrow)
     found = caller(keyring, secret)
     assert found == keyring.caller_with(key_id)
     assert found.tenant(None, None) == "a"
     assert found.default_class is PriorityClass.BATCH
     assert (found.may_use("m"), found.may_use("n")) == (True, False)
-    # The weight belongs to the tenant; limits belong to the key.
-    for tenant, weight in (("a", 2.0), ("another", None)):
+    # Weight and floor belong to the tenant; limits belong to the key.
+    for tenant, weight, floor in (("a", 2.0, 30.0), ("another", None, None)):
         terms = found.terms(tenant)
         assert terms is not None
-        assert (terms.key_id, terms.weight) == (key_id, weight)
+        assert (terms.key_id, terms.weight, terms.floor_tokens_per_s) == (key_id, weight, floor)
     for wrong in (secret[:-2] + "xx", f"ewsjf_{key_id}_", "sk-anything"):
         assert not is_known(keyring, wrong)
 

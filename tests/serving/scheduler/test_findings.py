@@ -125,6 +125,27 @@ def test_the_step_after_a_wrong_prefix_index_depends_on_its_sign() -> None:
     assert too_few.next_step.startswith("the engines cache more")
 
 
+def test_floors_that_are_not_kept_are_named_with_what_the_fleet_serves() -> None:
+    def floor(subject: str, behind_s: float) -> dict[str, Any]:
+        return {
+            "subject": subject,
+            "floor_tokens_per_s": 3_000.0,
+            "received_tokens_per_s": 2_000.0,
+            "behind_s": behind_s,
+        }
+
+    floors = {"tokens_per_s": 6_000.0, "served_tokens_per_s": 4_400.0}
+    kept = {**floors, "subjects": [floor("tenant a", 7.0), floor("class batch", 0.0)]}
+    assert list(queue_findings({**QUEUE, "floors": kept})) == []
+    behind = [floor("tenant a", 9.0), floor("class batch", 8.5), floor("tenant b", 0.0)]
+    (found,) = queue_findings({**QUEUE, "floors": {**floors, "subjects": behind}})
+    assert found.severity is Severity.DEGRADED
+    assert found.what == (
+        "model demo: 2 floors are not kept: tenant a gets 2,000 of 3,000 tokens/s; all floors add up to "
+        "6,000, and the fleet serves 4,400"
+    )
+
+
 def test_the_most_severe_come_first() -> None:
     status = {
         **STATUS,

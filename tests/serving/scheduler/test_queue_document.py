@@ -3,14 +3,15 @@
 from typing import Any
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.queueing.floors import FloorSettings
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.documents import MAX_SUB_QUEUES, queue_document
 from tests.builders import ONE_POOL, ManualDriver, one_replica
 
 
-def saturated() -> ManualDriver:
+def saturated(**changes: Any) -> ManualDriver:
     """Return a fleet on which three requests of tenant a run; two of b and one of c wait."""
-    driver = one_replica(backpressure=BackpressureSettings(lag_factor=0.0))
+    driver = one_replica(backpressure=BackpressureSettings(lag_factor=0.0), **changes)
     for number in range(3):
         driver.arrive(f"a{number}", tenant="a")
     driver.arrive("b1", tenant="b")
@@ -33,6 +34,18 @@ def test_every_sub_queue_is_shown_by_its_head_the_longest_wait_first() -> None:
     assert first["reason"] == "only: every replica is at its limit"
     assert found["sub_queues_omitted"] == 0
     assert set(found["served"]["default"]) == {"a", "b"}
+
+
+def test_floors_are_shown_with_what_they_were_served_those_behind_most_first() -> None:
+    floors = FloorSettings(tenants={"idle": 5.0, "b": 1_000.0}, classes={PriorityClass.BATCH: 20.0})
+    driver = saturated(floors=floors)
+    found = shown(driver, after_s=1.0)["floors"]
+    assert (found["tokens_per_s"], found["served_tokens_per_s"] > 0) == (1_025.0, True)
+    assert [(each["subject"], each["waiting"], each["behind_s"]) for each in found["subjects"]] == [
+        ("tenant b", True, 3.0),
+        ("class batch", True, 1.0),
+        ("tenant idle", False, 0.0),
+    ]
 
 
 def test_replicas_in_different_states_are_counted() -> None:
