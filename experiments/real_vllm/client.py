@@ -203,6 +203,8 @@ def figures_of(
             f"{kind}_cached_ratio": sum(one.cached_tokens for one in mine) / max(1, prompt_tokens),
             f"{kind}_tokens_per_s": sum(_tokens_in(one, start, end) for one in answers if one.kind == kind)
             / seconds,
+            f"{kind}_service_per_s": sum(_service_in(one, start, end) for one in answers if one.kind == kind)
+            / seconds,
         }
     return figures
 
@@ -222,6 +224,13 @@ def _tokens_in(answer: Answer, start: float, end: float) -> float:
         return 0.0
     inside_s = max(0.0, min(end, answer.end_s) - max(start, answer.first_s))
     return answer.output_tokens * inside_s / (answer.end_s - answer.first_s)
+
+
+def _service_in(answer: Answer, start: float, end: float) -> float:
+    """Return the service within the window, as fair shares and floors count it."""
+    prefilled = answer.prompt_tokens - answer.cached_tokens
+    was_prefilled = answer.first_s is not None and start <= answer.first_s < end
+    return prefilled * was_prefilled + 2 * _tokens_in(answer, start, end)
 
 
 def _mean(values: Sequence[float]) -> float | None:

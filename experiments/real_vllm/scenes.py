@@ -23,10 +23,20 @@ _SHORT_TOKENS, _LONG_TOKENS = (64, 256), (2_000, 6_000)
 _OUTPUT_TOKENS = {"short": 64, "light": 64, "long": 128, "heavy": 128}
 _LONG_SHARE = 0.2
 _FLOOD, _FLOOD_TOKENS, _LATE_S = 100, 1_000, 0.5
+_FLOOD_TENANTS = 5
 _CONVERSATIONS, _TURNS, _FIRST_TOKENS, _TURN_TOKENS = 8, 6, 1_000, 200
 _AGENTS, _AGENT_BYTES, _BYTES_PER_TOKEN = 12, 42_000, 4
 _LIGHT_TENANTS = 26
 _BATCHES, _BATCH_OUTPUT_TOKENS = 32, 512
+FLOORS: Mapping[str, float] = {"large": 8_000.0, "small": 1_500.0, "idle": 4_000.0}
+"""Floors of three tenants, in tokens of service per second; two servers serve about 17,500."""
+# Connections and seconds between their requests, of each tenant and of a flood of several without a floor.
+_LANES: Mapping[str, tuple[int, float]] = {
+    "large": (40, 0.0),
+    "small": (8, 0.0),
+    "idle": (1, 1.0),
+    "flood": (80, 0.0),
+}
 
 
 @settings
@@ -191,6 +201,26 @@ def batch(scene: SceneSettings, rate_per_s: float, drawing: Drawing) -> Plan:
     return Plan(kinds=("short", "long", BATCH), window=scene.window, asks=asks, dialogues=dialogues)
 
 
+def floors(scene: SceneSettings, _rate: float, drawing: Drawing) -> Plan:
+    """Return the connections of three tenants with floors, of which one needs little, and of a flood of five tenants."""
+    numbers = itertools.count()
+    dialogues = [
+        [
+            Ask(
+                kind=tenant,
+                messages=drawing.messages(next(numbers), _FLOOD_TOKENS),
+                output_tokens=_OUTPUT_TOKENS["short"],
+                at_s=pause_s,
+                tenant=tenant if tenant in FLOORS else f"{tenant}-{lane % _FLOOD_TENANTS}",
+            )
+            for _ in range(1 + int(scene.window[1]))
+        ]
+        for tenant, (lanes, pause_s) in _LANES.items()
+        for lane in range(lanes)
+    ]
+    return Plan(kinds=tuple(_LANES), window=scene.window, dialogues=dialogues)
+
+
 def _poisson(
     scene: SceneSettings,
     rate_per_s: float,
@@ -227,6 +257,7 @@ SCENES: Mapping[str, Callable[[SceneSettings, float, Drawing], Plan]] = {
     "agents": agents,
     "tenants": tenants,
     "batch": batch,
+    "floors": floors,
     KILLED: mix,
     STOPPED: mix,
     SLOW: mix,

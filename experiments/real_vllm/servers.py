@@ -35,6 +35,7 @@ from experiments.common.peers import (
 )
 from experiments.common.processes import CpuMeter
 from experiments.real_vllm.client import MODEL, Ask
+from experiments.real_vllm.scenes import FLOORS
 from serve_app.cli.serve.command import ListenAddress, Servers, configuration, discover_servers
 from serve_app.engines.model.roofline import load_profile, save_profile
 from serve_app.engines.vllm.engine import VllmEngineSettings
@@ -178,11 +179,15 @@ def _no_system(endpoints: Endpoints) -> Iterator[System]:
 
 
 @contextlib.contextmanager
-def _ours(endpoints: Endpoints) -> Iterator[System]:
-    """Start the application as `ewsjf serve --endpoints` does."""
+def _ours(endpoints: Endpoints, floors: Mapping[str, float] | None = None) -> Iterator[System]:
+    """Start the application as `ewsjf serve --endpoints` does, with floors if there are any."""
     servers = Servers(found=discover_servers(endpoints.urls, None))
     text = configuration(servers, ListenAddress(host=HOST, port=0, start=""))
-    with served_application(yaml.safe_load(text), start_timeout_s=_START_TIMEOUT_S) as served:
+    document = yaml.safe_load(text)
+    if floors is not None:
+        (application,) = document["applications"]
+        application["args"]["models"][0]["scheduler"] = {"floors": {"tenants": dict(floors)}}
+    with served_application(document, start_timeout_s=_START_TIMEOUT_S) as served:
         yield System("ours", served.url, CpuMeter((served.pid,)))
 
 
@@ -193,6 +198,7 @@ STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     "smg least_load": lambda endpoints: started_router("smg", endpoints, "--policy", "least_load"),
     "vllm-router": lambda endpoints: started_router("vllm-router", endpoints, "--policy", "cache_aware"),
     "ours": _ours,
+    "ours, floors": partial(_ours, floors=FLOORS),
 }
 """The systems, by name."""
 

@@ -12,6 +12,8 @@ _SCENES = {
     "agents": "Twelve recorded conversations of coding agents at once",
     "tenants": "One heavy tenant with half of the requests, all long, and 26 light ones, in overload",
     "batch": "32 connections with long outputs in the batch class, beside the mix at half of the capacity",
+    "floors": "Three tenants with floors of 8,000, 1,500 and 4,000 tokens/s, of which the last needs little, "
+    "and a flood of five tenants without one",
     "killed": "A server is killed at one third of the run, at half of the capacity",
     "stopped": "A server is stopped, with its connections open, at one third of the run",
     "slow": "One server takes twice as long, at half of the capacity",
@@ -70,6 +72,17 @@ _COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("P99, s", "short_ttft_p99_s"),
         Column("batch tokens/s", "batch_tokens_per_s", 0),
         _PRICE,
+    ),
+    "floors": (
+        *(
+            Column(f"{tenant}: tokens of service/s", f"{tenant}_service_per_s", 0)
+            for tenant in ("large", "small", "idle", "flood")
+        ),
+        *(
+            Column(f"{tenant}: TTFT, mean, s", f"{tenant}_ttft_mean_s")
+            for tenant in ("large", "small", "idle", "flood")
+        ),
+        Column("completed/s", "completed_per_s", 1),
     ),
     "killed": _FAILURE,
     "stopped": _FAILURE,
