@@ -30,7 +30,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
-MAX_FLOOR = 1e9
+MIN_FLOOR, MAX_FLOOR = 1e-3, 1e9
 """Range of the fair-share weight of a tenant. Beyond it, its counter could exceed what a float can hold."""
 
 

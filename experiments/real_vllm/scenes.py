@@ -202,7 +202,7 @@ def batch(scene: SceneSettings, rate_per_s: float, drawing: Drawing) -> Plan:
 
 
 def floors(scene: SceneSettings, _rate: float, drawing: Drawing) -> Plan:
-    """Return the connections of three tenants with floors, of which one needs little, and of a flood of five tenants."""
+    """Return the connections of three tenants with floors, one of which needs little, and of a flood."""
     numbers = itertools.count()
     dialogues = [
         [

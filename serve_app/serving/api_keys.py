@@ -27,6 +27,7 @@ from serve_app.request import (
     MAX_FLOOR,
     MAX_TARGET_S,
     MAX_WEIGHT,
+    MIN_FLOOR,
     MIN_WEIGHT,
     KeyLimits,
     KeyTerms,
@@ -142,7 +143,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     created_at: Moment
     name: str = ""
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] | None = None
-    floor_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOOR)] | None = None
+    floor_tokens_per_s: Annotated[float, msgspec.Meta(ge=MIN_FLOOR, le=MAX_FLOOR)] | None = None
     highest_class: PriorityClass = PriorityClass.INTERACTIVE
     default_class: PriorityClass | None = None
     models: tuple[str, ...] = ()

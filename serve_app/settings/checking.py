@@ -830,7 +830,7 @@ def check_file(
         if address is not None and not is_running:
             found.mistakes += _check_port(document, *address)
         found.mistakes += check_machine(document, where, found.settings, is_running=is_running)
-        sentences = (*_state(found.settings), *_tracing(found.settings))
+        sentences = (*_state(found.settings), *_tracing(found.settings), *_login_keys(found.settings))
         found.mistakes += [document.mistake(where, sentence) for sentence in sentences]
     return found
 
@@ -847,9 +847,18 @@ def _state(settings: ApplicationSettings) -> Iterator[str]:
 
 
 def _budgets(settings: ApplicationSettings) -> Iterator[str]:
-    """Check that the counts of keys with a budget survive a restart."""
-    path = settings.gateway.keys_path
-    if settings.state_uri is not None or path is None:
+    """Check that the counts of keys and groups with a budget survive a restart."""
+    path, jwt = settings.gateway.keys_path, settings.gateway.jwt
+    if settings.state_uri is not None:
+        return
+    groups = () if jwt is None else jwt.groups
+    limited = [each.name for each in groups if each.record("any", "any", each.highest_class).has_budget]
+    if limited:
+        yield (
+            "gateway.jwt.groups: without a state_uri, each start counts the budget of the groups "
+            f"{', '.join(limited)} from zero: set state_uri"
+        )
+    if path is None:
         return
     with contextlib.suppress(KeysFileError):  # a gateway waits for a valid file
         keys = [key.id for key in read_keys(path) if key.has_budget and key.revoked_at is None]
@@ -864,6 +873,18 @@ def _tracing(settings: ApplicationSettings) -> Iterator[str]:
     """Check that OpenTelemetry is installed here and supports the configured tracing."""
     try:
         settings.gateway.check_tracing()
+    except SettingsError as exc:
+        yield str(exc)
+
+
+def _login_keys(settings: ApplicationSettings) -> Iterator[str]:
+    """Check that the file of the login server's public keys has some."""
+    if settings.gateway.jwt is None or settings.gateway.jwt.jwks_file is None:
+        return
+    from serve_app.serving.gateway.logins import keys_in  # noqa: PLC0415 - as in gateways
+
+    try:
+        keys_in(Path(settings.gateway.jwt.jwks_file))
     except SettingsError as exc:
         yield str(exc)
 

@@ -18,6 +18,13 @@ _STARTS: Mapping[str, Mapping[str, Any]] = {
     "remote": {"endpoints": ["http://engine.example:8000"]},
     "keys": {"tenant": "demo", "key": "secret"},
     "metrics_key": {"key": "secret"},
+    "jwt": {
+        "issuer": "https://login.example.com",
+        "audience": "demo",
+        "tenant_claim": "tenant",
+        "jwks_url": "https://login.example.com/certs",
+        "groups": [{"name": "demo"}],
+    },
     "tls": {name: f"/etc/ewsjf/{name}.pem" for name in ("ca", "certificate", "key")},
     "decision_log": {"path": "decisions.jsonl"},
     "price": {"prompt": 1.0, "generated": 1.0},

@@ -37,6 +37,13 @@ def pool(name: str, max_model_len: int) -> dict[str, Any]:
 
 ARGS: dict[str, Any] = {"models": [{"name": "demo", "pools": [pool("short", 2_048), pool("long", 8_192)]}]}
 POOL = "models[].pools[]"
+JWT = {
+    "issuer": "https://a.example",
+    "audience": "us",
+    "tenant_claim": "team",
+    "jwks_url": "https://a.example/keys",
+    "groups": [{"name": "users", "tokens_per_day": 5, "models": ["demo"]}],
+}
 # Path, new value and replaced processes; the table in `docs/operations.md` is the same.
 CHANGES: dict[str, tuple[Any, set[str]]] = {
     "models[].scheduler": ({"max_waiting": 9, "fairness": {"weights": {"a": 2.0}}}, set()),
@@ -52,6 +59,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "models[].aliases": (["other"], {GATEWAY, SHORT, LONG}),
     "gateway.keys": ([{"tenant": "a", "key": "secret-of-a"}], set()),
     "gateway.keys_file": ("/keys.yaml", set()),
+    "gateway.jwt": (JWT, set()),
     "gateway.cors": ({"allow_origins": ["https://a.example"]}, set()),
     "gateway.advanced.log_requests": (False, set()),
     "gateway.advanced.max_body_bytes": (2_048, set()),

@@ -3,7 +3,18 @@
 import subprocess
 import sys
 
-HEAVY = ("hyperopt", "kubernetes", "matplotlib", "openai", "pandas", "scipy", "sklearn", "torch", "vllm")
+HEAVY = (
+    "hyperopt",
+    "jwt",
+    "kubernetes",
+    "matplotlib",
+    "openai",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "torch",
+    "vllm",
+)
 
 
 COMMANDS = ("check", "deploy", "status", "stop", "serve.command", "serve.host")

@@ -1,5 +1,6 @@
 """The command `check`: one sentence per mistake with its line, and warnings about capacity."""
 
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -116,6 +117,70 @@ def test_a_budget_whose_counts_a_restart_loses_is_a_warning(check: Check, tmp_pa
     assert check(f"{text}      state_uri: {tmp_path}\n")[1] == ["CONFIG is valid"]
     assert main(["keys", "revoke", key, "--file", str(keys)]) == 0
     assert check(text)[1][-1] == "CONFIG is valid"
+
+
+JWT = """\
+gateway:
+        jwt:
+          issuer: https://login.example.com
+          audience: llm-gateway
+          jwks_url: https://login.example.com/certs
+          tenant_claim: department
+          groups:
+            - {name: users, tokens_per_day: 1000}
+"""
+
+
+def with_jwt(old: str = "", new: str = "") -> str:
+    """Return configs/local.yaml with logins, and a text of them replaced."""
+    assert old in JWT
+    return local(**{"# state_uri__/var/lib/ewsjf": JWT.replace(old, new, 1) if old else JWT})
+
+
+def test_logins_are_valid_and_replace_keys(check: Check, tmp_path: Path) -> None:
+    text = with_jwt()
+    status, lines = check(text)
+    assert status == 0
+    budget = "gateway.jwt.groups: without a state_uri, each start counts the budget of the groups users from"
+    assert any(budget in line for line in lines), lines
+    assert check(f"{text}      state_uri: {tmp_path}\n")[1] == ["CONFIG is valid"]
+    assert check(text.replace("host: 127.0.0.1", "host: 0.0.0.0"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("issuer: https://login.example.com", "issuer: ''", "issuer must not be empty"),
+        ("audience: llm-gateway", "", "gateway.jwt.audience is missing"),
+        ("tenant_claim: department", "tenant_claim: ''", "tenant_claim must not be empty: name the claim"),
+        ("tenant_claim:", "tenant_clam:", "gateway.jwt.tenant_clam: unknown key; did you mean tenant_claim?"),
+        ("jwks_url: https://login.example.com/certs", "", "one of jwks_url, jwks_file must be set; got none"),
+        ("jwks_url:", "jwks_file: /a\n          jwks_url:", "must be set; got jwks_url and jwks_file"),
+        ("https://login.example.com/certs", "http://login.example.com/c", "must be an https URL, or http on"),
+        ("https://login.example.com/certs", "file:///etc/certs", "got 'file:///etc/certs'"),
+        ("https://login.example.com/certs", "https://", "must be an https URL"),
+        ("https://login.example.com/certs", "http://[::1", "must be an https URL"),
+        ("jwks_url: https://login.example.com/certs", "jwks_file: certs.json", "must be an absolute path"),
+        ("jwks_url: https://login.example.com/certs", "jwks_file: /no/certs", "cannot be used: No such file"),
+        ("- {name: users, tokens_per_day: 1000}", "[]", "groups must not be empty: name at least one group"),
+        ("name: users, ", "", "gateway.jwt.groups[0].name is missing"),
+        ("name: users", "name: ''", "gateway.jwt.groups[0]: name must not be empty"),
+        ("tokens_per_day: 1000", "tokens_per_day: 0", "groups[0].tokens_per_day must be at least 1, got 0"),
+        ("tokens_per_day: 1000", "token_per_day: 1", "did you mean tokens_per_day?"),
+        ("tokens_per_day: 1000", "highest_class: high", "must be one of interactive, default, batch, got 'h"),
+        ("tokens_per_day: 1000", "weight: 0", "weight must be from 1e-06 to 1,000,000.0, got 0"),
+        (
+            "tokens_per_day: 1000",
+            "highest_class: batch, advanced: {default_class: default}",
+            "default_class default is above highest_class batch",
+        ),
+        ("1000}", "1000}\n            - {name: users}", "groups has the name users twice: merge them"),
+    ],
+)
+def test_mistakes_of_logins_are_named_with_their_line(check: Check, old: str, new: str, words: str) -> None:
+    status, lines = check(with_jwt(old, new))
+    assert status == 2
+    assert any(re.match(r"CONFIG:\d+: gateway\.jwt", line) and words in line for line in lines), lines
 
 
 def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from operator import attrgetter
 
 from serve_app.core.routing.prefill_cost import DecayingRate
 from serve_app.core.settings_base import settings
-from serve_app.request import MAX_FLOOR, PriorityClass, Request
+from serve_app.request import MAX_FLOOR, MIN_FLOOR, PriorityClass, Request
 
 # What floors are owed at most: they would block others for as long once the fleet can deliver them. Twice the
 # wait after which autoscaling adds a replica.
@@ -66,10 +66,10 @@ class FloorSettings:
     def __post_init__(self) -> None:
         for kind, floors in (("tenants", self.tenants), ("classes", self.classes)):
             for name, rate in floors.items():
-                if not 0 < rate <= MAX_FLOOR:
+                if not MIN_FLOOR <= rate <= MAX_FLOOR:
                     raise ValueError(
-                        f"floors.{kind}: {name} must have a floor above 0 and up to {MAX_FLOOR:,.0f} tokens "
-                        f"per second, got {rate:g}"
+                        f"floors.{kind} of {name} must be from {MIN_FLOOR:g} to {MAX_FLOOR:,.0f} tokens per "
+                        f"second, got {rate:g}"
                     )
 
 

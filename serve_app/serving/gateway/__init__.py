@@ -8,7 +8,8 @@ answer back. In reading order:
 - `path`: the states of a request.
 - `upstream`: HTTP to a replica.
 - `answer`: the way back; `stored`: requests that refer to an earlier response.
-- `models`, `keys`, `settings`: requested names, authentication and budgets, and all settings.
+- `models`, `keys`, `logins`, `settings`: requested names, authentication by keys and by tokens, budgets, and
+  all settings.
 - `telemetry`, `request_log`, `tracing`, `metrics_page`: metrics, log lines and traces of requests, and
   `/metrics`.
 - `admin`, `dashboard`, `batches`: endpoints of admins, the dashboard, and the Batch API.

@@ -69,7 +69,7 @@ from serve_app.serving.api_keys import (
 )
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient, SchedulerQueries
 from serve_app.serving.gateway.answer.responses import RequestRejected, encode
-from serve_app.serving.gateway.keys import PERIODS, Budgets, Caller, tokens_of
+from serve_app.serving.gateway.keys import LOGIN_PREFIX, PERIODS, Budgets, Caller, tokens_of
 from serve_app.serving.gateway.path import Request
 from serve_app.serving.gateway.request.fields import engine_head
 from serve_app.serving.gateway.request.reader import RequestReader
@@ -80,8 +80,10 @@ logger = logging.getLogger("ray.serve")
 
 
 def audit(action: str, caller: Caller, request: Request, **details: object) -> None:
-    """Log a change by an admin: what, by which key, from where."""
+    """Log a change by an admin: what, by which key or user, from where."""
     by = "application" if caller.key is None else caller.key.id
+    if caller.key is not None and by.startswith(LOGIN_PREFIX):
+        details = {"user": caller.key.name, **details}
     text = "".join(f" {name}={value!r}" for name, value in details.items())
     logger.info("event=audit action=%s by=%s client=%s%s", action, by, request.client or "-", text)
 

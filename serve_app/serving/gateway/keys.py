@@ -1,4 +1,4 @@
-"""Authentication: keys of the configuration and of a file, their callers, and their budgets.
+"""Authentication: keys of the configuration and of a file, tokens, their callers, and their budgets.
 
 Without any configured key, all requests are accepted and `x-tenant` is trusted: for a laptop, or a gateway
 behind another one that authenticates. With a configured key or a file of keys, every call except probes and
@@ -10,7 +10,8 @@ callers with the application's own admin key (`serve_app.serving.access`).
 
 Configured keys are looked up by their SHA-256 digest. Process memory therefore holds no plaintext keys, and
 the time of a look-up reveals nothing about partial guesses. They have no limits, and change only with a
-deployment. Keys of a file are found by id and compared in constant time.
+deployment. Keys of a file are found by id and compared in constant time. A secret that is no known key and
+has the form of a JWT is a token of the login server (`logins`).
 
 `Budgets` limit tokens and money per day and month (UTC), over all models. The schedulers count what each key
 has used (`scheduler.usage`), and survive a gateway. Each gateway reads the counts of the keys that are in use
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
@@ -56,6 +57,9 @@ from serve_app.serving.api_keys import (
 )
 from serve_app.serving.channel.scheduler_client import SchedulerQueries
 from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRejected, header_text
+
+if TYPE_CHECKING:
+    from serve_app.serving.gateway.logins import Logins
 
 logger = logging.getLogger("ray.serve")
 
@@ -192,6 +196,8 @@ def _exceeded(limit: str, spent: str, period: str) -> BudgetExceeded:
 DEFAULT_TENANT = "default"
 POLL_S = 2.0
 """Interval between checks of a key file, in seconds."""
+LOGIN_PREFIX = "login/"
+"""Start of the ids of callers with a token."""
 
 
 @settings
@@ -420,7 +426,7 @@ def _tenant_of_user(user: str | None) -> str:
 
 
 class Keyring:
-    """All keys of a gateway: those of the configuration by digest, those of a file by id.
+    """All keys of a gateway: those of the configuration by digest, those of a file by id; and tokens.
 
     The file is reloaded when it changes. A thread checks it, so requests never wait for a file system, and a
     busy event loop does not delay revocations. If the file cannot be read, the previous keys stay in effect
@@ -431,6 +437,7 @@ class Keyring:
         environment: holds the application's own admin key, and secrets that keys refer to.
         path: file of keys, if there is one.
         poll_s: interval between checks of the file, in seconds.
+        logins: verifies tokens; None accepts none. The keyring starts and closes it.
 
     Raises:
         KeysFileError: the file cannot be read at the start.
@@ -443,7 +450,9 @@ class Keyring:
         environment: Mapping[str, str] = os.environ,
         path: Path | None = None,
         poll_s: float = POLL_S,
+        logins: "Logins | None" = None,
     ) -> None:
+        self.logins = logins
         self._by_digest: dict[bytes, Caller] = {}
         self._by_id: dict[str, Caller] = {}
         self._closed = threading.Event()
@@ -458,19 +467,23 @@ class Keyring:
             if digest in self._by_digest:
                 raise SettingsError(f"the key of tenant {key.tenant} occurs twice: use one entry per key")
             self._by_digest[digest] = Caller.with_key(key.record(secret))
-        self._requires = bool(self._by_digest) or path is not None
+        self._requires = bool(self._by_digest) or path is not None or logins is not None
         if own := admin_key_of(environment):
             self._by_digest.setdefault(_digest(own.encode()), _ADMIN)
         if path is not None:
             watch = (path, fingerprint, poll_s)
             threading.Thread(target=self._watch, args=watch, name="keys-file", daemon=True).start()
+        if logins is not None:
+            logins.start()
 
     def __repr__(self) -> str:
         return f"<Keyring configured={len(self._by_digest)} file={len(self._by_id)}>"
 
     def close(self) -> None:
-        """Stop watching the file."""
+        """Stop watching the file and the keys of the login server."""
         self._closed.set()
+        if self.logins is not None:
+            self.logins.close()
 
     def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
         """Return the caller of a request.
@@ -481,7 +494,8 @@ class Keyring:
 
         Raises:
             RequestRejected: keys are configured, and the request has none, an unknown one or an invalid one.
-                That a key has expired or was revoked is reported only for the complete secret.
+                That a key has expired or was revoked is reported only for the complete secret. The same for
+                tokens.
         """
         scheme, _, given = (authorization or b"").partition(b" ")
         secret = given if scheme.lower() == b"bearer" else api_key
@@ -490,9 +504,13 @@ class Keyring:
         if not self._requires:
             return _ANYONE
         if secret is not None:
+            if self.logins is not None and _is_token(secret.strip()):
+                return self.logins.caller(secret.strip())
             message = "unknown API key: check the key sent as Authorization: Bearer or x-api-key"
         else:
             message = "an API key is required: send it as Authorization: Bearer KEY, or as x-api-key"
+        if self.logins is not None:
+            message += f"; or send a token of {self.logins.issuer} as Authorization: Bearer TOKEN"
         raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
 
     def caller_with(self, key_id: str) -> Caller:
@@ -505,6 +523,8 @@ class Keyring:
             return _ANYONE
         if (found := self._by_id.get(key_id)) is not None:
             return found.if_valid()
+        if self.logins is not None and key_id.startswith(LOGIN_PREFIX):
+            return self.logins.caller_with(key_id)
         # Configured keys of a tenant share an id; the request may be for another tenant.
         configured = [each for each in self._by_digest.values() if each.has_id(key_id)]
         if not configured:
@@ -543,6 +563,11 @@ _ADMIN = Caller(is_admin=True)
 
 def _callers_in(path: Path) -> dict[str, Caller]:
     return {record.id: Caller.with_key(record) for record in read_keys(path)}
+
+
+def _is_token(secret: bytes) -> bool:
+    """Return whether a secret has the form of a signed JWT: three parts, the first of them a JSON object."""
+    return secret.startswith(b"eyJ") and secret.count(b".") == 2
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:

@@ -1,5 +1,7 @@
 """Settings of a gateway: models, routes, access control and limits.
 
+`JwtSettings`: logins by OpenID Connect (`logins` verifies them), with the permissions of each group of users.
+
 `RouteSettings`. A route is a name that clients request, in front of served models. It divides its requests
 among models by weight (a canary, an A/B test) and names fallbacks for requests that the chosen model does not
 accept. Requests with the same session, or of the same tenant, reach the same model. A change of weights moves
@@ -9,28 +11,33 @@ only as many of them as it has to: weighted rendezvous hashing, as in "Weighted 
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import field
+from dataclasses import field, fields
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from serve_app.core.admission.key_limits import TokenPrices
 from serve_app.core.latency_targets import TargetLimits
 from serve_app.core.metrics.summary import ClassTargets
 from serve_app.core.settings_base import (
     ADVANCED,
+    FINITE_POSITIVE,
     INTERNAL,
     NOT_NEGATIVE,
     POSITIVE,
     at_least,
+    between,
     hot_settings,
     settings,
     with_hot_settings,
 )
 from serve_app.errors import SettingsError
+from serve_app.request import MAX_FLOOR, MAX_TARGET_S, MAX_WEIGHT, MIN_FLOOR, MIN_WEIGHT, PriorityClass
 from serve_app.serving.access import is_loopback
-from serve_app.serving.api_keys import MAX_TENANT_CHARACTERS, is_tenant_name
+from serve_app.serving.api_keys import MAX_TENANT_CHARACTERS, KeyRecord, is_tenant_name
 from serve_app.serving.gateway.batches.settings import BatchSettings
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
@@ -143,16 +150,166 @@ class ServedModel:
             raise SettingsError("a model's name must not be empty")
 
 
+_LIMIT = at_least(1)
+_TARGET = between(0.001, MAX_TARGET_S)
+# Records of logins have no secret; no secret has this hash.
+_NO_SECRET = f"blake2b:{'0' * 32}:{'0' * 64}"
+
+
+@settings
+class LoginGroup:
+    """A group of users at the login server, and their permissions: those of a key in `keys_file`.
+
+    Limits and budgets count for all members of the group in one tenant together.
+
+    Attributes:
+        name: name of the group in tokens.
+        highest_class: highest priority class that requests may use.
+        default_class: class of requests that name none; null means `default`, or the highest class if that is
+            lower.
+        models: names of models and routes that requests may use; empty for all.
+        weight: weight of the tenant in fair sharing; null for that of `fairness.weights`.
+        floor_tokens_per_s: service that the tenant gets before others while its requests wait, per model;
+            null for that of `floors.tenants`.
+        requests_per_minute: requests admitted in any 60 s, per model.
+        tokens_per_minute: tokens admitted in any 60 s, per model.
+        concurrent: requests queued or in flight, per model.
+        queued: requests queued, per model.
+        tokens_per_day: tokens in a UTC day, over all models.
+        tokens_per_month: tokens in a UTC month, over all models.
+        cost_per_day: cost in a UTC day, at the prices of `models[].price`.
+        cost_per_month: cost in a UTC month, at the same prices.
+        ttft_target_s: latency target of requests that state none, in seconds to the first token.
+        tpot_target_s: the same, in seconds per output token after the first.
+        refuse_missed: reject requests on arrival that are expected to miss their latency target.
+        admin: allow all that operators do, as for a key.
+        may_act_for_tenants: trust `x-tenant` from these users.
+    """
+
+    name: str
+    highest_class: PriorityClass = PriorityClass.INTERACTIVE
+    default_class: Annotated[PriorityClass | None, ADVANCED] = None
+    models: tuple[str, ...] = ()
+    weight: Annotated[float | None, between(MIN_WEIGHT, MAX_WEIGHT)] = None
+    floor_tokens_per_s: Annotated[float | None, between(MIN_FLOOR, MAX_FLOOR)] = None
+    requests_per_minute: Annotated[int | None, _LIMIT] = None
+    tokens_per_minute: Annotated[int | None, _LIMIT] = None
+    concurrent: Annotated[int | None, _LIMIT] = None
+    queued: Annotated[int | None, _LIMIT] = None
+    tokens_per_day: Annotated[int | None, _LIMIT] = None
+    tokens_per_month: Annotated[int | None, _LIMIT] = None
+    cost_per_day: Annotated[float | None, FINITE_POSITIVE] = None
+    cost_per_month: Annotated[float | None, FINITE_POSITIVE] = None
+    ttft_target_s: Annotated[float | None, _TARGET] = None
+    tpot_target_s: Annotated[float | None, _TARGET] = None
+    refuse_missed: bool = False
+    admin: bool = False
+    may_act_for_tenants: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name must not be empty: it is the name of the group in tokens")
+        self.record("any", "any", self.highest_class)
+
+    def record(
+        self, key_id: str, tenant: str, highest_class: PriorityClass, description: str = ""
+    ) -> KeyRecord:
+        """Return the permissions of a member as the record of a key.
+
+        Args:
+            highest_class: highest class of this member; that of the group if it is higher.
+            description: names the user to operators.
+
+        Raises:
+            ValueError: the tenant's name is malformed, or the classes contradict each other.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        if highest_class.rank > self.highest_class.rank:
+            values |= {"highest_class": highest_class, "default_class": None}
+        identity = {"id": key_id, "tenant": tenant, "name": description, "hash": _NO_SECRET}
+        return KeyRecord(**{**values, **identity}, created_at=datetime.fromtimestamp(0, UTC))
+
+
+@settings
+class JwtSettings:
+    """Logins by OpenID Connect: bearer tokens (JWT) of a login server, beside API keys.
+
+    Tokens must be signed with RS256, ES256 or EdDSA.
+
+    Attributes:
+        issuer: the login server, exactly as in the claim `iss` of its tokens.
+        audience: name of this application at the login server; tokens must have it in the claim `aud`.
+        tenant_claim: claim that holds the tenant of a user.
+        groups: groups that may use the application. The first one that a token has determines its
+            permissions, and a token without any is rejected.
+        jwks_url: URL of the login server's public keys (`jwks_uri` of its OpenID configuration). Gateways
+            read it every five minutes, and when a token has an unknown key.
+        jwks_file: absolute path of a file with these keys instead; gateways reload it when it changes.
+        groups_claim: claim that holds the groups of a user, as a list or a single name.
+        class_claim: claim that holds the highest priority class of a user, if it is lower than that of the
+            group; null for none.
+    """
+
+    issuer: str
+    audience: str
+    tenant_claim: str
+    groups: tuple[LoginGroup, ...]
+    jwks_url: str | None = None
+    jwks_file: str | None = None
+    groups_claim: str = "groups"
+    class_claim: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("issuer", "audience", "tenant_claim", "groups_claim", "class_claim", "groups"):
+            if getattr(self, name) in ("", ()):
+                raise ValueError(f"{name} must not be empty: {_JWT_REMEDIES.get(name, 'name the claim')}")
+        sources = [name for name in ("jwks_url", "jwks_file") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            found = " and ".join(sources) or "none"
+            raise ValueError(f"exactly one of jwks_url, jwks_file must be set; got {found}")
+        if self.jwks_url is not None and not _is_protected(self.jwks_url):
+            raise ValueError(
+                f"jwks_url must be an https URL, or http on loopback, got {self.jwks_url!r}: others could "
+                "replace the keys on their way"
+            )
+        if self.jwks_file is not None and not Path(self.jwks_file).is_absolute():
+            raise ValueError(
+                f"jwks_file must be an absolute path, got {self.jwks_file!r}: each gateway has its own "
+                "working directory"
+            )
+        names = [group.name for group in self.groups]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"groups has the name {twice} twice: merge them, or rename one")
+
+
+_JWT_REMEDIES = {
+    "issuer": "write the login server's URL as in the claim iss of its tokens",
+    "audience": "write the name of this application at the login server",
+    "groups": "name at least one group that may use the application",
+}
+
+
+def _is_protected(url: str) -> bool:
+    """Return whether nothing between here and the server can change what it sends."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        return bool(host) and (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host)))
+    except ValueError:
+        return False
+
+
 # The block as written in a file; `GatewaySettings` adds the models, which are configured elsewhere.
 @settings(block="gateway")
 class GatewayConfig:
     """Access control and limits of the gateways.
 
     Attributes:
-        keys: API keys. Without `keys` and `keys_file`, requests need no key (for a laptop, or behind a
-            gateway that authenticates).
+        keys: API keys. Without `keys`, `keys_file` and `jwt`, requests need no key (for a laptop, or behind
+            a gateway that authenticates).
         keys_file: absolute path of a file with further keys, written by `ewsjf keys`; gateways
             reload it when it changes.
+        jwt: tokens of a login server that are accepted in place of keys.
         insecure: without keys, accept requests on non-loopback addresses too.
         cors: web origins whose pages may call from a browser; none by default.
         routes: names in front of models: canaries, A/B tests and fallbacks.
@@ -163,6 +320,7 @@ class GatewayConfig:
 
     keys: tuple[ApiKey, ...] = ()
     keys_file: str | None = None
+    jwt: JwtSettings | None = None
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
     routes: tuple[RouteSettings, ...] = ()
@@ -212,8 +370,8 @@ class GatewayConfig:
 
     @property
     def requires_keys(self) -> bool:
-        """True if callers need a key."""
-        return bool(self.keys) or self.keys_file is not None
+        """True if callers need a key or a token."""
+        return bool(self.keys) or self.keys_file is not None or self.jwt is not None
 
     @property
     def keys_path(self) -> Path | None:
@@ -231,8 +389,8 @@ class GatewayConfig:
             return
         raise SettingsError(
             f"http_options.host {host} is reachable from other machines and no keys are set: set "
-            "gateway.keys or gateway.keys_file, or listen on 127.0.0.1, or set gateway.insecure to true if "
-            "a proxy in front of it authenticates clients"
+            "gateway.keys, gateway.keys_file or gateway.jwt, or listen on 127.0.0.1, or set gateway.insecure "
+            "to true if a proxy in front of it authenticates clients"
         )
 
 

@@ -202,7 +202,7 @@ class RequestReader:
     ) -> None:
         self._settings = settings
         self._models = models
-        self._keyring = Keyring(settings.keys, path=settings.keys_path)
+        self._keyring = _keyring_of(settings)
         self._budgets = budgets or Budgets({}, {})
         self._tracer = tracer
         self._on_ignored_header = on_ignored_header
@@ -219,7 +219,7 @@ class RequestReader:
         Raises:
             SettingsError: a key cannot be read; the previous settings stay in effect.
         """
-        keyring, before = Keyring(settings.keys, path=settings.keys_path), self._keyring
+        keyring, before = _keyring_of(settings, self._keyring), self._keyring
         self._settings, self._keyring = settings, keyring
         self.objectives = self._all_objectives()
         self.bodies.max_bytes = settings.max_held_body_bytes
@@ -528,6 +528,16 @@ class RequestReader:
         if self._tracer is None or is_traced or b"traceparent" in request.headers:
             return lines
         return lines + self._tracer.unsampled_parent()
+
+
+def _keyring_of(settings: GatewaySettings, before: Keyring | None = None) -> Keyring:
+    """Return the keyring of these settings, which keeps the public keys of the previous one."""
+    logins = None
+    if settings.jwt is not None:
+        from serve_app.serving.gateway.logins import Logins  # noqa: PLC0415 - PyJWT costs memory
+
+        logins = Logins(settings.jwt, None if before is None else before.logins)
+    return Keyring(settings.keys, path=settings.keys_path, logins=logins)
 
 
 def _is_large(body: bytes) -> bool:
