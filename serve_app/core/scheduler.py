@@ -202,11 +202,9 @@ class Scheduler:
         if not self.queue.waiting:
             return earliest(report, outage, routing, start)
         timeout, backoff = self._expiry.next_at(), self.queue.next_backoff_end()
-        prefill, programs, floor = (
-            self._prefills.next_at(),
-            self.programs.next_at(),
-            self.queue.next_floor_at(),
-        )
+        prefill, programs = self._prefills.next_at(), self.programs.next_at()
+        floors = self.queue.floors
+        floor = floors.next_due_at(self._now) if floors.are_used else None
         return earliest(timeout, backoff, report, outage, routing, start, prefill, programs, floor)
 
     @property
@@ -478,8 +476,7 @@ class Scheduler:
         for scheduled in self._slow_starts.overdue(now):
             assert scheduled.attempts.moved_from is not None, "it is marked as moved"
             self._commands.append(_revocation(scheduled, scheduled.attempts.moved_from))
-        due = {floor.tenant for floor in self.queue.due_floors(now) if floor.tenant is not None}
-        for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue.waits, due, now):
+        for scheduled, replica_id in self._backfill.revocations(self.ledger, self.queue, now):
             self._commands.append(_revocation(scheduled, replica_id))
 
     def _send(self, scheduled: ScheduledRequest, running: Running, now: float) -> None:

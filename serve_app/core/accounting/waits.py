@@ -156,11 +156,13 @@ class WaitAccount:
         for index, now_taken, then_taken in zip((rank, _BY_FLOOR), taken, tally.own, strict=True):
             own[index] = now_taken[0] - then_taken[0], now_taken[1] - then_taken[1]
         for other, (own_ns, own_count) in enumerate(own):
-            cause = _cause_of_slot(other, rank)
-            tally.add(cause, gained[other] - own_ns)
-            tally.add_ahead(cause, gained[_COUNTS + other] - own_count)
-            tally.add(WaitCause.OWN_REQUESTS, own_ns)
-            tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
+            taken_ns, taken_count = gained[other], gained[_COUNTS + other]
+            if taken_ns or taken_count:
+                cause = _cause_of_slot(other, rank)
+                tally.add(cause, taken_ns - own_ns)
+                tally.add_ahead(cause, taken_count - own_count)
+                tally.add(WaitCause.OWN_REQUESTS, own_ns)
+                tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
         for number, cause in enumerate(_STATES, start=BUSY):
             if gained[number]:
                 tally.add(cause, gained[number])

@@ -52,9 +52,9 @@ arrivals.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from serve_app.core.accounting.wait_causes import WaitCause
 from serve_app.core.accounting.waits import WaitAccount
@@ -66,6 +66,9 @@ from serve_app.core.routing.replica import ReplicaReport
 from serve_app.core.routing.replica_state import ReplicaState, Running
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, SHARE, settings
 from serve_app.request import PriorityClass
+
+if TYPE_CHECKING:
+    from serve_app.core.queueing.request_queue import RequestQueue
 
 # Share of its fair share up to which a tenant is light.
 _LIGHT = 0.5
@@ -376,14 +379,9 @@ class Backfill:
         return replica.free_tokens > reserve * replica.kv_budget
 
     def revocations(
-        self, ledger: ReplicaLedger, waiting: Iterable[WaitAccount], due: Collection[str], now: float
+        self, ledger: ReplicaLedger, queue: "RequestQueue", now: float
     ) -> Iterator[tuple[ScheduledRequest, str]]:
-        """Yield the requests to revoke now, each once, with their replicas.
-
-        Args:
-            waiting: accounts of the queued requests.
-            due: tenants that are behind their floor, whose batch work precedes that of others.
-        """
+        """Yield the requests to revoke now, each once, with their replicas."""
         crowded, self._crowded = self._crowded, set()
         for replica_id in sorted(crowded):
             if (replica := ledger.get(replica_id)) is None:
@@ -399,7 +397,8 @@ class Backfill:
                 yield _revoke(load, scheduled), replica_id
         if not self._with_revocable:
             return
-        for account in waiting:
+        due = [floor.tenant for floor in queue.due_floors(now) if floor.tenant is not None]
+        for account in queue.waits:
             precedes = account.priority is not PriorityClass.BATCH or account.has_any(due)
             if precedes and account.pool and account.cause in _CAPACITY:
                 yield from self._make_room(ledger, account, now)

@@ -109,6 +109,7 @@ class Floors:
         counts_tokens: whether service is counted in tokens; if not, there are no floors.
 
     Attributes:
+        are_used: whether there is any floor. Without one, nothing below needs to be called.
         served: service of all requests in the last half minute.
     """
 
@@ -121,11 +122,8 @@ class Floors:
         self._of_tenants = {name: self._floor(name, None, rate) for name, rate in settings.tenants.items()}
         self._of_classes = {each: self._floor(None, each, rate) for each, rate in settings.classes.items()}
         self._waiting: dict[Floor, None] = {}
+        self.are_used = bool(self._of_tenants or self._of_classes)
         self.served = DecayingRate(_WINDOW_S, 0.0)
-
-    def __bool__(self) -> bool:
-        """Return whether there is any floor."""
-        return bool(self._of_tenants or self._of_classes)
 
     def __iter__(self) -> Iterator[Floor]:
         yield from self._of_tenants.values()
@@ -152,6 +150,7 @@ class Floors:
             self._advance(now)
             self._forget_idle()
             floor = self._of_tenants[request.tenant] = self._floor(request.tenant, None, 0.0)
+            self.are_used = True
         floor.per_s = key.floor_tokens_per_s
 
     def on_backlog(self, request: Request, now: float) -> None:

@@ -386,7 +386,7 @@ class RequestQueue:
         if tenant is None:
             tenant = tenants[request.tenant] = TenantQueues()
             self.shares[request.priority].on_backlog(request.tenant)
-        if self.floors:
+        if self.floors.are_used:
             self.floors.on_backlog(request, self._now)
         self._delay_bound(scheduled).join(scheduled)
         scheduled.queued = True
@@ -416,7 +416,7 @@ class RequestQueue:
         if not tenant.waiting:
             del tenants[request.tenant]
             self.shares[request.priority].on_idle(request.tenant)
-            if self.floors:
+            if self.floors.are_used:
                 is_idle = all(request.tenant not in others for others in self._tenants.values())
                 self.floors.on_idle(request, tenant=is_idle, priority=not tenants)
 
@@ -448,11 +448,7 @@ class RequestQueue:
 
     def due_floors(self, now: float) -> list[Floor]:
         """Return the floors of tenants and classes that are behind, the one behind most first."""
-        return self.floors.due(now, others_wait=self._others_wait()) if self.floors else []
-
-    def next_floor_at(self) -> float | None:
-        """Return when the next floor falls behind, or None."""
-        return self.floors.next_due_at(self._now) if self.floors else None
+        return self.floors.due(now, others_wait=self._others_wait()) if self.floors.are_used else []
 
     def heads_of_floor(
         self, floor: Floor, pool: str, position: int, now: float
@@ -590,7 +586,7 @@ class RequestQueue:
         self._observe_key(request)
         scheduled.charged = self.fairness.expected_service(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(request.tenant, scheduled.charged)
-        if self.floors:
+        if self.floors.are_used:
             self.floors.charge(
                 request,
                 scheduled.charged,
