@@ -110,6 +110,9 @@ async def is_refused(port: int, within_s: float = 5.0) -> bool:
             (await asyncio.open_connection(HOST, port))[1].close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:
+            # It was waiting to be accepted when the port was closed.
+            continue
         await asyncio.sleep(0.01)
     return False
 

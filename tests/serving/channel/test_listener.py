@@ -137,7 +137,8 @@ async def test_never_more_wait_for_their_introduction_than_may(control_plane: Co
     looking.cancel()
     for raw_peer in crowd:
         raw_peer.leave()
-    assert most == LIMIT
+    # uvloop closes a descriptor at the end of a turn, in which it may have accepted another connection.
+    assert LIMIT <= most <= LIMIT + 1
 
 
 async def test_a_scheduler_that_stops_closes_connections_in_their_handshake(
