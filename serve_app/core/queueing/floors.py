@@ -140,18 +140,17 @@ class Floors:
         """Return whether a class has a floor."""
         return priority in self._of_classes
 
-    def observe(self, request: Request, now: float) -> None:
-        """Learn the floor of a request's key, which is that of its tenant from now on."""
-        key = request.submission.key
-        if key is None or key.floor_tokens_per_s is None or not self._counts_tokens:
+    def observe(self, tenant: str, per_s: float, now: float) -> None:
+        """Learn the floor of a key, which is that of its tenant from now on."""
+        if not self._counts_tokens:
             return
-        floor = self._of_tenants.get(request.tenant)
+        floor = self._of_tenants.get(tenant)
         if floor is None:
             self._advance(now)
             self._forget_idle()
-            floor = self._of_tenants[request.tenant] = self._floor(request.tenant, None, 0.0)
+            floor = self._of_tenants[tenant] = self._floor(tenant, None, per_s)
             self.are_used = True
-        floor.per_s = key.floor_tokens_per_s
+        floor.per_s = per_s
 
     def on_backlog(self, request: Request, now: float) -> None:
         """Note that a request is queued."""

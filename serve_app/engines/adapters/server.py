@@ -204,6 +204,7 @@ class EngineReading:
             instead; `token_gaps_s / token_gaps` is a time per output token in both cases.
         token_gaps_s: sum of those gaps in seconds.
         steps: iterations that generated a token, since the server started.
+        sleeps: whether an engine has left its GPU until it is woken up; it then shows no load.
     """
 
     waiting: int | None = None
@@ -214,6 +215,7 @@ class EngineReading:
     token_gaps: int | None = None
     token_gaps_s: float | None = None
     steps: int | None = None
+    sleeps: bool = False
 
     @property
     def progress(self) -> tuple[float | None, ...] | None:

@@ -28,11 +28,12 @@ _CACHE_CONFIG = b"vllm:cache_config_info"
 _KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _TOKEN_GAPS = (b"vllm:inter_token_latency_seconds", b"vllm:time_per_output_token_seconds")
 _STEPS = b"vllm:iteration_tokens_total_count"
+_SLEEP_STATE = b"vllm:engine_sleep_state"
 _GAPS_SUM = tuple(name + b"_sum" for name in _TOKEN_GAPS)
 _GAPS_COUNT = tuple(name + b"_count" for name in _TOKEN_GAPS)
 # Behind the slash is the Prometheus library's own page, which collects only samples of these names. The whole
 # page takes ten times as long on the event loop that also streams the tokens.
-_READ = (RUNNING, _WAITING, _CACHE_CONFIG, *_KV_USAGE, _STEPS, *_GAPS_SUM, *_GAPS_COUNT)
+_READ = (RUNNING, _WAITING, _CACHE_CONFIG, *_KV_USAGE, _STEPS, _SLEEP_STATE, *_GAPS_SUM, *_GAPS_COUNT)
 SELECTED_METRICS = "/metrics/?" + urlencode([("name[]", name) for name in _READ])
 
 
@@ -56,6 +57,10 @@ def read(page: bytes) -> EngineReading:
         token_gaps=count(page, *_GAPS_COUNT) or 0,
         token_gaps_s=total(page, *_GAPS_SUM) or 0.0,
         steps=count(page, _STEPS),
+        # One sample for each state and core; that of the current state is 1.
+        sleeps=any(
+            b'sleep_state="awake"' in written and not value for written, value in samples(page, _SLEEP_STATE)
+        ),
         # The samples of all cores have the same values in their labels.
         kv_tokens=_kv_tokens(cores[0][0], len(cores)) if cores else None,
     )

@@ -12,6 +12,8 @@ Rules:
   takes time on the event loop that streams its answers. A failed one closes it at once; gateways finish what
   runs there. When it answers again it is identified again, because it may have restarted with other limits.
   After repeated failures it is held back for longer each time (`FlapDamping`).
+- One that sleeps receives no requests, because its engine has left the GPU. That is no failure, so it
+  receives requests at once when it has been woken up.
 - Its limits are refreshed periodically while it serves.
 
 `FlapDamping`. Each failure soon after a recovery doubles the time that the endpoint must answer without a
@@ -43,6 +45,10 @@ from serve_app.serving.remote.sources import EndpointUrl, FixedSource, source_of
 
 # Limit on control answers; a wrong server's answer may be endless.
 _MAX_PAGE_BYTES = 8 * 1024 * 1024
+
+
+class EndpointAsleepError(EngineError):
+    """The endpoint sleeps: it has left its GPU, and no request wakes it."""
 
 
 class EndpointUnreachableError(EngineError):
@@ -282,6 +288,11 @@ class Endpoint:
         return self._identity is not None
 
     @property
+    def is_asleep(self) -> bool:
+        """True if it receives no requests because it sleeps."""
+        return bool(self.failure) and self._reading.sleeps
+
+    @property
     def replica_id(self) -> str:
         """Replica id, independent of the watching process."""
         return f"{self._context.pool}/{self.url.authority}{self.url.path}"
@@ -305,7 +316,7 @@ class Endpoint:
             "url": str(self.url),
             "pool": self._context.pool,
             "replica": self.replica_id,
-            "state": "serving" if not self.failure else "closed",
+            "state": "asleep" if self.is_asleep else "closed" if self.failure else "serving",
             "reason": self.failure,
             "since": self.down_since if self.failure else None,
             "server": f"{server.kind} {server.version or ''}".strip() if server else "",
@@ -388,17 +399,21 @@ class Endpoint:
         """Return the load. Each report has a new reading, as `received=None` requires.
 
         Raises:
-            EngineError: the load cannot be read, or the endpoint is held back.
+            EngineError: the load cannot be read, or the endpoint sleeps or is held back.
         """
         loop = asyncio.get_running_loop()
         assert self._identity is not None, "it reports once it is known"
         try:
-            if self.failure:
+            if self.failure and not self.is_asleep:
                 await self._identify()
             reading = await self._read(self._identity.server, loop.time())
-            self._check_progress(reading, loop.time())
             self._reading = reading
+            self._check_engine(reading, loop.time())
+        except EndpointAsleepError as exc:
+            self._record_failure(str(exc))
+            raise
         except EngineError as exc:
+            self._reading = EngineReading()
             self._damping.on_failure(loop.time())
             self._record_failure(str(exc))
             raise
@@ -433,12 +448,15 @@ class Endpoint:
             self._alive_at = now
         return EngineReading()
 
-    def _check_progress(self, reading: EngineReading, now: float) -> None:
-        """Check that the engine makes progress; the front end of a hung one repeats the last load.
+    def _check_engine(self, reading: EngineReading, now: float) -> None:
+        """Check that the engine is awake and computes; the front end of a hung one repeats the last load.
 
         Raises:
+            EndpointAsleepError: it sleeps.
             EngineError: it hangs.
         """
+        if reading.sleeps:
+            raise EndpointAsleepError(f"{self.url} sleeps: wake it up with POST /wake_up")
         if reading.progress is None:
             return
         busy = bool(reading.running or reading.waiting)
@@ -458,7 +476,7 @@ class Endpoint:
             or (reading.kv_usage_ratio or 0.0) > _FULL_KV_RATIO
             or (most is not None and (reading.running or 0) >= most)
         )
-        return 1.0 if is_full or self.failure else _CALM_INTERVALS
+        return 1.0 if is_full or (self.failure and not self.is_asleep) else _CALM_INTERVALS
 
     def _has_computed(self, reading: EngineReading) -> bool | None:
         """Return whether it has computed since the last reading; None if it does not report progress."""

@@ -237,14 +237,15 @@ class EndpointWatcher:
         return [*chosen, *taken]
 
     def states(self) -> dict[str, Any]:
-        """Return the number of wanted endpoints, those that receive no requests, and sources that fail."""
-        failing = (each for _, each in sorted(self._endpoints.items()) if each.failure)
-        down = [each.describe() for each in failing]
+        """Return the number of wanted endpoints, those that are down or asleep, and sources that fail."""
+        closed = [each for _, each in sorted(self._endpoints.items()) if each.failure]
+        down = [each.describe() for each in closed if not each.is_asleep]
         unread = [{"source": each.source, "reason": each.failure} for each in self._health if each.failure]
         return {
             "pool": self._context.pool,
             "endpoints": len(self._endpoints),
             "down": down,
+            "asleep": [str(each.url) for each in closed if each.is_asleep],
             "unread_sources": unread,
         }
 

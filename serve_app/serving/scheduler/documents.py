@@ -52,8 +52,10 @@ class RemoteEndpoints:
         text = "Endpoints of remote pools, by whether they can be used."
         values = Figures("ewsjf_endpoints", text, "pool", "state")
         for pool, document in self._pools.items():
-            down = len(document["down"])
-            values[pool, "up"], values[pool, "down"] = document["endpoints"] - down, down
+            # A watcher of an older release does not report the second one.
+            down, asleep = len(document["down"]), len(document.get("asleep", ()))
+            values[pool, "up"] = document["endpoints"] - down - asleep
+            values[pool, "down"], values[pool, "asleep"] = down, asleep
         return values
 
 

@@ -106,6 +106,20 @@ def check_endpoints(model: Document) -> Iterator[Finding]:
         )
 
 
+def check_asleep(model: Document) -> Iterator[Finding]:
+    """Yield a finding for each pool with remote endpoints that sleep."""
+    # A scheduler or watcher of an older release does not report this.
+    for pool in model.get("endpoints", ()):
+        if asleep := pool.get("asleep"):
+            more = f" and {len(asleep) - _MAX_DOWN} more" if len(asleep) > _MAX_DOWN else ""
+            yield Finding(
+                Severity.NOTE,
+                f"model {model['model']}: {len(asleep)} of {pool['endpoints']} endpoints of pool "
+                f"{pool['pool']} sleep and receive no requests: {', '.join(asleep[:_MAX_DOWN])}{more}",
+                "POST /wake_up of a server wakes it up: it is used as soon as it is awake",
+            )
+
+
 def check_sources(model: Document) -> Iterator[Finding]:
     """Yield a finding for each source of endpoints that cannot be read."""
     for each in unread_sources(model):
@@ -364,6 +378,7 @@ _CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (
     check_pools,
     check_closed_pools,
     check_endpoints,
+    check_asleep,
     check_sources,
     check_prefixes,
     check_reports,

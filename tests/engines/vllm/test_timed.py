@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from serve_app.engines.adapters.identify import identify
 from serve_app.engines.adapters.server import PageResponse
-from serve_app.engines.adapters.vllm import SELECTED_METRICS
+from serve_app.engines.adapters.vllm import SELECTED_METRICS, read
 from serve_app.engines.model.roofline import load_profile
 from tests.engines.vllm.real import ENV, ROOT, Running, preemptions, running, unshared_prompt
 
@@ -150,5 +150,7 @@ class TestTimedEngine:
     async def test_it_sleeps_and_wakes_up(self, timed: Running) -> None:
         assert (await timed.client.post("/sleep", params={"level": 1})).status_code == 200
         assert (await timed.client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert read((await timed.client.get(SELECTED_METRICS)).content).sleeps
         assert (await timed.client.post("/wake_up")).status_code == 200
+        assert not read((await timed.client.get(SELECTED_METRICS)).content).sleeps
         assert (await completed(timed, "Hi", max_tokens=2))["usage"]["completion_tokens"] == 2

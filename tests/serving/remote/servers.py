@@ -29,6 +29,8 @@ vllm:num_requests_running{engine="0",model_name="tiny"} RUNNING
 vllm:num_requests_waiting{engine="0",model_name="tiny"} WAITING
 vllm:iteration_tokens_total_count{engine="0",model_name="tiny"} STEPS
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} KV_USAGE
+vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} AWAKE
+vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="weights_offloaded"} ASLEEP
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
 """
 
@@ -40,6 +42,7 @@ class VllmLike(Engine):
         api_key: the required key; empty for none.
         kv_usage, others, queued: load by other clients.
         hangs: the engine makes no progress.
+        sleeps: the engine sleeps.
         is_mute: its metrics show no requests, as after a hang while idle.
         metrics_status: status of its metrics page.
         seen: headers of the last request other than control requests.
@@ -53,6 +56,7 @@ class VllmLike(Engine):
         self.others = self.queued = 0
         self.steps, self.hangs, self.is_mute = 0, False, False
         self.metrics_status = 200
+        self.sleeps = False
         self.scrapes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +70,7 @@ class VllmLike(Engine):
             page = METRICS.replace("RUNNING", str(running)).replace("WAITING", str(self.queued))
             page = page.replace("STEPS", str(self.steps if self.hangs else self.scrapes))
             page = page.replace("KV_USAGE", str(self.kv_usage))
+            page = page.replace("AWAKE", str(1.0 - self.sleeps)).replace("ASLEEP", str(float(self.sleeps)))
             await _answer(send, self.metrics_status, page.encode())
         elif path == "/v1/models":
             await _answer(send, 200, json.dumps(self.models).encode())

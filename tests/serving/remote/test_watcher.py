@@ -100,6 +100,50 @@ async def test_a_dead_endpoint_is_named_with_its_reason_until_it_returns() -> No
         await wait_until(lambda: not down(), "it is shown as serving")
 
 
+async def test_an_endpoint_that_sleeps_receives_no_requests_and_serves_at_once_when_it_is_awake() -> None:
+    sleeper, other = VllmLike(), VllmLike()
+    async with serving(sleeper) as url, serving(other) as second, watched(url, second) as fleet:
+
+        def pool() -> dict[str, Any]:
+            return dict((fleet.control_plane.live.status()["endpoints"] or [{}])[0])
+
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
+        for _ in range(3):
+            sleeper.sleeps = True
+            await wait_until(lambda: pool().get("asleep") == [url], "its sleep is shown")
+            assert pool()["down"] == []
+            (shown,) = [each for each in fleet.watcher.describe() if each["url"] == url]
+            assert (shown["state"], shown["reason"]) == (
+                "asleep",
+                f"{url} sleeps: wake it up with POST /wake_up",
+            )
+            before = len(sleeper.bodies)
+            answers = await asyncio.gather(*(fleet.send_request() for _ in range(6)))
+            assert [answer.status_code for answer in answers] == [200] * 6
+            assert len(sleeper.bodies) == before
+            metrics = await fleet.control_plane.live.exposition()
+            assert f'ewsjf_endpoints{{model="{MODEL}",pool="{POOL}",state="asleep"}} 1.0' in metrics
+            # Sleep is no failure, which would hold it back for longer each time.
+            sleeper.sleeps, began = False, time.monotonic()
+            await wait_until(lambda: len(fleet.open()) == 2 and not pool()["asleep"], "it is awake")
+            assert time.monotonic() - began < 5.0
+
+
+async def test_an_endpoint_that_dies_in_its_sleep_is_down() -> None:
+    sleeper, port = VllmLike(), free_port()
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(serving(VllmLike()))
+        mortal = AsyncExitStack()
+        url = await mortal.enter_async_context(serving(sleeper, port))
+        fleet = await stack.enter_async_context(watched(other, url))
+        await wait_until(lambda: len(fleet.open()) == 2, "both serve")
+        sleeper.sleeps = True
+        await wait_until(lambda: fleet.watcher.states()["asleep"] == [url], "it sleeps")
+        await mortal.aclose()
+        await wait_until(lambda: not fleet.watcher.states()["asleep"], "its death is noticed")
+        assert [each["state"] for each in fleet.watcher.states()["down"]] == ["closed"]
+
+
 async def test_an_endpoint_that_never_answered_is_named() -> None:
     unused_url = f"http://127.0.0.1:{free_port()}"
     async with serving(VllmLike()) as one, watched(one, unused_url) as fleet:

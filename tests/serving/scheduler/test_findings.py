@@ -125,6 +125,23 @@ def test_the_step_after_a_wrong_prefix_index_depends_on_its_sign() -> None:
     assert too_few.next_step.startswith("the engines cache more")
 
 
+def test_endpoints_that_sleep_are_a_note() -> None:
+    def found(*asleep: str) -> list[tuple[Severity, str]]:
+        pool = {"pool": "short", "endpoints": 9, "down": [], "asleep": list(asleep)}
+        status = {**STATUS, "endpoints": [pool]}
+        return [(each.severity, each.what.removeprefix("model demo: ")) for each in status_findings(status)]
+
+    assert found() == []
+    assert found("http://a", "http://b") == [
+        (
+            Severity.NOTE,
+            "2 of 9 endpoints of pool short sleep and receive no requests: http://a, http://b",
+        )
+    ]
+    ((_, text),) = found(*(f"http://{name}" for name in "abcdefg"))
+    assert text.endswith("http://a, http://b, http://c, http://d, http://e and 2 more")
+
+
 def test_floors_that_are_not_kept_are_named_with_what_the_fleet_serves() -> None:
     def floor(subject: str, behind_s: float) -> dict[str, Any]:
         return {
