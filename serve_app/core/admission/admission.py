@@ -595,11 +595,10 @@ class Admission:
     def _tokens_ahead(self, request: Request) -> int:
         """Return the tokens served before a request; a floor bounds them."""
         ahead, queue = self._queue.work_ahead(request), self._queue
-        floor = queue.floors.of_tenant(request.tenant)
-        if floor is None:
+        tokens_per_s, tenant = self.predictor.drain.tokens_per_s, request.tenant
+        if queue.floors.of_tenant(tenant) is None or not tokens_per_s > 0:
             return ahead
-        own_s = queue.service_of(request.tenant) / floor.per_s
-        return min(ahead, round(self.predictor.drain.tokens_per_s * own_s) or ahead)
+        return min(ahead, round(tokens_per_s * queue.floors.seconds_to(tenant, queue.service_of(tenant))))
 
     def _admissible_in_s(self, condition: _Condition, now: float) -> float:
         return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)

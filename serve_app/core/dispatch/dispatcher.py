@@ -531,7 +531,7 @@ class Dispatcher:
         avoided = attempts.avoided if elsewhere else frozenset()
         return replace(query, avoided=avoided, quarantined=attempts.losses > 0)
 
-    def _may_reserve(self, head: ScheduledRequest, pool: str, rank: "Rank") -> bool:
+    def _may_reserve(self, head: ScheduledRequest, pool: str, rank: Rank) -> bool:
         """Return whether to reserve capacity: the tenant is owed service, the pool has no reservation.
 
         A tenant that holds more than its share gets none, because light tenants would wait for its requests,

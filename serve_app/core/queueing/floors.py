@@ -14,7 +14,8 @@ to which it is delivered:
   is not deducted later.
 - A tenant that returns from idle starts at the present: idle time earns nothing.
 
-So over any time in which its requests wait, a tenant receives its floor, less one request.
+So over any time in which its requests wait, a tenant receives its floor, less one request of its own and the
+service of those that precede it: the one in service when it falls behind, and one in the usual order.
 
 If the fleet cannot serve all floors, all tenants with a floor fall behind. The one that is behind most is
 served first, so each receives the same part of its floor. The clock of the marks stops while the least of
@@ -115,7 +116,7 @@ class Floors:
 
     def __init__(self, settings: FloorSettings, *, counts_tokens: bool = True) -> None:
         self._counts_tokens = counts_tokens
-        self._configured = frozenset(settings.tenants)
+        self._configured = settings.tenants
         self._clock = self._at = 0.0
         # Service that is due in the usual order.
         self._owed_usual = 0.0
@@ -140,11 +141,16 @@ class Floors:
         """Return whether a class has a floor."""
         return priority in self._of_classes
 
-    def observe(self, tenant: str, per_s: float, now: float) -> None:
-        """Learn the floor of a key, which is that of its tenant from now on."""
+    def observe(self, tenant: str, per_s: float | None, now: float) -> None:
+        """Learn the floor of a tenant from the key of a request; None leaves the configured one, if any."""
         if not self._counts_tokens:
             return
-        floor = self._of_tenants.get(tenant)
+        floor, per_s = self._of_tenants.get(tenant), per_s or self._configured.get(tenant)
+        if per_s is None:
+            if floor is not None:
+                del self._of_tenants[tenant]
+                self._waiting.pop(floor, None)
+            return
         if floor is None:
             self._advance(now)
             self._forget_idle()
@@ -209,6 +215,11 @@ class Floors:
         self._advance(now)
         marks = [floor.mark for floor in self._waiting if not self._is_due(floor)]
         return now + min(marks) - self._clock if marks else None
+
+    def seconds_to(self, tenant: str, service: float) -> float:
+        """Return the seconds in which the floor of a tenant delivers so much more service."""
+        floor = self._of_tenants[tenant]
+        return max(0.0, floor.mark - self._clock) + service / floor.per_s
 
     def behind_s(self, floor: Floor, now: float) -> float:
         """Return by how many seconds of its floor a tenant or class is behind, 0 without queued requests."""

@@ -751,8 +751,9 @@ class RequestQueue:
     def _observe_key(self, request: Request) -> None:
         """Learn the weight and floor sent with a request. A weight affects all queued work of its tenant."""
         key = request.submission.key
-        if key is not None and key.floor_tokens_per_s is not None:
-            self.floors.observe(request.tenant, key.floor_tokens_per_s, self._now)
+        per_s = None if key is None else key.floor_tokens_per_s
+        if per_s is not None or self.floors.are_used:
+            self.floors.observe(request.tenant, per_s, self._now)
         if self.weights.observe(request):
             self.weights.forget_idle(self._tenants.values())
             for work in self._fair_work.values():

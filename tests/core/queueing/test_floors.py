@@ -1,11 +1,13 @@
 """Floors of tenants and classes in the queue; tests/properties/test_floors.py has what they guarantee."""
 
+import itertools
 from typing import Any
 
 import pytest
 
 from serve_app.core import events as ev
-from serve_app.core.commands import Command, Revoke
+from serve_app.core.commands import Revoke
+from serve_app.core.dispatch.backfill import BackfillSettings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.promotion import ClassFloorSettings
 from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings
@@ -14,7 +16,7 @@ from serve_app.core.settings import SchedulerSettings
 from serve_app.core.settings_base import plain, read
 from serve_app.errors import Outcome
 from serve_app.request import KeyTerms, PriorityClass, Usage
-from tests.builders import ManualDriver, dispatched, one_replica, request
+from tests.builders import ManualDriver, concluded, dispatched, one_replica, request
 
 BATCH = PriorityClass.BATCH
 FLOOR = FloorSettings(tenants={"team": 100.0})
@@ -68,6 +70,32 @@ def test_a_request_in_turn_is_not_owed_again_after_idle_time() -> None:
     assert floors.due(1.0, others_wait=False) == []
     assert floors.next_due_at(1.0) == pytest.approx(5.0)
     assert len(floors.due(5.0, others_wait=False)) == 1
+
+
+def test_service_beyond_the_floor_is_not_deducted_later() -> None:
+    floors, one = Floors(FLOOR), request(tenant="team")
+    floors.on_backlog(one, 0.0)
+    for _ in range(3):
+        floors.charge(one, 100.0, 0.0, by_floor=False, others_wait=True)
+    assert floors.next_due_at(0.0) == pytest.approx(1.0)
+    # Nor is idle time credited to the service that ends it.
+    floors.on_idle(one, tenant=True, priority=True)
+    floors.charge(one, 100.0, 50.0, by_floor=False, others_wait=True)
+    floors.on_backlog(one, 50.0)
+    assert floors.next_due_at(50.0) == pytest.approx(51.0)
+
+
+def test_a_tenant_behind_its_floor_leaves_no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent(**changes: Any) -> list[str]:
+        driver = busy(**changes)
+        # As for a tenant that holds more than its share.
+        monkeypatch.setattr(driver.scheduler.headroom, "tokens", lambda _head, _pool: 10_000_000)
+        driver.arrive("late", tenant="team")
+        # An idle replica would accept it in any case.
+        return [name for name, _ in dispatched(driver.feed(ev.FirstToken("first")))]
+
+    assert sent() == []
+    assert sent(floors=FLOOR) == ["late"]
 
 
 def test_a_tenant_whose_requests_fit_nowhere_does_not_stop_the_floors_of_others() -> None:
@@ -141,18 +169,64 @@ def test_batch_work_of_a_tenant_behind_its_floor_revokes_that_of_others() -> Non
 
 
 def test_the_floor_bounds_the_predicted_wait_of_its_tenant() -> None:
-    """A flood of others is no reason to reject a tenant that its floor serves in time."""
+    """A flood of a higher class is no reason to reject a tenant that its floor serves in time."""
 
-    def outcome(**changes: Any) -> list[Command]:
-        driver = busy(**changes)
-        for number in range(200):
-            driver.arrive(f"w{number}", tenant="flood", prompt_tokens=100)
-        running = "first"
+    def outcomes(own: int, **changes: Any) -> list[str]:
+        driver, running, numbers = busy(**changes), "first", itertools.count()
+
+        def flood(requests: int) -> None:
+            for number in itertools.islice(numbers, requests):
+                name = f"w{number}"
+                driver.arrive(name, tenant="flood", prompt_tokens=100, priority=PriorityClass.INTERACTIVE)
+
+        # A steady backlog, from which predictions are learned.
+        flood(8)
         for _ in range(60):
+            flood(1)
             (running,) = end(driver, running, after_s=1.0)
-        return driver.arrive("late", tenant="team", expires_at=driver.now + 20.0, prompt_tokens=100)
+        flood(200)
+        # The first request of a kind is always admitted, as a probe.
+        driver.arrive("probe", tenant="user", expires_at=driver.now + 20.0, prompt_tokens=100)
+        for number in range(own):
+            driver.arrive(f"o{number}", tenant="team", prompt_tokens=100)
+        commands = driver.arrive("late", tenant="team", expires_at=driver.now + 20.0, prompt_tokens=100)
+        return [outcome for _, outcome in concluded(commands)]
 
-    assert outcome(fairness=FairnessSettings(weights={"team": 0.001}), floors=FLOOR) == []
+    assert outcomes(0) == ["rejected_deadline_unmeetable"]
+    assert outcomes(0, floors=FLOOR) == []
+    assert outcomes(5, floors=FLOOR) == []
+    # Its own work takes longer at the rate of its floor.
+    assert outcomes(60, floors=FLOOR) == ["rejected_deadline_unmeetable"]
+
+
+def test_a_floor_that_a_key_no_longer_has_is_that_of_the_settings() -> None:
+    floors = Floors(FLOOR)
+    for tenant in ("team", "new"):
+        floors.observe(tenant, 30.0, 0.0)
+        floors.on_backlog(request(tenant=tenant), 0.0)
+        floors.observe(tenant, None, 1.0)
+    (floor,) = floors
+    assert (floor.tenant, floor.per_s) == ("team", 100.0)
+    assert floors.due(2.0, others_wait=False) == [floor]
+
+
+def test_a_floor_that_falls_due_dispatches_without_another_event() -> None:
+    """Batch work waits for idle capacity until then."""
+    driver = one_replica(
+        limits={"kv_tokens": 500_000, "max_num_seqs": 1_000},
+        backpressure=BackpressureSettings(lag_factor=0.0, target_waiting=1_000),
+        class_floors=ClassFloorSettings(batch_share=0.0),
+        backfill=BackfillSettings(max_slowdown=0.01),
+        floors=FLOOR,
+    )
+    driver.arrive("i", priority=PriorityClass.INTERACTIVE)
+    driver.feed(ev.FirstToken("i"))
+    sent = [dispatched(driver.arrive(f"b{number}", tenant="team", priority=BATCH)) for number in range(3)]
+    assert [bool(each) for each in sent] == [True, False, False]
+    due_at = driver.scheduler.next_wakeup()
+    assert due_at is not None
+    driver.now = due_at
+    assert dispatched(driver.feed(ev.Woke())) == [("b1", "r1")]
 
 
 def test_floors_need_shares_in_tokens() -> None:
